@@ -1,0 +1,1 @@
+"""Deterministic, resumable text data for language models: sources, tokenization, packing, mixtures."""

@@ -1,0 +1,1 @@
+"""A serving engine for JAX language models: continuous batching, paged cache, OpenAI-compatible server."""

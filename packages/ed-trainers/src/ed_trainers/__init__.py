@@ -1,0 +1,1 @@
+"""Trainers for language models on JAX: exact resume, exact accumulation, fused losses."""
