@@ -1,0 +1,47 @@
+"""Errors that teach: what was given, what is allowed, how to go on. Imports neither jax nor flax."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EasyDeLError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ConfigError(EasyDeLError, ValueError):
+    """A value in a configuration is unknown, of the wrong kind, or contradicts another."""
+
+
+class MeshError(ConfigError):
+    """A device mesh does not fit the devices, or a specification does not fit the mesh."""
+
+
+class RegistryError(ConfigError):
+    """A model type, task or trainer that nothing has registered."""
+
+
+class CheckpointError(EasyDeLError, ValueError):
+    """A checkpoint is missing, incomplete, or does not fit the model."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+    """Build the error for a name that is not in a fixed list.
+
+    Args:
+        kind: what the name names, in words (`"attention mechanism"`).
+        name: what was given.
+        known: every allowed name.
+    """
+    known = sorted({str(k) for k in known})
+    listing = ", ".join(known)
+    return ConfigError(
+        f"unknown {kind} {name!r}{did_you_mean(str(name), known)} (known: {listing})"
+    )
