@@ -1,0 +1,31 @@
+"""Run deptry on each package: it must declare what it imports, and import what it declares.
+
+deptry runs inside the package's folder: from the root it takes a package's own modules for
+transitive dependencies, and would pass what a wheel then lacks.
+
+Run: `uv run python -m tools.check_declared [PACKAGE ...]`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tools.workspace import Package, packages
+
+
+def deptry(package: Package) -> int:
+    """Run deptry on one package; returns its exit status (1: something is undeclared)."""
+    print(f"-- {package.name}", flush=True)
+    # pydantic's own error classes live in pydantic_core, which pydantic pins to one version.
+    mapping = ["--package-module-name-map", "pydantic=pydantic|pydantic_core"]
+    command = [sys.executable, "-m", "deptry", "src", *mapping]
+    return subprocess.run(command, cwd=package.folder, check=False).returncode
+
+
+if __name__ == "__main__":
+    wanted = set(sys.argv[1:])
+    chosen = [package for package in packages() if not wanted or package.name in wanted]
+    if missing := wanted - {package.name for package in chosen}:
+        sys.exit(f"no such package: {', '.join(sorted(missing))}")
+    sys.exit(max(deptry(package) for package in chosen))

@@ -1,0 +1,78 @@
+"""The seven packages as their pyproject files describe them: what every tool here starts from."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Package:
+    """One published package: the folder `packages/<name>`."""
+
+    folder: Path
+
+    @cached_property
+    def pyproject(self) -> dict[str, Any]:
+        """The whole pyproject file."""
+        return read_toml(self.folder / "pyproject.toml")
+
+    @property
+    def project(self) -> dict[str, Any]:
+        """The `[project]` table."""
+        return self.pyproject["project"]
+
+    @property
+    def name(self) -> str:
+        """The distribution's name, `ed-infra`."""
+        return self.project["name"]
+
+    @property
+    def version(self) -> str:
+        """The version written in the pyproject file."""
+        return self.project["version"]
+
+    @property
+    def modules(self) -> list[str]:
+        """The import names that its wheel installs: `["ed_elarge", "easydel"]`."""
+        wheel = self.pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
+        return [Path(source).name for source in wheel["packages"]]
+
+    @property
+    def requirements(self) -> list[Requirement]:
+        """What it needs to be imported (extras not included)."""
+        return [Requirement(text) for text in self.project.get("dependencies", [])]
+
+    @property
+    def all_requirements(self) -> list[Requirement]:
+        """What it needs, with every extra."""
+        extras = self.project.get("optional-dependencies", {}).values()
+        return self.requirements + [Requirement(text) for group in extras for text in group]
+
+    def submodules(self, root: Path | None = None) -> list[str]:
+        """Dotted names of every module under `src`, packages included.
+
+        Args:
+            root: the folder that holds the import packages; by default this package's `src`.
+        """
+        root = root or self.folder / "src"
+        files = (file for module in self.modules for file in (root / module).rglob("*.py"))
+        parts = (file.relative_to(root).with_suffix("").parts for file in files)
+        return sorted(".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts)
+
+
+def packages(root: Path = ROOT) -> list[Package]:
+    """All packages of the workspace, in alphabetical order."""
+    return [Package(file.parent) for file in sorted(root.glob("packages/*/pyproject.toml"))]
