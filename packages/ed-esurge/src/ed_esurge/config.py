@@ -1,0 +1,121 @@
+"""What the engine can be told (the YAML section `esurge`). Imports neither jax nor transformers."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from ed_infra.options import Options
+from pydantic import Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class EngineConfig(Options):
+    """Options of `eSurge`. Every one changes what the engine does; unknown names are refused.
+
+    Lengths are in tokens. Nothing here names a device: the model brings its mesh.
+    """
+
+    ALIASES: ClassVar[dict[str, str]] = {"gpu_memory_utilization": "hbm_utilization"}
+
+    # How much fits.
+    max_model_len: PositiveInt = 8192
+    """Longest prompt plus completion. Capped, and said once, at the model's own limit."""
+    max_num_seqs: PositiveInt = 256
+    """Most sequences in one step."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Token budget of one step; longer prompts are prefilled in chunks. None: 8192 on TPU, 2048 on
+    GPU, 512 on CPU."""
+    long_prefill_token_threshold: PositiveInt | None = None
+    """Most prompt tokens that one sequence may take of a step. None: the whole budget."""
+    page_size: PositiveInt = 128
+    """Tokens of one page of the key/value cache."""
+    num_pages: PositiveInt | None = None
+    """Pages in the pool. None: as many as `hbm_utilization` (accelerator) or `cpu_cache_gib` hold,
+    and never more than `max_num_seqs` sequences of `max_model_len` can use."""
+    hbm_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Part of an accelerator's memory that weights and pages together may take."""
+    cpu_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    """Upper bound of the page pool on the CPU backend, GiB. Grown, if need be, to hold one sequence
+    of `max_model_len`."""
+
+    # What runs, and when.
+    enable_prefix_caching: bool = True
+    """Keep the pages of finished prompts and reuse those with an equal prefix."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the waiting queue: arrival, or `priority` (smaller first) and then arrival."""
+    compile_runner: bool = True
+    """Compile every shape before the engine is ready. False: each at its first use."""
+    use_aot_forward: bool = True
+    """Call executables that were lowered and compiled ahead of time; False: go through `jax.jit`'s
+    own dispatch, which falls back to tracing anew instead of failing on an unexpected shape."""
+    overlap_execution: bool = False
+    """Detokenize and deliver the results of a step while the device runs the next one. Tokens do
+    not change; a stop string is noticed one token later, which is then thrown away."""
+    min_input_pad: PositiveInt = 16
+    """Smallest token bucket of a step that prefills."""
+    max_num_seq_buckets: tuple[PositiveInt, ...] | None = None
+    """Sequence buckets, ascending. None: powers of two up to `max_num_seqs`."""
+    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Most alternatives per position that a request may ask for."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seeds the requests that bring no seed (folded with their arrival number)."""
+    silent_mode: bool = False
+    """No progress bars, no start-up summary."""
+
+    # Prompts that do not fit.
+    auto_truncate_prompt: bool = True
+    """Cut a prompt that leaves no room for a completion. False: refuse it."""
+    truncate_mode: Literal["left", "right", "middle"] = "left"
+    """Which part of a too long prompt is thrown away."""
+    auto_cap_new_tokens: bool = True
+    """Lower `max_tokens` to what fits. False: refuse the request."""
+    prefer_preserve_prompt: bool = True
+    """When both do not fit, lower `max_tokens` first. False: cut the prompt first."""
+    reserve_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Tokens of the context that stay free for the completion when a prompt is cut. None: 1."""
+    strict_context: bool = False
+    """Refuse whatever does not fit, whatever the four options above say."""
+
+    # Stops that every request gets.
+    extra_eos_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion besides the model's own (not with `ignore_eos`)."""
+    extra_stops: tuple[str, ...] = ()
+    """Stop strings of every request."""
+
+    destroy_pages_on_pause: bool = True
+    """`pause()` frees the page pool, and with it all device memory but the weights."""
+
+    tokenizer_endpoint: None = None
+    """Accepted as null only: the tokenizer runs in the engine's process."""
+    detokenizer_endpoint: None = None
+    """Accepted as null only: the detokenizer runs in the engine's process."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineConfig:
+        buckets = self.max_num_seq_buckets
+        if buckets is not None:
+            if list(buckets) != sorted(set(buckets)) or not buckets:
+                raise ValueError(f"max_num_seq_buckets {buckets} must be ascending and not empty")
+            if buckets[-1] < self.max_num_seqs:
+                raise ValueError(
+                    f"the largest of max_num_seq_buckets, {buckets[-1]}, is below "
+                    f"max_num_seqs {self.max_num_seqs}: append {self.max_num_seqs}"
+                )
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs and "max_num_seqs" in self.given:
+            raise ValueError(
+                f"max_num_batched_tokens {budget} is below max_num_seqs {self.max_num_seqs}: "
+                "each running sequence needs one token of a step"
+            )
+        if (self.reserve_tokens or 0) >= self.max_model_len:
+            raise ValueError(
+                f"reserve_tokens {self.reserve_tokens} leaves no room for a prompt "
+                f"in max_model_len {self.max_model_len}"
+            )
+        return self
+
+    @property
+    def given(self) -> set[str]:
+        """Names that the user set, as against defaults."""
+        return self.model_fields_set

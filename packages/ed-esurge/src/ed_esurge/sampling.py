@@ -1,0 +1,108 @@
+"""How one request wants its tokens chosen: vLLM's names. Imports neither jax nor transformers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from ed_infra.options import Options
+from pydantic import Field, field_validator, model_validator
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class SamplingParams(Options):
+    """Sampling options of a request; each has an effect, unknown names are refused.
+
+    The order on the logits is: `repetition_penalty`, `frequency_penalty` and `presence_penalty`,
+    then `logit_bias`, masks (`allowed_token_ids`, `bad_words`, `min_tokens`), `temperature`,
+    `top_k`, `top_p` (over what top-k left) and `min_p`. Reported log-probabilities are those of
+    the model: before any of these.
+    """
+
+    n: Annotated[int, Field(ge=1)] = 1
+    """Completions per prompt. They share the prompt's pages and differ in their seeds."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    """0 or -1: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Smallest probability, relative to the most probable token's, that may be sampled."""
+    seed: int | None = None
+    """Same seed, prompt and options give the same tokens, whatever else is in the batch. None:
+    drawn from the engine's seed and the request's arrival number."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    """None: as many as the context holds."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """No end of sequence, stop token or stop string before so many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; a single string is accepted."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Alternatives per generated position (0: the chosen token alone)."""
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    """The same for prompt positions. Such a request does not read the prefix cache."""
+
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Over prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
+    logit_bias: dict[TokenId, float] = {}
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    """Sample from these alone."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that may not be generated (as their tokens, with and without a leading space)."""
+
+    detokenize: bool = True
+    """False: no text, and no stop strings."""
+    skip_special_tokens: bool = True
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop", "bad_words")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty string is in every text: leave it out")
+        return value
+
+    @field_validator("stop_token_ids", "logit_bias", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any, info: Any) -> Any:
+        if value is None:
+            return {} if info.field_name == "logit_bias" else ()
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower it"
+            )
+        if not self.detokenize and self.stop:
+            raise ValueError("stop strings need text: drop stop, or detokenize=False")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty: nothing could be sampled; use None")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature < 1e-5
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the logits depend on which tokens came before (through a penalty)."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
