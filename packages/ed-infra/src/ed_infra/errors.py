@@ -1,4 +1,4 @@
-"""Errors that teach: what was given, what is allowed, how to go on. Imports neither jax nor flax."""
+"""Errors that teach: what was given, what is allowed, how to go on. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,70 @@
+"""Names of dtypes as strings: option tables hold no jax type."""
+
+from __future__ import annotations
+
+from ed_infra.errors import ConfigError, did_you_mean
+
+#: Every dtype that a configuration may name.
+DTYPES: tuple[str, ...] = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int4",
+    "uint8",
+    "uint4",
+    "int16",
+    "int32",
+    "int64",
+)
+
+#: Abbreviation -> canonical name.
+DTYPE_ALIASES: dict[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "i8": "int8",
+    "i4": "int4",
+}
+
+
+def canonical_dtype(value: object) -> str:
+    """Return the canonical name of a dtype.
+
+    Args:
+        value: a name (`"bf16"`, `"float32"`), or a numpy, jax or torch dtype or scalar type.
+
+    Raises:
+        ConfigError: not a dtype that is known here.
+    """
+    if isinstance(value, str):
+        name = value
+    elif isinstance(getattr(value, "name", None), str):  # numpy.dtype
+        name = value.name  # type: ignore[attr-defined]
+    elif hasattr(getattr(value, "dtype", None), "name"):  # jax.numpy.bfloat16
+        name = value.dtype.name  # type: ignore[attr-defined]
+    elif isinstance(value, type):  # numpy.float32, float
+        name = value.__name__
+    else:  # torch.float32
+        name = str(value)
+    spelling = name.strip().lower().rpartition(".")[2]
+    spelling = DTYPE_ALIASES.get(spelling, spelling)
+    if spelling not in DTYPES:
+        hint = did_you_mean(name, [*DTYPES, *DTYPE_ALIASES])
+        raise ConfigError(f"unknown dtype {name!r}{hint} (known: {', '.join(DTYPES)})")
+    return spelling

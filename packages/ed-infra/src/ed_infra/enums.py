@@ -1,0 +1,165 @@
+"""Closed lists of names that configurations choose from. Imports nothing heavy.
+
+Every enum is a string enum: a member equals, hashes, prints and serialises as its value.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+
+class TaskType(StrEnum):
+    """What a module is for; the first half of a registry key."""
+
+    CAUSAL_LM = "causal-language-model"
+    VISION_LM = "vision-language-model"
+    DIFFUSION_LM = "diffusion-language-model"
+    IMAGE_TEXT_TO_TEXT = "image-text-to-text"
+    BASE_MODULE = "base-module"
+    BASE_VISION = "vision-module"
+    SEQUENCE_TO_SEQUENCE = "sequence-to-sequence"
+    SPEECH_SEQUENCE_TO_SEQUENCE = "speech-sequence-to-sequence"
+    ZERO_SHOT_IMAGE_CLASSIFICATION = "zero-shot-image-classification"
+    SEQUENCE_CLASSIFICATION = "sequence-classification"
+    AUDIO_CLASSIFICATION = "audio-classification"
+    IMAGE_CLASSIFICATION = "image-classification"
+    EMBEDDING = "embedding"
+    ANY_TO_ANY = "any-to-any"
+    AUTO_BIND = "auto-bind"
+
+
+#: Other spellings of tasks, after lower-casing and `_` -> `-`.
+TASK_ALIASES: dict[str, str] = {
+    "causal-lm": "causal-language-model",
+    "lm": "causal-language-model",
+    "vision-lm": "vision-language-model",
+    "diffusion-lm": "diffusion-language-model",
+    "base": "base-module",
+    "vision": "vision-module",
+    "seq2seq": "sequence-to-sequence",
+    "speech-seq2seq": "speech-sequence-to-sequence",
+    "auto": "auto-bind",
+}
+
+
+class EasyDeLBackends(StrEnum):
+    """Where arrays live: the name of a jax backend."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+
+
+class EasyDeLPlatforms(StrEnum):
+    """Which language kernels are written in."""
+
+    JAX = "jax"
+    TRITON = "triton"
+    PALLAS = "pallas"
+
+
+class EasyDeLGradientCheckPointers(StrEnum):
+    """What the backward pass keeps and what it computes again (`gradient_checkpointing`)."""
+
+    NONE = ""
+    EVERYTHING_SAVEABLE = "everything_saveable"
+    NOTHING_SAVEABLE = "nothing_saveable"
+    CHECKPOINT_DOTS = "checkpoint_dots"
+    CHECKPOINT_DOTS_WITH_NO_BATCH_DIMS = "checkpoint_dots_with_no_batch_dims"
+    DOTS_SAVEABLE = "dots_saveable"
+    DOTS_WITH_NO_BATCH_DIMS_SAVEABLE = "dots_with_no_batch_dims_saveable"
+    SAVE_ANYTHING_EXCEPT_THESE_NAMES = "save_anything_except_these_names"
+    SAVE_ANY_NAMES_BUT_THESE = "save_any_names_but_these"
+    SAVE_ONLY_THESE_NAMES = "save_only_these_names"
+    SAVE_FROM_BOTH_POLICIES = "save_from_both_policies"
+    MLP_NOTSAVEABLE = "mlp_notsaveable"
+    ATTN_NOTSAVEABLE = "attn_notsaveable"
+    MLP_ATTN_NOTSAVEABLE = "mlp_attn_notsaveable"
+
+
+class EasyMethod:
+    """Workflow a configuration is meant for (`easy_method`); plain strings."""
+
+    TRAIN: str = "train"
+    SERVE: str = "serve"
+    EVAL: str = "serve"
+    CONVERT: str = "convert"
+
+
+AVAILABLE_ATTENTION_MECHANISMS = Literal[
+    "auto",
+    "vanilla",
+    "flash_attn2",
+    "blocksparse",
+    "ring",
+    "cudnn",
+    "blockwise",
+    "sdpa",
+    "autoregressive_decodeattn",
+    "ragged_page_attention_v2",
+    "ragged_page_attention_v3",
+    "page_attention",
+]
+
+#: Other spellings of attention mechanisms.
+MECHANISM_ALIASES: dict[str, str] = {
+    "flash": "flash_attn2",
+    "flash_attention": "flash_attn2",
+    "flash_attention_2": "flash_attn2",
+    "cuda_flash_attn2": "cudnn",
+    "splash": "blocksparse",
+    "standard": "vanilla",
+    "eager": "vanilla",
+}
+
+AVAILABLE_MOE_METHODS = Literal["fused_moe", "standard_moe", "dense_moe"]
+
+#: Other spellings of MoE methods.
+MOE_METHOD_ALIASES: dict[str, str] = {"einsum": "standard_moe"}
+
+AVAILABLE_GRADIENT_CHECKPOINT_TARGETS = Literal[
+    "attn_dense",
+    "attn_key",
+    "attn_key_value",
+    "attn_output",
+    "attn_qkv",
+    "attn_query",
+    "attn_receptance",
+    "attn_value",
+    "attn_weights",
+    "embeddings",
+    "layer_output",
+    "lm_head_output",
+    "mlp_down",
+    "mlp_gate",
+    "mlp_output",
+    "mlp_up",
+    "model_output",
+    "moe_expert_output",
+    "moe_gate_logits",
+    "moe_output",
+    "moe_router_logits",
+    "normed_input",
+    "residual",
+]
+
+AVAILABLE_QUANTIZATION_DTYPES = Literal["nf4", "int8", "int4", "fp8", "mxfp8"]
+
+
+def canonical_task(task: str | TaskType) -> TaskType:
+    """Return the task that a spelling names (`"causal_lm"`, `"lm"`, `TaskType.CAUSAL_LM`, ...).
+
+    Raises:
+        ConfigError: nothing is named so; the message names the nearest task.
+    """
+    if isinstance(task, TaskType):
+        return task
+    spelling = str(task).lower().replace("_", "-")
+    spelling = TASK_ALIASES.get(spelling, spelling)
+    try:
+        return TaskType(spelling)
+    except ValueError:
+        from ed_infra.errors import unknown_name
+
+        raise unknown_name("task", task, [*[t.value for t in TaskType], *TASK_ALIASES]) from None

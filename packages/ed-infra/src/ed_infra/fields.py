@@ -1,0 +1,270 @@
+"""The execution fields of every configuration: name, type, default and meaning, in one table.
+
+`ExecutionFields` is the table; `EasyDeLBaseConfig` inherits it. How a model runs is said here, what
+it computes (`hidden_size`, `rope_parameters`) by its family. Imports neither jax nor transformers:
+the YAML runner validates a `base_config:` section from this module alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ed_infra.axes import AXIS_NAMES, PartitionAxis
+from ed_infra.dtypes import DTYPE_ALIASES, DTYPES, canonical_dtype
+from ed_infra.enums import (
+    AVAILABLE_ATTENTION_MECHANISMS,
+    AVAILABLE_GRADIENT_CHECKPOINT_TARGETS,
+    AVAILABLE_MOE_METHODS,
+    MECHANISM_ALIASES,
+    MOE_METHOD_ALIASES,
+    EasyDeLBackends,
+    EasyDeLGradientCheckPointers,
+    EasyDeLPlatforms,
+)
+from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.specs import (
+    QUANTIZATION_FIELD_ALIASES,
+    BaseOperationConfig,
+    EasyDeLQuantizationConfig,
+    from_mapping,
+)
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_ALIASES",
+    "FIELDS",
+    "FIELD_ALIASES",
+    "ExecutionFields",
+    "Field",
+    "canonical_dtype",
+    "canonical_field",
+    "normalize",
+]
+
+
+def option(default: Any, doc: str) -> Any:
+    """Declare one field of the table."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+@dataclasses.dataclass(kw_only=True)
+class ExecutionFields:
+    """How a model is placed, computed and kept in memory; the same for every family."""
+
+    sharding_axis_dims: tuple[int, ...] = option(
+        (1, -1, 1, 1, 1), "devices along (dp, fsdp, ep, tp, sp); one -1 takes what remains"
+    )
+    sharding_axis_names: tuple[str, ...] = option(AXIS_NAMES, "names of the mesh axes")
+    sharding_dcn_axis_dims: tuple[int, ...] | None = option(
+        None, "slices along each axis, for meshes over a data-centre network"
+    )
+    partition_axis: PartitionAxis = option(
+        PartitionAxis(), "over which mesh axes each kind of dimension is split"
+    )
+    sharding_rules: tuple[tuple[str, tuple[Any, ...]], ...] | None = option(
+        None, "(regular expression, partition spec) pairs that override the derived sharding"
+    )
+    use_sharding_constraint: bool = option(
+        False, "constrain the sharding of activations inside layers, not only between them"
+    )
+    sequence_axis_name: str = option("sp", "mesh axis of sequence parallelism")
+    backend: str | None = option(None, "jax backend of the mesh; None = the default backend")
+    platform: str | None = option(None, "language of kernels: jax, triton or pallas; None = auto")
+    easy_method: Literal["train", "serve", "convert"] = option(
+        "train", "what the configuration is for; serve and convert keep nothing for gradients"
+    )
+
+    attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option("vanilla", "attention mechanism")
+    decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None = option(
+        None, "attention mechanism of decoding; None = attn_mechanism"
+    )
+    blocksize_q: int = option(128, "query block of attention kernels, in positions")
+    blocksize_k: int = option(128, "key block of attention kernels, in positions")
+    blocksize_b: int = option(1, "batch block of attention kernels, in sequences")
+    attn_dtype: str | None = option(
+        None, "dtype of attention; None = the dtype that the model computes in"
+    )
+    attn_softmax_dtype: str = option("float32", "dtype of the softmax in attention")
+    kvdtype: str | None = option(None, "dtype of the KV cache; None = attn_dtype")
+    scan_ring_attention: bool = option(True, "loop over ring steps instead of unrolling them")
+    flash_attention_backward_pass_impl: Literal["triton", "xla"] = option(
+        "triton", "backward kernel of flash attention on GPUs"
+    )
+    precompute_masks: bool = option(True, "build the causal mask once, not in each layer")
+    mask_max_position_embeddings: int | None = option(
+        None, "positions that masks cover; None = max_position_embeddings"
+    )
+    freq_max_position_embeddings: int | None = option(
+        None, "positions that rotary tables cover; None = max_position_embeddings"
+    )
+    fcm_min_ratio: float = option(0.0, "least share of keys dropped by forgetful causal masking")
+    fcm_max_ratio: float = option(0.0, "greatest share of keys dropped; 0 = no such masking")
+
+    scan_layers: bool = option(
+        True, "run layers of equal structure as one compiled body over stacked parameters"
+    )
+    use_scan_mlp: bool = option(False, "compute the MLP in chunks of the sequence")
+    scan_mlp_chunk_size: int = option(1024, "positions of a chunk of the MLP")
+    gradient_checkpointing: str = option("", "what the backward pass keeps; empty = everything")
+    gradient_checkpointing_targets: tuple[AVAILABLE_GRADIENT_CHECKPOINT_TARGETS, ...] | None = (
+        option(None, "names that the policies by name save, or do not save")
+    )
+
+    quantization_config: EasyDeLQuantizationConfig | dict[str, Any] | None = option(
+        None, "quantization of linear layers; a mapping with quant_method is Hugging Face's"
+    )
+    kv_cache_quantization_config: EasyDeLQuantizationConfig | None = option(
+        None, "quantization of the KV cache"
+    )
+    bits: int | None = option(None, "shorthand for quantization_config: 4 = nf4, 8 = int8")
+    use_sharded_kv_caching: bool = option(False, "shard the KV cache along the sequence too")
+    kv_cache_sharding_sequence_axis_name: str | tuple[str, ...] = option(
+        "sp", "mesh axes along which the sequence of a sharded KV cache is split"
+    )
+
+    moe_method: AVAILABLE_MOE_METHODS = option("fused_moe", "implementation of expert layers")
+    moe_tiling_size_batch: int = option(4, "batch tile of expert kernels")
+    moe_tiling_size_seqlen: int = option(128, "sequence tile of expert kernels")
+    moe_tiling_size_dim: int = option(128, "hidden tile of expert kernels")
+    moe_force_xla_gmm: bool = option(False, "use XLA's grouped matrix product for experts")
+    use_expert_tensor_mode: bool = option(False, "split experts over tp as well as over ep")
+    use_ring_of_experts: bool = option(False, "send tokens round the experts in a ring")
+    fsdp_is_ep_bound: bool = option(True, "fold fsdp into the expert axis of the expert mesh")
+    sp_is_ep_bound: bool = option(True, "fold sp into the expert axis of the expert mesh")
+
+    hardware_abstraction: bool = option(False, "use this project's own kernels where they exist")
+    pallas_m_block_size: int = option(128, "M block of Pallas matrix products")
+    pallas_k_block_size: int = option(128, "K block of Pallas matrix products")
+    pallas_n_block_size: int = option(128, "N block of Pallas matrix products")
+    operation_configs: dict[str, BaseOperationConfig] | None = option(
+        None, "kernel settings by operation name"
+    )
+
+
+class Field(typing.NamedTuple):
+    """One row of the table."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+
+
+def _table() -> dict[str, Field]:
+    types = typing.get_type_hints(ExecutionFields)
+    return {
+        f.name: Field(f.name, types[f.name], f.default, f.metadata["doc"])
+        for f in dataclasses.fields(ExecutionFields)
+    }
+
+
+#: Name -> row, in the order of the table.
+FIELDS: dict[str, Field] = _table()
+
+#: Other spelling of a field -> its name.
+FIELD_ALIASES: dict[str, str] = {
+    "attention_mechanism": "attn_mechanism",
+    "gradient_checkpointing_policy": "gradient_checkpointing",
+    "use_hardware_abstraction": "hardware_abstraction",
+    "scan_attention_layers": "scan_layers",
+    "axis_dims": "sharding_axis_dims",
+    "axis_names": "sharding_axis_names",
+    "dcn_axis_dims": "sharding_dcn_axis_dims",
+}
+
+_DTYPE_FIELDS = frozenset({"attn_dtype", "attn_softmax_dtype", "kvdtype"})
+_NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {
+    "attn_mechanism": (
+        "attention mechanism",
+        list(typing.get_args(AVAILABLE_ATTENTION_MECHANISMS)),
+        MECHANISM_ALIASES,
+    ),
+    "moe_method": ("MoE method", list(typing.get_args(AVAILABLE_MOE_METHODS)), MOE_METHOD_ALIASES),
+    "gradient_checkpointing": (
+        "gradient checkpointing policy",
+        [p.value for p in EasyDeLGradientCheckPointers],
+        {"none": "", "NONE": ""},
+    ),
+    "backend": ("backend", [b.value for b in EasyDeLBackends], {"cuda": "gpu"}),
+    "platform": ("platform", [p.value for p in EasyDeLPlatforms], {}),
+    "easy_method": ("workflow", ["train", "serve", "convert"], {"eval": "serve"}),
+}
+_NAMES["decode_attn_mechanism"] = _NAMES["attn_mechanism"]
+# Fields for which an empty value means "not given", as the original's documents write it.
+_EMPTY_IS_NONE = frozenset({"backend", "platform", "decode_attn_mechanism"})
+
+
+def canonical_field(name: str) -> str:
+    """Return the name of the field that a spelling stands for; other names pass unchanged."""
+    return FIELD_ALIASES.get(name, name)
+
+
+def normalize(name: str, value: Any) -> Any:
+    """Return the canonical form of a field's value.
+
+    Names lose their aliases, dtypes become strings, lists tuples, mappings the dataclasses of
+    `ed_infra.specs`.
+
+    Args:
+        name: a key of `FIELDS`.
+        value: what was given.
+
+    Raises:
+        ConfigError: the value is of the wrong kind or not one of the allowed names.
+    """
+    if value == "" and name in _EMPTY_IS_NONE:
+        value = None
+    if value is None:
+        pass
+    elif name in _DTYPE_FIELDS:
+        return canonical_dtype(value)
+    elif name in _NAMES:
+        kind, known, aliases = _NAMES[name]
+        plain = getattr(value, "value", value)
+        plain = aliases.get(plain, plain) if isinstance(plain, str) else plain
+        if plain not in known:
+            raise unknown_name(f"{kind} in {name}", value, [*filter(None, known), *aliases])
+        return plain
+    elif name == "partition_axis":
+        return from_mapping(PartitionAxis, value)
+    elif name == "sharding_rules":
+        return _rules(value)
+    elif name in ("quantization_config", "kv_cache_quantization_config"):
+        if isinstance(value, Mapping) and "quant_method" in value:
+            return dict(value)
+        return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
+    elif name == "operation_configs":
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"operation_configs maps operations to settings, got {value!r}")
+        return {key: from_mapping(BaseOperationConfig, v) for key, v in value.items()}
+    try:
+        return _adapter(name).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
+        message = problem["msg"]
+        raise ConfigError(f"{name}{where} = {value!r}: {message} ({FIELDS[name].doc})") from None
+
+
+@functools.cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(FIELDS[name].type)
+
+
+def _rules(value: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    try:
+        return tuple(
+            (str(regex), tuple(tuple(a) if isinstance(a, list) else a for a in spec))
+            for regex, spec in (value.items() if isinstance(value, Mapping) else value)
+        )
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "sharding_rules takes pairs of a regular expression and a partition spec, such as "
+            f"[['.*/kernel', ['fsdp', 'tp']]]; got {value!r}"
+        ) from None

@@ -1,0 +1,93 @@
+"""Storage paths and canonical names of parameters. Imports neither jax nor flax.
+
+A parameter has one canonical name for each layer, whatever the storage:
+`model.layers.3.self_attn.q_proj.kernel`. A `Stack` stores layers in one of two ways:
+
+- stacked: a run of `n` layers from layer `start`, repeating with `period`, is the attribute
+  `run_{start}_{n}_{period}`, a list of `period` layers. Each leaf has a leading dimension of
+  `n // period`: entry `j` of the leaf under index `i` is layer `start + i + j * period`.
+- unrolled: layer `i` is the attribute `layer_{i}`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_RUN = re.compile(r"run_(\d+)_(\d+)_(\d+)")
+_LAYER = re.compile(r"layer_(\d+)")
+# nnx wraps an array in a variable; flattening to arrays appends one of these attribute names.
+_LEAF_ATTRIBUTES = frozenset({"value", "raw_value"})
+
+
+class Run(NamedTuple):
+    """A run of equal layers, stored stacked."""
+
+    start: int
+    count: int
+    period: int
+
+    @property
+    def name(self) -> str:
+        """Attribute under which a `Stack` stores the run."""
+        return f"run_{self.start}_{self.count}_{self.period}"
+
+    def layers(self, index: int) -> list[int]:
+        """Layers held by the leaves of list entry `index`, in the order of the leading dim."""
+        return [self.start + index + j * self.period for j in range(self.count // self.period)]
+
+
+def parse_run(name: object) -> Run | None:
+    """Return the run that an attribute name stands for, or None."""
+    match = _RUN.fullmatch(str(name))
+    return Run(*(int(g) for g in match.groups())) if match else None
+
+
+def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
+    """Turn a path of nnx or `jax.tree_util` keys into plain strings and integers."""
+    parts: list[str | int] = []
+    attribute = False
+    for key in path:
+        attribute = False
+        for field in ("key", "idx", "name"):
+            inner = getattr(key, field, None)
+            if isinstance(inner, str | int):
+                attribute = field == "name"
+                key = inner
+                break
+        parts.append(key if isinstance(key, int) else str(key))
+    if attribute and parts[-1] in _LEAF_ATTRIBUTES:
+        parts.pop()
+    return tuple(parts)
+
+
+def is_stacked(path: Iterable[object]) -> bool:
+    """Tell whether a leaf at this storage path has a leading layer dimension."""
+    return any(parse_run(key) for key in normalize(path))
+
+
+def canonical(path: Iterable[object]) -> list[str]:
+    """Return the canonical names of a leaf, one for each layer that it stores.
+
+    For a stacked leaf the order is that of its leading dimension; otherwise there is one name.
+
+    >>> canonical(("model", "layers", "run_0_4_2", 1, "mlp", "up_proj", "kernel"))
+    ['model.layers.1.mlp.up_proj.kernel', 'model.layers.3.mlp.up_proj.kernel']
+    """
+    pieces: list[list[str]] = []
+    keys = iter(normalize(path))
+    for key in keys:
+        run = parse_run(key)
+        layer = _LAYER.fullmatch(str(key))
+        if run is not None:
+            index = next(keys, None)
+            if not isinstance(index, int) and not str(index).isdigit():
+                raise ValueError(f"a run is followed by the index of a layer, not by {index!r}")
+            pieces.append([str(i) for i in run.layers(int(index))])  # type: ignore[arg-type]
+        elif layer is not None:
+            pieces.append([layer.group(1)])
+        else:
+            pieces.append([str(key)])
+    return [".".join(names) for names in itertools.product(*pieces)]

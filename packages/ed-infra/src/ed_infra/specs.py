@@ -1,0 +1,210 @@
+"""Small immutable values inside a configuration: quantization, LoRA, kernels, masks of layers.
+
+Plain dataclasses: JSON in, JSON out, hashable. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ed_infra.dtypes import canonical_dtype
+from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+
+T = TypeVar("T")
+
+#: Storage formats of quantized weights: name -> (bits, activations are quantized too).
+QUANTIZATION_FORMATS: dict[str, tuple[int, bool]] = {
+    "nf4": (4, False),
+    "int8": (8, False),
+    "int4": (4, False),
+    "fp8": (8, False),
+    "mxfp8": (8, False),
+    "w8a8": (8, True),
+    "w4a8": (4, True),
+}
+
+#: Other names of formats.
+QUANTIZATION_ALIASES: dict[str, str] = {
+    "8bit": "int8",
+    "a8bit": "int8",
+    "a8q": "w8a8",
+    "4bit": "int4",
+    "a4q": "w4a8",
+    "affine": "int4",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EasyDeLQuantizationConfig:
+    """How the weights of linear layers, or the entries of a KV cache, are quantized.
+
+    Attributes:
+        dtype: format, a key of `QUANTIZATION_FORMATS` or of `QUANTIZATION_ALIASES`.
+        group_size: values that share a scale along the contracted dimension; None = the whole
+            dimension (one scale for each output channel).
+        pattern: regular expression over canonical names; only what it matches is quantized.
+    """
+
+    dtype: str = "nf4"
+    group_size: int | None = None
+    pattern: str = r"^(?!.*(?:embed|norm|lm_head)).*$"
+
+    def __post_init__(self) -> None:
+        name = QUANTIZATION_ALIASES.get(self.dtype, self.dtype)
+        if name not in QUANTIZATION_FORMATS:
+            known = [*QUANTIZATION_FORMATS, *QUANTIZATION_ALIASES]
+            raise unknown_name("quantization format", self.dtype, known)
+        object.__setattr__(self, "dtype", name)
+        if self.group_size is not None and self.group_size < 1:
+            raise ConfigError(f"group_size must be at least 1 or None, got {self.group_size}")
+        if self.group_size is None and name in ("nf4", "int4", "w4a8"):
+            object.__setattr__(self, "group_size", 64)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one stored value, its share of the scale not counted."""
+        return QUANTIZATION_FORMATS[self.dtype][0]
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether matrix products run on quantized activations too."""
+        return QUANTIZATION_FORMATS[self.dtype][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return dataclasses.asdict(self)
+
+
+#: Other names of the fields of `EasyDeLQuantizationConfig`.
+QUANTIZATION_FIELD_ALIASES: dict[str, str] = {
+    "quantization_method": "dtype",
+    "method": "dtype",
+    "block_size": "group_size",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseOperationConfig:
+    """Kernel settings of one operation (`operation_configs={"flash_attn2": ...}`).
+
+    None leaves the choice to the kernel.
+    """
+
+    platform: str | None = None
+    block_q: int | None = None
+    block_k: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnMaskDetail:
+    """Attention pattern of one layer.
+
+    Attributes:
+        mask_type: `"full"`, `"sliding"` (the last `size` positions, the own one included) or
+            `"chunked"` (positions of the same chunk of `size`).
+        size: window or chunk, in positions; None for `"full"`.
+    """
+
+    mask_type: str = "full"
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask_type not in ("full", "sliding", "chunked"):
+            raise unknown_name("mask type", self.mask_type, ["full", "sliding", "chunked"])
+        if (self.mask_type == "full") != (self.size is None):
+            raise ConfigError(
+                f"a {self.mask_type!r} mask takes {'no' if self.size else 'a'} size, "
+                f"got size={self.size}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank adapters: `y = x W + (alpha / rank) dropout(x) A B` (Hu et al., 2021).
+
+    Attributes:
+        rank: inner dimension r of A [in, r] and B [r, out].
+        alpha: numerator of the scale; None = `rank`, a scale of 1.
+        dropout: probability that an input of A is zeroed in training.
+        targets: regular expression over canonical names; None = every linear layer but the head.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"LoRA rank must be at least 1, got {self.rank}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"LoRA dropout must be in [0, 1), got {self.dropout}")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the low-rank product."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
+
+def from_mapping(
+    cls: type[T], value: Mapping[str, Any] | T, aliases: Mapping[str, str] | None = None
+) -> T:
+    """Make one of the dataclasses above from a mapping of its fields.
+
+    Raises:
+        ConfigError: a key is not a field; the message names the nearest one.
+    """
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{cls.__name__} takes a mapping of its fields, got {value!r}")
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields: dict[str, Any] = {}
+    for key, item in value.items():
+        name = (aliases or {}).get(key, key)
+        if name not in known:
+            hint = did_you_mean(str(key), [*known, *(aliases or {})])
+            raise ConfigError(f"{cls.__name__} has no field {key!r}{hint}")
+        fields[name] = item
+    return cls(**fields)
+
+
+def to_json(value: Any) -> Any:
+    """Turn a configuration value into what JSON can hold.
+
+    Tuples become lists, dtypes their names, the dataclasses above mappings of their fields.
+
+    Raises:
+        ConfigError: the value has no JSON form that can be read back.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return str(getattr(value, "value", value))
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str | int) else str(key): to_json(v) for key, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(to_json(item) for item in value)
+    if hasattr(value, "to_dict"):
+        return to_json(value.to_dict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_json(dataclasses.asdict(value))
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return to_json(value.item())
+    try:
+        return canonical_dtype(value)
+    except ConfigError:
+        raise ConfigError(
+            f"{value!r} ({type(value).__name__}) cannot be written to JSON: "
+            "use strings, numbers, booleans, lists and mappings"
+        ) from None
