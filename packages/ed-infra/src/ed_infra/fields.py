@@ -5,6 +5,7 @@ it computes (`hidden_size`, `rope_parameters`) by its family. Imports neither ja
 the YAML runner validates a `base_config:` section from this module alone.
 """
 
+# ruff: noqa: RUF009 - `option` declares a field with its documentation, as `field` would
 from __future__ import annotations
 
 import dataclasses

@@ -1,0 +1,137 @@
+"""Who may attend to whom: `MaskInfo`, and masks as arrays.
+
+Shapes: `b` batch, `s` query positions, `t` key positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def segment_index(segment_ids: Any) -> jax.Array:
+    """Return each position's place inside its segment: int32 [b, s], from 0.
+
+    Padding (segment 0) inside a segment counts, so that order is kept; ids are expected to grow
+    along a row, as packing numbers them.
+    """
+    segments = jnp.asarray(segment_ids, jnp.int32)
+    reached = jax.lax.cummax(segments, axis=1)
+    before = jnp.pad(reached, ((0, 0), (1, 0)))[:, :-1]
+    places = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    starts = jax.lax.cummax(jnp.where(reached > before, places, 0), axis=1)
+    return places - starts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskInfo:
+    """Attention mask in the form that kernels want: segments and order, linear in the length.
+
+    A query attends to a key of the same segment (segment 0, padding, to nothing and by nothing),
+    if causal only to keys whose index is not greater than its own. Index is order among the tokens
+    of a segment; it is apart from `position_ids`, which only turn rotary angles.
+
+    Attributes:
+        q_segment_ids: int32 [b, s], 0 = padding.
+        kv_segment_ids: int32 [b, t], 0 = padding.
+        q_index: int32 [b, s].
+        kv_index: int32 [b, t].
+        causal: static.
+    """
+
+    q_segment_ids: jax.Array
+    kv_segment_ids: jax.Array
+    q_index: jax.Array
+    kv_index: jax.Array
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    @classmethod
+    def from_segments(cls, segment_ids: Any, causal: bool = True) -> MaskInfo:
+        """Make the mask of self-attention over packed rows, from int [b, s], 0 = padding."""
+        segments = jnp.asarray(segment_ids, jnp.int32)
+        index = segment_index(segments)
+        return cls(segments, segments, index, index, causal)
+
+    @classmethod
+    def from_attention_mask(cls, mask: Any, causal: bool = True) -> MaskInfo:
+        """Make the mask of self-attention from Hugging Face's [b, s] mask, nonzero = a token."""
+        return cls.from_segments(jnp.asarray(mask) != 0, causal)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, total: int, causal: bool = True) -> MaskInfo:
+        """Make the mask of one flat row, from the offsets of its segments.
+
+        Args:
+            cu_seqlens: int [n + 1], 0 first; equal neighbours are empty segments.
+            total: tokens of the row; those from `cu_seqlens[-1]` on are padding.
+            causal: whether a token sees only itself and what precedes it.
+        """
+        offsets = jnp.asarray(cu_seqlens, jnp.int32)
+        places = jnp.arange(total, dtype=jnp.int32)
+        segments = jnp.searchsorted(offsets, places, side="right").astype(jnp.int32)
+        segments = jnp.where(places < offsets[-1], segments, 0)
+        return cls.from_segments(segments[None], causal)
+
+    @classmethod
+    def full(cls, batch: int, length: int, causal: bool = True) -> MaskInfo:
+        """Make the mask of self-attention over rows without padding."""
+        return cls.from_segments(jnp.ones((batch, length), jnp.int32), causal)
+
+    def allowed(self, window: Any = None, chunk: Any = None) -> jax.Array:
+        """Return the mask as bool [b, s, t], True where attention is allowed.
+
+        Args:
+            window: a query sees the keys less than `window` before it, itself included (Hugging
+                Face's `sliding_window`). An int, or a traced scalar in which 0 = no limit.
+            chunk: a query sees the keys of its own chunk of so many positions. As `window`.
+        """
+        q, k = self.q_index[:, :, None], self.kv_index[:, None, :]
+        q_segment, k_segment = self.q_segment_ids[:, :, None], self.kv_segment_ids[:, None, :]
+        mask = (q_segment == k_segment) & (q_segment != 0)
+        if self.causal:
+            mask &= k <= q
+        if window is not None:
+            near = q - k < window if self.causal else jnp.abs(q - k) < window
+            mask &= near | (jnp.asarray(window) <= 0)
+        if chunk is not None:
+            size = jnp.maximum(jnp.asarray(chunk), 1)
+            mask &= (q // size == k // size) | (jnp.asarray(chunk) <= 0)
+        return mask
+
+    def create_bias(
+        self, dtype: Any = jnp.float32, window: Any = None, chunk: Any = None
+    ) -> jax.Array:
+        """Return the mask as an additive bias [b, 1, s, t]: 0, or the least finite number."""
+        return to_bias(self.allowed(window, chunk)[:, None], dtype)
+
+
+def to_bias(mask: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """Turn a boolean mask into an additive bias: 0 where True, else the least finite number."""
+    return jnp.where(mask, jnp.zeros((), dtype), jnp.finfo(dtype).min)
+
+
+def causal_mask(length: int) -> np.ndarray:
+    """Return the causal mask as bool [1, 1, length, length], True on and below the diagonal."""
+    return np.tril(np.ones((length, length), bool))[None, None]
+
+
+def forgetful_mask(key: jax.Array, shape: tuple[int, ...], ratio: Any) -> jax.Array:
+    """Return a forgetful causal mask: bool of `shape`, True where attention is kept.
+
+    Each key is dropped with probability `ratio`, alike for all queries of a row (FCM, Liu et al.,
+    2022); the first key is always kept, so that no row is empty.
+
+    Args:
+        key: PRNG key.
+        shape: [b, 1, s, t].
+        ratio: probability in [0, 1].
+    """
+    row = (shape[0], *(1 for _ in shape[1:-1]), shape[-1])
+    keep = jax.random.uniform(key, row) >= ratio
+    keep = keep.at[..., 0].set(True)
+    return jnp.broadcast_to(keep, shape)

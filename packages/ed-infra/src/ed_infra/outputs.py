@@ -1,0 +1,118 @@
+"""What a forward pass returns: immutable pytrees that go through `jax.jit`, `scan` and `grad`.
+
+Shapes: `b` batch, `s` sequence, `d` hidden, `v` vocab, `n` selected positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar("T")
+
+
+def _pytree(cls: type[T]) -> type[T]:
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@_pytree
+class Metric:
+    """A mean that is not divided yet, so that microbatches, hosts and shards add up exactly.
+
+    Attributes:
+        sum: weighted sum of the quantity, a float32 scalar.
+        weight: sum of the weights, a float32 scalar.
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+
+    @classmethod
+    def of(cls, total: Any, weight: Any = 1.0) -> Metric:
+        """Make a metric of two numbers or arrays."""
+        return cls(jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32))
+
+    @property
+    def value(self) -> jax.Array:
+        """The mean; 0 where there is no weight."""
+        return jnp.where(
+            self.weight == 0, 0.0, self.sum / jnp.where(self.weight == 0, 1.0, self.weight)
+        )
+
+    def __add__(self, other: Metric) -> Metric:
+        return Metric(self.sum + other.sum, self.weight + other.weight)
+
+
+def add_metrics(left: dict[str, Metric], right: dict[str, Metric]) -> dict[str, Metric]:
+    """Add two sets of metrics by name; a name in one set only is kept."""
+    return {
+        name: left[name] + right[name]
+        if name in left and name in right
+        else left.get(name, right.get(name))  # type: ignore[misc]
+        for name in dict.fromkeys([*left, *right])
+    }
+
+
+class _Replaceable:
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def keys(self) -> Iterable[str]:
+        """Names of the fields that are not None."""
+        return [
+            field.name
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) is not None
+        ]
+
+    def __getitem__(self, key: str) -> Any:
+        if not isinstance(key, str) or key not in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            raise KeyError(f"{type(self).__name__} has no field {key!r}")
+        return getattr(self, key)
+
+
+@_pytree
+class BaseModelOutput(_Replaceable):
+    """Output of a body without a head.
+
+    Attributes:
+        last_hidden_state: [b, s, d], after the last norm.
+        past_key_values: the cache after this call, or None.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        aux: losses and statistics of the layers by name.
+        updates: state that changes without a gradient, by canonical path; the train step applies it.
+    """
+
+    last_hidden_state: jax.Array
+    past_key_values: Any = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+@_pytree
+class CausalLMOutput(_Replaceable):
+    """Output of a causal language model.
+
+    Attributes:
+        logits: float32 [b, s, v]; [n, v] where `logits_at` named n positions; None for `"none"`.
+        last_hidden_state: [b, s, d], after the last norm: what the head multiplies.
+        past_key_values: the cache after this call, or None.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        aux: losses and statistics of the layers by name.
+        updates: state that changes without a gradient, by canonical path; the train step applies it.
+        loss: scalar, where the call was given labels.
+    """
+
+    logits: jax.Array | None = None
+    last_hidden_state: jax.Array | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None
