@@ -1,0 +1,221 @@
+"""Read safetensors directories: every dtype, any slice, nothing else of the file.
+
+The `safetensors` library reads bfloat16 slices but not float8 ones in numpy, and its jax loader
+puts whole tensors on the default device. The format is a JSON header and raw little-endian bytes
+(https://huggingface.co/docs/safetensors), so a memory map is all that is needed: a slice touches
+only the pages that hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from ed_infra.errors import CheckpointError, did_you_mean
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
+}
+PACKED_BITS = {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # elements are packed, low bits first
+_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: its file, its type and its bytes `[start, stop)` in that file."""
+
+    file: Path
+    format: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.format]
+
+
+class TensorFiles(Mapping[str, TensorEntry]):
+    """The tensors of one directory, as a mapping from name to `TensorEntry`; `read` gives values.
+
+    Files are mapped on first use and stay mapped until the object is dropped.
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry]):
+        self._entries = dict(entries)
+        self._maps: dict[Path, np.memmap] = {}
+
+    @classmethod
+    def open(cls, directory: str | Path) -> TensorFiles:
+        """Open `model.safetensors`, the files of `model.safetensors.index.json`, or every
+        `*.safetensors` of the directory where neither is there.
+
+        Raises:
+            CheckpointError: there are no weights, a file of the index is not there, or a header
+                is damaged or does not hold what the index says.
+        """
+        directory = Path(directory)
+        if (directory / INDEX_NAME).is_file():
+            return cls(_read_index(directory))
+        single = directory / SINGLE_NAME
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(_no_weights(directory))
+        entries: dict[str, TensorEntry] = {}
+        for file in files:
+            for name, entry in read_header(file).items():
+                if name in entries:
+                    raise CheckpointError(
+                        f"tensor {name!r} is in two files, {entries[name].file.name} and "
+                        f"{file.name} of {directory}, and no {INDEX_NAME} says which one counts"
+                    )
+                entries[name] = entry
+        return cls(entries)
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+        """Return `tensor[index]` as a read-only view of the mapped file (no bytes are read yet).
+
+        Packed formats (float4, float6) are unpacked whole first: a copy.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"no tensor {name!r} here{did_you_mean(name, self._entries)}")
+        if entry.start == entry.stop:
+            return np.zeros(entry.shape, entry.dtype)[index]
+        data = self._map(entry.file)[entry.start : entry.stop]
+        bits = PACKED_BITS.get(entry.format)
+        if bits is None:
+            flat = data.view(entry.dtype)
+        else:
+            flat = _unpack(data, bits, math.prod(entry.shape)).view(entry.dtype)
+        return flat.reshape(entry.shape)[index]
+
+    def _map(self, file: Path) -> np.ndarray:
+        if file not in self._maps:
+            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+        # A plain view: arithmetic on np.memmap subclasses is slower and keeps the subclass alive.
+        return self._maps[file].view(np.ndarray)
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Parse one file's header and check it against the file's length.
+
+    Raises:
+        CheckpointError: the file is cut short, is no safetensors file, or its offsets are wrong.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
+        if length is None or length > min(size - 8, _MAX_HEADER):
+            raise CheckpointError(
+                f"{file} is not a whole safetensors file ({size} bytes); download or save it again"
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(file, 8 + length, value) for name, value in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: the safetensors header is damaged ({error})") from error
+    for name, entry in entries.items():
+        bits = math.prod(entry.shape) * (PACKED_BITS.get(entry.format) or entry.dtype.itemsize * 8)
+        if entry.stop > size or bits != 8 * (entry.stop - entry.start):
+            raise CheckpointError(
+                f"{file}: tensor {name!r} ({entry.format} {list(entry.shape)}) does not fit its "
+                f"bytes {entry.start}..{entry.stop} of {size}; the file is damaged or cut short"
+            )
+    return entries
+
+
+def _entry(file: Path, offset: int, value: Mapping) -> TensorEntry:
+    if value["dtype"] not in DTYPES:
+        raise CheckpointError(
+            f"{file}: unknown safetensors dtype {value['dtype']!r} (known: {', '.join(DTYPES)})"
+        )
+    start, stop = (int(x) for x in value["data_offsets"])
+    shape = tuple(int(x) for x in value["shape"])
+    return TensorEntry(file, value["dtype"], shape, offset + start, offset + stop)
+
+
+def _read_index(directory: Path) -> dict[str, TensorEntry]:
+    path = directory / INDEX_NAME
+    try:
+        weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error!r})") from error
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{path} names {len(names)} files, of which {len(absent)} are not there: "
+            f"{', '.join(absent[:5])}; download or save the model again"
+        )
+    headers = {name: read_header(directory / name) for name in names}
+    lost = [name for name, file in weight_map.items() if name not in headers[file]]
+    if lost:
+        raise CheckpointError(
+            f"{path}: {len(lost)} tensors are not in the files that it names for them: "
+            f"{', '.join(f'{n} ({weight_map[n]})' for n in lost[:5])}"
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def _unpack(data: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Spread packed `bits`-wide codes over one byte each (uint8 [count])."""
+    codes = np.unpackbits(data, bitorder="little")[: count * bits].reshape(count, bits)
+    return np.packbits(codes, axis=1, bitorder="little").reshape(count)
+
+
+def _no_weights(directory: Path) -> str:
+    pickled = sorted(p.name for p in directory.glob("*.bin")) + sorted(
+        p.name for p in directory.glob("*.pt*")
+    )
+    if pickled:
+        return (
+            f"{directory} holds only pickled weights ({pickled[0]}), which are not read because a "
+            "pickle can run code; convert them once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
+    return f"no *.safetensors file in {directory}"
