@@ -1,0 +1,125 @@
+"""What is proved about the wheels, each in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.smoke.environment import Environment, SmokeError, run
+from tools.workspace import ROOT, Package, packages
+
+SERVES = ("ed-models", "ed-esurge")
+NOT_FOR_SERVING = ("ed-trainers", "ed-data", "ed-elarge", "datasets", "lm-eval", "torch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the environments are made: where, for which Python, and with which versions."""
+
+    scratch: Path
+    dist: Path
+    python: str
+    resolution: str = "highest"
+
+    def fresh(self, label: str) -> Environment:
+        """An empty environment in a folder of its own."""
+        return Environment.create(self.scratch / label, self.python)
+
+
+def imports(package: Package, plan: Plan) -> None:
+    """Every module of a package imports with what the package declares, and nothing else.
+
+    A module may need an extra: then it fails without the extra and imports with it.
+    """
+    began = time.monotonic()
+    plain = plan.fresh(f"{package.name}-imports")
+    plain.install([package], plan.dist, resolution=plan.resolution)
+    modules = package.submodules(plain.site_packages())
+    missing_from_wheel = set(package.submodules()) - set(modules)
+    if missing_from_wheel:
+        raise SmokeError(f"not in the wheel of {package.name}: {sorted(missing_from_wheel)}")
+    failed = _failures(plain, modules)
+    if failed and package.project.get("optional-dependencies"):
+        if not all(failure["missing"] for failure in failed.values()):
+            raise SmokeError(_told(package, failed))
+        print(f"   with its extras only: {', '.join(failed)}", flush=True)
+        extra = plan.fresh(f"{package.name}-extras")
+        extra.install([package], plan.dist, resolution=plan.resolution, extras=True)
+        failed = _failures(extra, list(failed))
+    if failed:
+        raise SmokeError(_told(package, failed))
+    jax = plain.installed().get("jax", "none")
+    seconds = time.monotonic() - began
+    print(
+        f"{package.name} {package.version}: {len(modules)} modules import from the wheel "
+        f"({plan.resolution}, Python {plan.python}, jax {jax}; {seconds:.0f} s)",
+        flush=True,
+    )
+
+
+def _failures(environment: Environment, modules: list[str]) -> dict[str, dict[str, str]]:
+    return json.loads(environment.inside("import_modules.py", *modules))
+
+
+def _told(package: Package, failed: dict[str, dict[str, str]]) -> str:
+    told = "\n".join(f"{name}:\n{failure['traceback']}" for name, failure in failed.items())
+    return f"{package.name}: modules that do not import with what it declares:\n{told}"
+
+
+def serves(plan: Plan) -> None:
+    """ed-models and ed-esurge alone serve a model, and bring nothing that only trains."""
+    alone = plan.fresh("inference-only")
+    alone.install(_named(SERVES), plan.dist, resolution=plan.resolution)
+    installed = alone.installed()
+    unwanted = [name for name in NOT_FOR_SERVING if name in installed]
+    if unwanted:
+        raise SmokeError(f"installing {' and '.join(SERVES)} brought {', '.join(unwanted)}")
+    print(
+        f"inference only: {len(installed)} distributions, {alone.size() / 1e6:.0f} MB, "
+        f"none of {', '.join(NOT_FOR_SERVING)} (jax {installed['jax']}, Python {plan.python})",
+        flush=True,
+    )
+    print(alone.inside("serve.py", env={"JAX_PLATFORMS": "cpu"}).rstrip(), flush=True)
+
+
+def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
+    """A package's own tests pass from its wheel, outside the workspace."""
+    environment = plan.fresh(f"{package.name}-tests")
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    environment.install(
+        [package],
+        plan.dist,
+        resolution=plan.resolution,
+        extras=True,
+        beside=tools["dependency-groups"]["test"],
+    )
+    here = environment.folder
+    shutil.copytree(package.folder / "tests", here / "tests")
+    shutil.copy(ROOT / "conftest.py", here / "conftest.py")
+    (here / "pytest.ini").write_text(_pytest_settings(), encoding="utf-8")
+    run(environment.python, "-m", "pytest", *pytest_arguments, "tests", cwd=here, show=True)
+
+
+def _pytest_settings() -> str:
+    """The workspace's pytest settings, as an ini file without its paths."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    settings = tomllib.loads(text)["tool"]["pytest"]["ini_options"]
+    lines = ["[pytest]"]
+    for name, value in settings.items():
+        if name in {"testpaths", "pythonpath"}:
+            continue
+        if name == "addopts":
+            value = " ".join(f"'{part}'" if " " in part else part for part in value)
+        if isinstance(value, list):
+            value = "".join(f"\n  {line}" for line in value)
+        lines.append(f"{name} = {str(value).lower() if isinstance(value, bool) else value}")
+    return re.sub(r"\n\n+", "\n", "\n".join(lines)) + "\n"
+
+
+def _named(names: tuple[str, ...]) -> list[Package]:
+    return [package for package in packages() if package.name in names]

@@ -1,0 +1,178 @@
+"""A fresh virtual environment outside the workspace, and the wheels that go into it.
+
+Everything runs in a temporary folder: uv finds a workspace from the current directory, and would
+then take the siblings' sources instead of their wheels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.workspace import ROOT, Package, packages
+
+INSIDE = Path(__file__).parent / "inside"
+
+
+class SmokeError(Exception):
+    """A wheel does not do what the package promises."""
+
+
+def run(
+    *command: str | Path,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    show: bool = False,
+) -> str:
+    """Run a command; raise `SmokeError` with its output if it fails.
+
+    Args:
+        command: the program and its arguments.
+        cwd: where it runs; a folder outside the workspace.
+        env: added to the environment.
+        show: let its output through as it comes, instead of returning it.
+
+    Returns:
+        Its standard output.
+    """
+    # The workspace's own settings must not reach the fresh environment.
+    kept = {k: v for k, v in os.environ.items() if k not in {"VIRTUAL_ENV", "UV_LOCKED"}}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**kept, **(env or {})},
+        stdout=None if show else subprocess.PIPE,
+        stderr=None if show else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        output = "\n".join(filter(None, [done.stdout, done.stderr]))
+        shown = " ".join(str(part) for part in command)
+        raise SmokeError(f"exit status {done.returncode} from: {shown}\n{output}")
+    return done.stdout or ""
+
+
+def build_wheels(dist: Path) -> None:
+    """Build the wheel of every package into `dist`, through its sdist as a release does."""
+    began = time.monotonic()
+    run("uv", "build", "--all-packages", "--out-dir", dist, cwd=ROOT)
+    for package in packages():
+        wheel_of(package, dist)
+    print(f"built {len(packages())} wheels in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def wheel_of(package: Package, dist: Path) -> Path:
+    """The wheel of this version of a package in `dist`."""
+    pattern = f"{package.name.replace('-', '_')}-{package.version}-*.whl"
+    found = list(dist.glob(pattern))
+    if len(found) != 1:
+        raise SmokeError(f"{dist} holds {len(found)} files {pattern}: build into an empty folder")
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment in a temporary folder."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path, python: str) -> Environment:
+        """Make an empty environment for a Python version such as `"3.11"`."""
+        folder.mkdir(parents=True)
+        run("uv", "venv", "--quiet", "--no-project", "--python", python, "venv", cwd=folder)
+        return cls(folder)
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        scripts = "Scripts" if sys.platform == "win32" else "bin"
+        return self.folder / "venv" / scripts / "python"
+
+    def install(
+        self,
+        chosen: Sequence[Package],
+        dist: Path,
+        *,
+        resolution: str = "highest",
+        extras: bool = False,
+        beside: Sequence[str] = (),
+    ) -> None:
+        """Install packages from their wheels; siblings too come from `dist`.
+
+        Args:
+            chosen: the packages.
+            dist: the folder of wheels.
+            resolution: `"highest"`, or `"lowest-direct"` for the floors that the packages declare.
+            extras: with every extra of the packages.
+            beside: further requirements, in the same resolution.
+        """
+        wheels = [f"{p.name}{_extras(p) if extras else ''} @ {_uri(p, dist)}" for p in chosen]
+        install = ("uv", "pip", "install", "--quiet", "--python", self.python)
+        links = ("--find-links", dist)
+        constraints: tuple[str, ...] = ()
+        if resolution == "lowest-direct":
+            floors = self.folder / "floors.txt"
+            floors.write_text(self._floors(chosen, dist, extras), encoding="utf-8")
+            constraints = ("--constraints", str(floors))
+        run(*install, *links, *constraints, *wheels, *beside, cwd=self.folder)
+
+    def _floors(self, chosen: Sequence[Package], dist: Path, extras: bool) -> str:
+        # `uv pip install --resolution lowest-direct WHEEL` lowers nothing: only the wheel itself
+        # is direct there. Compiling the pyproject files makes their bounds the direct ones.
+        copies = []
+        for package in chosen:
+            copy = self.folder / "projects" / package.name / "pyproject.toml"
+            copy.parent.mkdir(parents=True)
+            copy.write_bytes((package.folder / "pyproject.toml").read_bytes())
+            copies.append(copy)
+        compiled = run(
+            *("uv", "pip", "compile", "--quiet", "--no-sources", "--no-header"),
+            *("--resolution", "lowest-direct", "--python", self.python, "--find-links", dist),
+            *(["--all-extras"] if extras else []),
+            *copies,
+            cwd=self.folder,
+        )
+        return "\n".join(
+            line
+            for line in compiled.splitlines()
+            if line and not line.lstrip().startswith(("#", "--", "ed-"))
+        )
+
+    def inside(self, script: str, *arguments: str | Path, env: dict[str, str] | None = None) -> str:
+        """Run one of the scripts of `tools/smoke/inside` here; returns its standard output."""
+        # -P: the script's folder must not lend its modules to the environment under test.
+        command = (self.python, "-P", INSIDE / script, *arguments)
+        return run(*command, cwd=self.folder, env=env)
+
+    def installed(self) -> dict[str, str]:
+        """Distribution name -> version of all that is installed."""
+        listing = ("uv", "pip", "list", "--quiet", "--format", "json", "--python", self.python)
+        rows = json.loads(run(*listing, cwd=self.folder))
+        return {row["name"]: row["version"] for row in rows}
+
+    def site_packages(self) -> Path:
+        """The folder of its installed packages."""
+        asks = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        return Path(run(self.python, "-c", asks, cwd=self.folder).strip())
+
+    def size(self) -> int:
+        """Bytes of the installed files, compiled byte code not counted."""
+        files = self.site_packages().rglob("*")
+        return sum(f.stat().st_size for f in files if f.is_file() and f.suffix != ".pyc")
+
+
+def _uri(package: Package, dist: Path) -> str:
+    return wheel_of(package, dist).as_uri()
+
+
+def _extras(package: Package) -> str:
+    extras = package.project.get("optional-dependencies", {})
+    return f"[{','.join(sorted(extras))}]" if extras else ""

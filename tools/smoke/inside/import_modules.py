@@ -1,0 +1,18 @@
+"""Import the named modules, each in this one process, and print what failed as JSON.
+
+Runs inside a fresh environment: standard library only.
+"""
+
+import importlib
+import json
+import sys
+import traceback
+
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:  # a module that exits the process has failed too
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        failed[name] = {"missing": missing, "traceback": traceback.format_exc()}
+json.dump(failed, sys.stdout)
