@@ -52,7 +52,7 @@ class SamplingParams(Options):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Over prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
-    logit_bias: dict[TokenId, float] = {}
+    logit_bias: dict[TokenId, float] = Field(default_factory=dict)
     allowed_token_ids: tuple[TokenId, ...] | None = None
     """Sample from these alone."""
     bad_words: tuple[str, ...] = ()

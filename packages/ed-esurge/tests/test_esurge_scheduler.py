@@ -1,0 +1,247 @@
+"""Properties of the host core under random traffic: pages, budget, order, progress. No jax."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import pytest
+from ed_esurge.core.request import Request, Status
+from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.sampling import SamplingParams
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+EOS = 0
+
+
+def next_token(tokens: list[int]) -> int:
+    """A stand-in for the model: a function of the whole prefix, so lost tokens would show."""
+    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=2).digest()
+    return int.from_bytes(digest) % 7
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    """What a request gives when it runs alone."""
+    out: list[int] = []
+    while len(out) < max_tokens:
+        out.append(next_token(prompt + out))
+        if out[-1] == EOS:
+            break
+    return out
+
+
+class FakePages:
+    """What a device would hold: page contents, written and read by position."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.cells: dict[tuple[int, int], int] = {}
+
+    def run(self, plan) -> dict[str, int]:
+        size = self.scheduler.page_size
+        sampled = {}
+        for row in plan.rows:  # all writes of a step come before its reads
+            request = self.scheduler.requests[row.request_id]
+            for position in range(row.start, row.start + row.count):
+                token = request.tokens(position, position + 1)[0]
+                self.cells[request.pages[position // size], position % size] = token
+        for row in plan.rows:
+            request = self.scheduler.requests[row.request_id]
+            context = [
+                self.cells[request.pages[position // size], position % size]
+                for position in range(row.start + row.count)
+            ]
+            if row.samples:
+                sampled[row.request_id] = next_token(context)
+        return sampled
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come and go at random while steps run; a tiny pool makes preemption common."""
+
+    @initialize(
+        pages=st.integers(6, 14),
+        size=st.sampled_from([1, 2, 3]),
+        seqs=st.integers(1, 5),
+        extra=st.integers(0, 6),
+        chunk=st.sampled_from([None, 1, 3]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+    )
+    def start(self, pages, size, seqs, extra, chunk, policy, caching):
+        self.longest = pages * size
+        limits = Limits(seqs, seqs + extra, self.longest, chunk, policy)
+        self.scheduler = Scheduler(limits, num_pages=pages, page_size=size, prefix_caching=caching)
+        self.device = FakePages(self.scheduler)
+        self.all: list[Request] = []
+        self.aborted: set[str] = set()
+
+    @rule(data=st.data(), priority=st.integers(0, 2))
+    def add(self, data, priority):
+        length = data.draw(st.integers(1, self.longest - 1))
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+        number = len(self.all)
+        request = Request(
+            str(number),
+            prompt,
+            SamplingParams(),
+            eos_token_ids=frozenset([EOS]),
+            max_tokens=data.draw(st.integers(1, self.longest - length)),
+            priority=priority,
+            arrival=number,
+        )
+        self.scheduler.add(request)
+        self.all.append(request)
+
+    @rule(pick=st.integers(0, 100))
+    @precondition(lambda self: self.all)
+    def abort(self, pick):
+        request = self.all[pick % len(self.all)]
+        if self.scheduler.finish(request.request_id, "abort"):
+            self.aborted.add(request.request_id)
+
+    @rule()
+    def step(self):
+        scheduler = self.scheduler
+        before = {r.request_id for r in scheduler.waiting}
+        head = [r.request_id for r in scheduler.waiting]
+        plan = scheduler.schedule()
+        if plan is None:
+            assert scheduler.idle
+            return
+        assert plan.total <= scheduler.limits.token_budget
+        assert len(plan.rows) <= scheduler.limits.max_num_seqs
+        assert len(plan.rows) == len(plan.num_tokens)
+        admitted = [row.request_id for row in plan.rows if row.request_id in before]
+        assert admitted == head[: len(admitted)]  # strictly from the head of the queue
+        sampled = self.device.run(plan)
+        assert set(sampled) == {row.request_id for row in plan.rows if row.samples}
+        scheduler.advance(plan, sampled)
+
+    @rule()
+    @precondition(lambda self: self.all)
+    def other_weights(self):
+        self.scheduler.preempt_all()
+        self.scheduler.forget_prefixes()
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def pages_are_accounted_for(self):
+        scheduler = self.scheduler
+        held = Counter(page for r in scheduler.running for page in r.pages)
+        for page in range(scheduler.pool.num_pages):
+            assert scheduler.pool.holders(page) == held[page]
+        assert scheduler.pool.num_free == scheduler.pool.num_pages - len(held)
+        for request in scheduler.running:
+            assert len(set(request.pages)) == len(request.pages)
+            assert len(request.pages) * scheduler.page_size >= request.num_computed
+        for request in [*scheduler.waiting, *(r for r in self.all if r.finished)]:
+            assert not request.pages
+            assert request.slot is None
+        slots = [r.slot for r in scheduler.running]
+        assert len(set(slots)) == len(slots)
+        # A page that is written by one sequence is not shared: only full pages have two holders.
+        for request in scheduler.running:
+            for page in request.pages[request.num_computed // scheduler.page_size :]:
+                assert held[page] == 1
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def nobody_is_lost(self):
+        live = {r.request_id for r in self.all if not r.finished}
+        assert live == set(self.scheduler.requests)
+        queued = [r.request_id for r in self.scheduler.waiting + self.scheduler.running]
+        assert sorted(queued) == sorted(live)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(20_000):
+            if self.scheduler.idle:
+                break
+            self.step()
+        assert self.scheduler.idle, "the scheduler makes no progress"
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
+        for request in self.all:
+            alone = expected(request.prompt, request.max_tokens)
+            if request.request_id in self.aborted:
+                assert request.output == alone[: len(request.output)]
+            else:
+                assert request.output == alone
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def make(prompt: list[int], number: int, *, max_tokens: int = 4, **kw) -> Request:
+    return Request(
+        str(number), prompt, SamplingParams(), max_tokens=max_tokens, arrival=number, **kw
+    )
+
+
+def run(scheduler: Scheduler, tokens: int = 3) -> None:
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.advance(plan, {row.request_id: tokens for row in plan.rows if row.samples})
+
+
+def test_long_prompt_is_chunked_and_does_not_starve_decodes():
+    scheduler = Scheduler(Limits(4, 8, 64), num_pages=32, page_size=4)
+    scheduler.add(make([1] * 4, 0, max_tokens=20))
+    scheduler.advance(scheduler.schedule(), {"0": 3})
+    scheduler.add(make([2] * 30, 1))
+    shares = []
+    for _ in range(5):
+        plan = scheduler.schedule()
+        shares.append(plan.num_tokens)
+        scheduler.advance(plan, {r.request_id: 3 for r in plan.rows if r.samples})
+    assert shares == [{"0": 1, "1": 7}] * 4 + [{"0": 1, "1": 2}]
+
+
+def test_second_request_reuses_full_pages_of_the_first():
+    scheduler = Scheduler(Limits(2, 64, 64), num_pages=32, page_size=4)
+    first, second = make([5] * 11, 0), make([5] * 11, 1)
+    scheduler.add(first)
+    run(scheduler)
+    scheduler.add(second)
+    plan = scheduler.schedule()
+    assert second.num_cached == 8
+    assert plan.num_tokens == {"1": 3}
+    third = make([5] * 8, 2)  # a whole number of pages: the last is computed anew for its logits
+    scheduler.add(third)
+    scheduler.schedule()
+    assert third.num_cached == 4
+
+
+def test_priority_goes_first_and_pushes_out_the_least_important():
+    limits = Limits(2, 64, 16, policy="priority")
+    scheduler = Scheduler(limits, num_pages=5, page_size=4, prefix_caching=False)
+    low = make([2] * 4, 0, max_tokens=12, priority=5)
+    high = make([1] * 7, 1, max_tokens=9, priority=1)
+    scheduler.add(low)
+    scheduler.advance(scheduler.schedule(), {"0": 3})
+    scheduler.add(high)
+    done = []
+    while (plan := scheduler.schedule()) is not None:
+        sampled = {row.request_id: 3 for row in plan.rows if row.samples}
+        done += [r.request_id for r in scheduler.advance(plan, sampled) if r.finished]
+    assert done == ["1", "0"]
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+    assert (len(low.output), len(high.output)) == (12, 9)
+
+
+def test_errors_name_the_numbers():
+    with pytest.raises(ValueError, match="give at least 16 pages"):
+        Scheduler(Limits(1, 8, 64), num_pages=3, page_size=4)
+    with pytest.raises(ValueError, match="each needs one token"):
+        Scheduler(Limits(9, 8, 64), num_pages=30, page_size=4)
+    scheduler = Scheduler(Limits(1, 8, 8), num_pages=3, page_size=4)
+    with pytest.raises(ValueError, match="exceed max_model_len 8"):
+        scheduler.add(make([1] * 8, 0))
+    scheduler.add(make([1], 1))
+    with pytest.raises(ValueError, match="in use"):
+        scheduler.add(make([1], 1))
+    assert scheduler.requests["1"].status is Status.WAITING
