@@ -85,7 +85,7 @@ class BaseModelOutput(_Replaceable):
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
         aux: losses and statistics of the layers by name.
-        updates: state that changes without a gradient, by canonical path; the train step applies it.
+        updates: state that changes without a gradient, by canonical path; train steps apply it.
     """
 
     last_hidden_state: jax.Array
@@ -105,7 +105,7 @@ class CausalLMOutput(_Replaceable):
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
         aux: losses and statistics of the layers by name.
-        updates: state that changes without a gradient, by canonical path; the train step applies it.
+        updates: state that changes without a gradient, by canonical path; train steps apply it.
         loss: scalar, where the call was given labels.
     """
 

@@ -1,0 +1,138 @@
+"""From the meaning of dimensions to partition specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ed_infra.axes import (
+    ACTIVATION_AXES,
+    DECODE_AXES,
+    PARAM_AXES,
+    MeshAxes,
+    PartitionAxis,
+)
+from ed_infra.errors import ConfigError, MeshError, did_you_mean
+
+__all__ = ["ACTIVATION_AXES", "PARAM_AXES", "PartitionAxis", "PartitionManager", "fit_spec"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionManager:
+    """Resolves names of axes into `PartitionSpec`s by one `PartitionAxis`."""
+
+    axis: PartitionAxis = dataclasses.field(default_factory=PartitionAxis)
+
+    def param(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """Return the spec of a parameter from its logical axes (keys of `PARAM_AXES`).
+
+        Raises:
+            ConfigError: an axis is not known.
+        """
+        return PartitionSpec(*_distinct([self._look_up(a, PARAM_AXES, "parameter") for a in axes]))
+
+    def resolve(
+        self,
+        axes: Sequence[str | None],
+        mode: str = "train",
+        shape: Sequence[int] | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+    ) -> PartitionSpec:
+        """Return the spec of an activation.
+
+        Args:
+            axes: for each dimension a key of `ACTIVATION_AXES`, a mesh axis, or None.
+            mode: `"train"` or `"prefill"` (whole sequences), or `"decode"` (one token each).
+            shape: with `mesh`, dimensions that do not divide are replicated.
+            mesh: what the spec is for; axes that it lacks are dropped.
+
+        Raises:
+            ConfigError: an axis or the mode is not known.
+        """
+        if mode not in ("train", "prefill", "decode"):
+            hint = did_you_mean(mode, ["train", "prefill", "decode"])
+            raise ConfigError(f"unknown mode {mode!r}{hint} (known: train, prefill, decode)")
+        table = {**ACTIVATION_AXES, **(DECODE_AXES if mode == "decode" else {})}
+        spec = PartitionSpec(*_distinct([self._look_up(a, table, "activation") for a in axes]))
+        if mesh is None:
+            return spec
+        return fit_spec(spec, shape, mesh)[0]
+
+    def _look_up(self, name: str | None, table: dict[str, str | None], kind: str) -> MeshAxes:
+        if name is None:
+            return None
+        if name in table:
+            field = table[name]
+            return None if field is None else getattr(self.axis, field)
+        if name in self._mesh_axes():
+            return name
+        field = name if name.endswith("_axis") else f"{name}_axis"
+        if field in PartitionAxis.__dataclass_fields__:
+            return getattr(self.axis, field)
+        known = ", ".join([*table, *sorted(self._mesh_axes())])
+        raise ConfigError(
+            f"unknown {kind} axis {name!r}{did_you_mean(name, table)} (known: {known})"
+        )
+
+    def _mesh_axes(self) -> set[str]:
+        names: set[str] = set()
+        for field in dataclasses.fields(self.axis):
+            value = getattr(self.axis, field.name)
+            names.update(value if isinstance(value, tuple) else [value] if value else [])
+        return names
+
+
+def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
+    """Keep the first use of each mesh axis: a spec can name it only once."""
+    used: set[str] = set()
+    result: list[MeshAxes] = []
+    for entry in axes:
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        kept = tuple(n for n in names if n not in used)
+        used.update(kept)
+        result.append(kept[0] if len(kept) == 1 else kept or None)
+    return result
+
+
+def fit_spec(
+    spec: PartitionSpec, shape: Sequence[int] | None, mesh: Mesh | AbstractMesh
+) -> tuple[PartitionSpec, list[str]]:
+    """Drop from a spec what a mesh or a shape cannot hold.
+
+    Mesh axes of size 1 are dropped too, so that equal placements have equal specs.
+
+    Args:
+        spec: one entry for each dimension, or fewer.
+        shape: sizes of the dimensions; None = do not check that they divide.
+        mesh: where the array goes.
+
+    Returns:
+        The spec, and for each dimension that is replicated because it does not divide a sentence
+        that says so.
+
+    Raises:
+        MeshError: the spec has more entries than the shape.
+    """
+    if shape is not None and len(spec) > len(shape):
+        raise MeshError(
+            f"partition spec {spec} has {len(spec)} entries for an array of {len(shape)} "
+            f"dimensions {tuple(shape)}"
+        )
+    entries: list[MeshAxes] = []
+    notes: list[str] = []
+    for i, entry in enumerate(spec):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        names = tuple(n for n in names if mesh.shape.get(n, 1) > 1)
+        ways = math.prod(mesh.shape[n] for n in names)
+        if shape is not None and shape[i] % ways:
+            notes.append(
+                f"dimension {i} of {tuple(shape)} does not divide by {'×'.join(names)} = {ways}"
+            )
+            names = ()
+        entries.append(names[0] if len(names) == 1 else names or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries), notes
