@@ -143,7 +143,7 @@ class Environment:
         return "\n".join(
             line
             for line in compiled.splitlines()
-            if line and not line.lstrip().startswith(("#", "--", "ed-"))
+            if line and not line.lstrip().startswith(("#", "--"))
         )
 
     def inside(self, script: str, *arguments: str | Path, env: dict[str, str] | None = None) -> str:
