@@ -1,0 +1,136 @@
+"""The workspace fits together, its tools notice when it does not, and the tree is clean."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools import check_workspace, release
+from tools.workspace import ROOT, packages
+
+# In pieces, so that this file does not find itself.
+HOSTS = re.compile("|".join(["pypi" + r"\.org", "python" + "hosted", "registry" + r"\.npmjs"]))
+MACHINE_PATHS = re.compile(r"(^|[^A-Za-z0-9_.~-])/(work|root|" + r"tmp)/[A-Za-z0-9_.]")
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Tracked text files; an untracked copy of the tree has none, and skips."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout: there is no list of tracked files")
+    paths = (ROOT / name for name in listing.stdout.split("\0") if name)
+    return [path for path in paths if path.is_file() and path.name != "uv.lock"]
+
+
+def test_the_workspace_fits_together() -> None:
+    assert check_workspace.problems() == []
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A copy of what the check reads, to be broken."""
+    for name in ("pyproject.toml", "uv.lock", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for package in packages():
+        here = tmp_path / "packages" / package.folder.name
+        (here / "tests").mkdir(parents=True)
+        (here / "tests" / "test_x.py").touch()
+        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"):
+            shutil.copy(package.folder / name, here / name)
+        for module in package.modules:
+            (here / "src" / module).mkdir(parents=True)
+            (here / "src" / module / "py.typed").touch()
+    assert check_workspace.problems(tmp_path) == []
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern", "replacement", "complaint"),
+    [
+        ("packages/ed-infra/pyproject.toml", 'version = ".*"', 'version = "0.2.0"', "excludes"),
+        ("packages/ed-infra/pyproject.toml", 'version = ".*"', 'version = "0.1.9"', "no entry"),
+        (
+            "packages/ed-infra/pyproject.toml",
+            'version = ".*"',
+            'version = "0.1.9"',
+            "run `uv lock`",
+        ),
+        ("packages/ed-layers/pyproject.toml", "ed-infra>=0.1,<0.2", "ed-infra", "floor and a"),
+        ("packages/ed-layers/pyproject.toml", "ed-infra>=0.1,<0.2", "ed-infra==0.1.0", "ceiling"),
+        ("packages/ed-layers/pyproject.toml", 'jax>=[0-9.]*"', 'jax>=0.1"', "more than one way"),
+        ("packages/ed-layers/pyproject.toml", ">=3.11", ">=3.12", "requires-python differs"),
+        ("packages/ed-layers/pyproject.toml", "ed-infra = { workspace = true }", "", "must say"),
+        ("packages/ed-layers/CHANGELOG.md", "## .*", "", "no entry for"),
+        ("packages/ed-layers/LICENSE", "Apache", "Another", "differs from the one"),
+        ("uv.lock", 'registry = "https://[^"]*" }', 'registry = "https://x.org" }', "the indexes"),
+        ("uv.lock", '\nname = "numpy"', '\nname = "torch"', "uv.lock holds torch"),
+    ],
+)
+def test_a_fault_is_noticed(
+    workspace: Path, file: str, pattern: str, replacement: str, complaint: str
+) -> None:
+    path = workspace / file
+    before = path.read_text(encoding="utf-8")
+    after = re.sub(pattern, replacement, before, count=1)
+    assert after != before
+    path.write_text(after, encoding="utf-8")
+    assert any(complaint in line for line in check_workspace.problems(workspace))
+
+
+def test_a_tag_names_package_version_and_changelog() -> None:
+    package = packages()[0]
+    assert release.package_of(f"{package.name}-v{package.version}").name == package.name
+    for tag, complaint in [
+        (f"{package.name}-v99.0.0", "does not match"),
+        (f"{package.name}-99.0.0", "not a release tag"),
+        ("ed-nothing-v0.1.0", "names no package"),
+    ]:
+        with pytest.raises(release.TagError, match=complaint):
+            release.package_of(tag)
+
+
+def test_only_publishing_may_ask_for_an_identity() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
+    assert workflow["permissions"] == {}
+    holders = [n for n, job in workflow["jobs"].items() if "id-token" in job.get("permissions", {})]
+    assert holders == ["publish"]
+    assert set(workflow["jobs"]["publish"]["needs"]) == {"build", "verify"}
+
+
+def test_every_hook_runs_the_locked_tool() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (local,) = config["repos"]
+    assert local["repo"] == "local"
+    assert all(hook["entry"].startswith("uv run ") for hook in local["hooks"])
+
+
+def test_no_registry_and_no_machine_in_tracked_files() -> None:
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if HOSTS.search(line) or MACHINE_PATHS.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
+    assert not found
+
+
+def test_the_readme_has_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^(?:pip install uv && )?uv run .*$", readme, flags=re.MULTILINE)
+    assert "pip install uv && uv run elarge examples/quickstart.yaml" in commands
+    assert "uv run pytest" in commands
+    assert "uv run pytest" in (ROOT / ".ci/run").read_text(encoding="utf-8")
