@@ -1,0 +1,170 @@
+"""Attention over pages in plain XLA: decode for all sequences at once, prefill one by one.
+
+Both parts run an online softmax over blocks of pages for as many blocks as the real context has,
+whatever the page table could hold. No gradient: pages are for serving.
+
+Legend: T flat tokens, n sequences, p pages per sequence, h heads, g kv heads, r heads per kv head,
+k head dim, x queries in a block, y keys in a block.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ed_layers.cache.ragged import RaggedBatch
+
+# Keys per step of the online softmax, and queries per block of a prefill.
+KEY_BLOCK = 128
+QUERY_BLOCK = 128
+
+
+def paged_attention(
+    q: Float[Array, "T h k"],
+    pages: Float[Array, "P page g 2 k"],
+    ragged: RaggedBatch,
+    *,
+    group: str = "full",
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    softmax_dtype: jnp.dtype = jnp.float32,
+) -> Float[Array, "T h k"]:
+    """Causal attention of a flat batch; see `attend`. Padding tokens get zeros."""
+    tokens, heads, head_dim = q.shape
+    groups = pages.shape[2]
+    q = (q * scale).reshape(tokens, groups, heads // groups, head_dim)
+    table = ragged.page_table[group]
+    reader = PageReader(pages, table, window, chunk, soft_cap, softmax_dtype)
+    out = jnp.zeros(q.shape, softmax_dtype)
+    out = decode_all(q, reader, ragged, out)
+    out = prefill_each(q, reader, ragged, out)
+    return out.reshape(tokens, heads, head_dim).astype(pages.dtype)
+
+
+class PageReader:
+    """Gathers a block of pages and runs one step of the online softmax on it."""
+
+    def __init__(self, pages, table, window, chunk, soft_cap, softmax_dtype):
+        self.pages, self.window, self.chunk = pages, window, chunk
+        self.soft_cap, self.softmax_dtype = soft_cap, softmax_dtype
+        page_size = pages.shape[1]
+        self.pages_per_block = max(1, min(KEY_BLOCK // page_size, table.shape[1]))
+        self.block = self.pages_per_block * page_size
+        self.table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % self.pages_per_block)))
+
+    def keys_values(self, rows: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Block j of the sequences with these page-table rows [m, p]: two of [m, y, g, k]."""
+        at = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
+        kv = self.pages[at]
+        kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[2:])
+        return kv[..., 0, :], kv[..., 1, :]
+
+    def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
+        """Online softmax of q [m, x, g, r, k] over blocks `first_block` to `last_block`.
+
+        Args:
+            rows: page-table rows, [m, p].
+            position: of each query in its sequence, [m, x].
+            valid: which queries are real, [m, x].
+        """
+
+        def step(j, carry):
+            top, total, acc = carry
+            k, v = self.keys_values(rows, j)
+            scores = jnp.einsum("mxgrk,mygk->mgrxy", q, k).astype(self.softmax_dtype)
+            if self.soft_cap is not None:
+                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+            at = j * self.block + jnp.arange(self.block)
+            allowed = self.allowed(position, at) & valid[:, :, None]
+            scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+            anchor = jnp.where(jnp.isfinite(new_top), new_top, 0)
+            weights = jnp.exp(scores - anchor)
+            decay = jnp.exp(top - anchor)
+            total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
+            acc = acc * decay + jnp.einsum("mgrxy,mygk->mgrxk", weights.astype(v.dtype), v)
+            return new_top, total, acc
+
+        m, x, groups, repeat, head_dim = q.shape
+        rows_shape = (m, groups, repeat, x)
+        start = (
+            jnp.full((*rows_shape, 1), -jnp.inf, self.softmax_dtype),
+            jnp.zeros((*rows_shape, 1), self.softmax_dtype),
+            jnp.zeros((*rows_shape, head_dim), self.softmax_dtype),
+        )
+        _, total, acc = jax.lax.fori_loop(first_block, last_block, step, start)
+        return (acc / jnp.where(total == 0, 1, total)).transpose(0, 3, 1, 2, 4)
+
+    def allowed(self, position: jax.Array, at: jax.Array) -> jax.Array:
+        """Causal, and within the window and chunk: [m, x, y]."""
+        query = position[:, :, None]
+        ok = at <= query
+        if self.window is not None:
+            ok &= query - at < self.window
+        if self.chunk is not None:
+            ok &= query // self.chunk == at // self.chunk
+        return ok
+
+    def first_block(self, position: jax.Array) -> jax.Array:
+        """The first block that a query at `position` may see."""
+        start = jnp.zeros_like(position)
+        if self.window is not None:
+            start = jnp.maximum(start, position - self.window + 1)
+        if self.chunk is not None:
+            start = jnp.maximum(start, position // self.chunk * self.chunk)
+        return start // self.block
+
+
+def decode_all(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
+    """Sequences with one token in this step, together."""
+    at = jnp.clip(ragged.cu_q_lens[:-1], 0, q.shape[0] - 1)
+    single = (ragged.q_lens == 1) & (jnp.arange(at.shape[0]) < ragged.num_seqs)
+    position = jnp.where(single, ragged.kv_lens - 1, 0)
+    far = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(single, reader.first_block(position), far))
+    last = jnp.max(jnp.where(single, position // reader.block + 1, 0))
+    rows = reader.table
+    result = reader.attend(q[at][:, None], rows, position[:, None], single[:, None], first, last)
+    # Index T is out of range: sequences with more tokens are left to the prefill part.
+    return out.at[jnp.where(single, at, q.shape[0])].set(result[:, 0], mode="drop")
+
+
+def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> jax.Array:
+    """Sequences with several tokens in this step: one after another, in blocks of queries."""
+    width = min(QUERY_BLOCK, q.shape[0])
+    padding = ((0, width), *[(0, 0)] * 3)
+    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
+
+    def sequence(i, out):
+        start, q_len = ragged.cu_q_lens[i], ragged.q_lens[i]
+        row = jax.lax.dynamic_slice_in_dim(reader.table, i, 1, 0)
+
+        def block(x, out):
+            offset = x * width + jnp.arange(width)
+            valid = offset < q_len
+            position = ragged.kv_lens[i] - q_len + offset
+            at = start + x * width
+            q_x = jax.lax.dynamic_slice_in_dim(q, at, width, 0)
+            last_position = jnp.max(jnp.where(valid, position, 0))
+            result = reader.attend(
+                q_x[None],
+                row,
+                position[None],
+                valid[None],
+                reader.first_block(position[0]),
+                last_position // reader.block + 1,
+            )[0]
+            # The rows behind a short block belong to the next sequence.
+            before = jax.lax.dynamic_slice_in_dim(out, at, width, 0)
+            kept = jnp.where(valid[:, None, None, None], result, before)
+            return jax.lax.dynamic_update_slice_in_dim(out, kept, at, 0)
+
+        blocks = jnp.where(q_len > 1, (q_len + width - 1) // width, 0)
+        return jax.lax.fori_loop(0, blocks, block, out)
+
+    return jax.lax.fori_loop(0, ragged.num_seqs, sequence, out)[:-width]
+
+

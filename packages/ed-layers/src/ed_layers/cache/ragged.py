@@ -1,0 +1,66 @@
+"""The flat batch of a serving step: tokens of many sequences, one after another.
+
+Legend: T flat tokens (padded to a bucket), n sequence slots (padded), p pages per sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "cu_q_lens",
+        "kv_lens",
+        "seq_of_token",
+        "slots",
+        "page_table",
+        "state_slots",
+        "num_seqs",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Which sequence each flat token belongs to, and where its keys and values live.
+
+    Layers that free pages at different times (full attention, sliding window) have page tables of
+    their own: `slots` and `page_table` are keyed by group name, "full" for ordinary attention.
+
+    Attributes:
+        cu_q_lens: tokens of sequence i are `cu_q_lens[i]:cu_q_lens[i+1]`; [n+1], flat at the end.
+        kv_lens: length of each sequence *including* this step's tokens; [n], 0 for an empty slot.
+        seq_of_token: sequence slot of each token; [T].
+        slots: group -> `page * page_size + offset` where the token's keys and values go; [T].
+            Padding tokens carry an index beyond the pool, and are dropped.
+        page_table: group -> page numbers of each sequence; [n, p].
+        state_slots: slot of each sequence's recurrent state; [n].
+        num_seqs: how many of the n slots are in use.
+    """
+
+    cu_q_lens: Int[Array, " n1"]
+    kv_lens: Int[Array, " n"]
+    seq_of_token: Int[Array, " T"]
+    slots: dict[str, Int[Array, " T"]]
+    page_table: dict[str, Int[Array, "n p"]]
+    state_slots: Int[Array, " n"]
+    num_seqs: Int[Array, ""]
+
+    @property
+    def q_lens(self) -> Int[Array, " n"]:
+        """Tokens of each sequence in this step."""
+        return jnp.diff(self.cu_q_lens)
+
+    def positions(self) -> Int[Array, "1 T"]:
+        """Position of each token in its own sequence (padding tokens get 0)."""
+        seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)
+        offset = jnp.arange(self.seq_of_token.shape[0]) - self.cu_q_lens[seq]
+        position = (self.kv_lens - self.q_lens)[seq] + offset
+        real = jnp.arange(self.seq_of_token.shape[0]) < self.cu_q_lens[-1]
+        return jnp.where(real, position, 0)[None].astype(jnp.int32)

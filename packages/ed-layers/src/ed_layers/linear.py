@@ -1,0 +1,67 @@
+"""Dense projections. Every contraction with a weight goes through `dot`.
+
+Legend: i in features, o out features.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_layers.context import Ctx
+
+Initializer = jax.nn.initializers.Initializer
+Axes = tuple[str | None, ...]
+
+
+def dot(
+    x: Float[Array, "*rows i"],
+    w: Float[Array, "i o"],
+    *,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*rows o"]:
+    """Contract the last axis of `x` with the first of `w`; the result has the dtype of `x`."""
+    return jnp.matmul(x, w.astype(x.dtype), precision=precision)
+
+
+class Linear(nnx.Module):
+    """`y = x @ kernel + bias`, with kernel [in, out] (the transpose of torch's weight).
+
+    Args:
+        in_features, out_features: sizes.
+        axes: logical axes of the kernel, (in, out), as `ed_infra.partition` names them.
+        use_bias: add a bias [out].
+        dtype: what the product is computed in.
+        param_dtype: what the parameters are stored in.
+        kernel_init: initializer of the kernel; the bias starts at zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: Axes,
+        use_bias: bool = False,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        kernel_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype), axes=(axes[1],))
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.precision = precision
+
+    def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
+        """Project [..., in] to [..., out]; `ctx` chooses the adapter where adapters are served."""
+        y = dot(x.astype(self.dtype), self.kernel.get_value(), precision=self.precision)
+        if self.use_bias:
+            y = y + self.bias.get_value().astype(self.dtype)
+        return y

@@ -1,0 +1,173 @@
+"""Heads on a decoder body. A family names its body and gets the whole class.
+
+Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from ed_infra.outputs import CausalLMOutput
+from ed_layers.cache import RaggedBatch
+from ed_layers.linear import Linear, dot
+from ed_layers.losses import cross_entropy_sum
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_models.module import EasyDeLBaseModule
+
+LogitsAt = Literal["all", "none"] | Int[Array, " n"]
+
+
+class CausalLM(EasyDeLBaseModule):
+    """A decoder body under `model`, and a head that is the embedding's transpose where tied.
+
+    Subclasses set `body_class`; its `__call__` takes the inputs below (except `logits_at`) and
+    returns a BaseModelOutput.
+    """
+
+    body_class: ClassVar[type[EasyDeLBaseModule]]
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        self.model = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(
+                config.hidden_size,
+                config.vocab_size,
+                axes=("embed", "vocab"),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                kernel_init=jax.nn.initializers.normal(config.initializer_range),
+                rngs=rngs,
+            )
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "b s d"] | None = None,
+        attention_mask: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
+        position_ids: Int[Array, "b s"] | None = None,
+        mask_info: MaskInfo | None = None,
+        past_key_values: Any = None,
+        ragged: RaggedBatch | None = None,
+        logits_at: LogitsAt = "all",
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """One forward for training, generation and serving.
+
+        Args:
+            input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
+            attention_mask: nonzero = a token, [b, s].
+            segment_ids: packed documents 1, 2, ...; 0 = padding; tokens never see another segment.
+            position_ids: rotary positions; default: count the tokens of a segment.
+            mask_info: the mask itself, instead of `attention_mask` and `segment_ids`.
+            past_key_values: a cache; None in training.
+            ragged: the flat batch of a serving step (then b = 1).
+            logits_at: "all" [b, s, v]; "none"; or indices into the flattened [b * s] -> [n, v].
+            key: dropout key; None = deterministic.
+            output_hidden_states: also return the input of every layer and the last hidden state.
+        """
+        body = self.model(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            segment_ids=segment_ids,
+            position_ids=position_ids,
+            mask_info=mask_info,
+            past_key_values=past_key_values,
+            ragged=ragged,
+            key=key,
+            output_hidden_states=output_hidden_states,
+        )
+        hidden = body.last_hidden_state
+        logits = None
+        if not isinstance(logits_at, str):
+            logits = self.logits(hidden.reshape(-1, hidden.shape[-1])[logits_at])
+        elif logits_at == "all":
+            logits = self.logits(hidden)
+        return CausalLMOutput(
+            logits=logits,
+            last_hidden_state=hidden,
+            past_key_values=body.past_key_values,
+            hidden_states=body.hidden_states,
+            aux=body.aux,
+            updates=body.updates,
+        )
+
+    def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
+        """Scores of the next token, float32."""
+        head = self.lm_head_weight()
+        return dot(hidden, head, precision=self.precision).astype(jnp.float32)
+
+    def lm_head_weight(self) -> Float[Array, "d v"]:
+        """The head as [d, v]: what `ed_layers.losses` takes."""
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.embedding.get_value().T
+        return self.lm_head.kernel.get_value()
+
+    def compute_loss(
+        self,
+        input_ids: Int[Array, "b s"],
+        labels: Int[Array, "b s"] | None = None,
+        **inputs: Any,
+    ) -> tuple[CausalLMOutput, Float[Array, ""]]:
+        """Mean next-token cross-entropy in nats, without materialised logits.
+
+        Args:
+            labels: unshifted, as in Hugging Face; -100 is ignored. `input_ids` if None.
+            inputs: further arguments of `__call__`.
+
+        Returns:
+            the output with `loss` set, and the number of tokens it is a mean of.
+        """
+        output = self(input_ids, logits_at="none", **inputs)
+        targets, weights = next_token_targets(
+            input_ids if labels is None else labels,
+            inputs.get("segment_ids"),
+            inputs.get("attention_mask"),
+        )
+        hidden = output.last_hidden_state
+        total = cross_entropy_sum(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.lm_head_weight().astype(hidden.dtype),
+            targets.reshape(-1),
+            weights.reshape(-1),
+        )
+        count = jnp.sum(weights)
+        return output.replace(loss=total / jnp.maximum(count, 1)), count
+
+
+def next_token_targets(
+    labels: Int[Array, "b s"],
+    segment_ids: Int[Array, "b s"] | None = None,
+    attention_mask: Int[Array, "b s"] | None = None,
+) -> tuple[Int[Array, "b s"], Float[Array, "b s"]]:
+    """Shift labels by one: the target of position i is the label of i + 1.
+
+    Returns:
+        targets (0 where ignored) and weights (1 or 0). The last position of a row, ends of
+        segments, padding and labels of -100 have weight 0.
+    """
+    targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    keep = targets != -100
+    segments = attention_mask if segment_ids is None else segment_ids
+    if segments is not None:
+        following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+        keep &= (segments == following) & (segments != 0)
+    return jnp.where(keep, targets, 0), keep.astype(jnp.float32)

@@ -1,0 +1,190 @@
+"""`EasyDeLBaseModule`: the one base class of every model.
+
+Its methods are thin calls: sharding is `ed_infra.sharding`, loading and saving is `ed_models.hub`,
+generating is `ed_models.generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra import sharding
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.outputs import BaseModelOutput
+from ed_layers.cache import DenseCache, LayerCacheSpec, PagedCache
+from ed_layers.context import Ctx
+from ed_layers.stack import Layout, Stack, to_layout
+from flax import nnx
+
+from ed_models.bridge import EasyBridgeMixin
+from ed_models.generation import EasyGenerationMixin
+from ed_models.weights import Rule
+
+ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
+
+
+class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
+    """A model: a config, parameters, and one `__call__`.
+
+    Args:
+        config: sealed from here on, because compiled functions rely on it.
+        dtype: what activations are computed in.
+        param_dtype: what parameters are stored in.
+        precision: of matrix products; None = the backend's default.
+    """
+
+    config_class: ClassVar[type[EasyDeLBaseConfig]]
+    # How parameters are called and laid out in Hugging Face checkpoints (ed_models.weights).
+    WEIGHTS: ClassVar[Sequence[Rule]]
+
+    def __init__(
+        self,
+        config: EasyDeLBaseConfig,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ):
+        config.seal()
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
+        self.precision = precision
+
+    @classmethod
+    def create(
+        cls: type[ModelT],
+        config: EasyDeLBaseConfig,
+        *,
+        seed: int = 0,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+    ) -> ModelT:
+        """A model with random parameters, made on its devices: no host ever holds all of it."""
+
+        def build() -> ModelT:
+            return cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(seed))
+
+        return sharding.create_sharded(build, config)
+
+    # Parts: what a train step, a checkpoint or the engine takes.
+
+    @property
+    def graphdef(self) -> nnx.GraphDef:
+        """The static part: structure, config, dtypes."""
+        return self.split_module()[0]
+
+    @property
+    def graphstate(self) -> nnx.State:
+        """What an optimizer sees: the parameters."""
+        return self.split_module()[1]
+
+    @property
+    def graphother(self) -> nnx.State:
+        """Every other array."""
+        return self.split_module()[2]
+
+    def split_module(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """`(graphdef, graphstate, graphother)`; takes milliseconds, so split once, not per step."""
+        graphdef, params, other = nnx.split(self, nnx.Param, ...)
+        return graphdef, params, other
+
+    @staticmethod
+    def merge_module(graphdef: nnx.GraphDef, graphstate: Any, graphother: Any) -> Any:
+        """The module again; inside jit it costs nothing at run time."""
+        return nnx.merge(graphdef, graphstate, graphother)
+
+    # Placement.
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The device mesh of the config."""
+        return self.config.mesh
+
+    def shard_model(self: ModelT, partition_rules: Any = None) -> ModelT:
+        """Place every parameter on the mesh, by its logical axes or by regex overrides."""
+        return sharding.shard(self, self.config, overrides=partition_rules)
+
+    def gather_model(self: ModelT) -> ModelT:
+        """Replicate every parameter on every device of the mesh."""
+        return sharding.gather(self, self.config)
+
+    def to_layout(self: ModelT, layout: Layout) -> ModelT:
+        """A copy whose layers are stored as "stacked" (scanned) or "leaves" (unrolled)."""
+        graphdef, state = nnx.split(self)
+        model = nnx.merge(graphdef, state)
+        to_layout(model, layout)
+        config = self.config.replace(scan_layers=layout == "stacked").seal()
+        for _, node in nnx.iter_modules(model):
+            if getattr(node, "config", None) is not None:
+                node.config = config
+        return model
+
+    @property
+    def layout(self) -> Layout:
+        """How the layers are stored."""
+        stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
+        return next(stacks).layout
+
+    # Caches.
+
+    def cache_specs(self) -> list[LayerCacheSpec]:
+        """What each attention layer keeps per token; a head asks its body."""
+        return self.model.cache_specs()
+
+    def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> DenseCache:
+        """An empty contiguous cache of `max_length` slots per row, sharded over batch and heads."""
+        specs = self.cache_specs()
+        shape = (batch_size, specs[0].num_kv_heads, max_length, specs[0].head_dim)
+        return DenseCache.create(
+            specs,
+            batch_size=batch_size,
+            capacity=max_length,
+            dtype=self.cache_dtype(dtype),
+            layout=self.layout,
+            sharding=self.cache_sharding(("batch", "kv_heads", None, None), shape),
+        )
+
+    def init_paged_cache(self, num_pages: int, page_size: int, dtype: Any = None) -> PagedCache:
+        """An empty pool of pages, sharded over heads."""
+        specs = self.cache_specs()
+        shape = (num_pages, page_size, specs[0].num_kv_heads, 2, specs[0].head_dim)
+        return PagedCache.create(
+            specs,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self.cache_dtype(dtype),
+            layout=self.layout,
+            sharding=self.cache_sharding((None, None, "kv_heads", None, None), shape),
+        )
+
+    def cache_dtype(self, dtype: Any = None) -> jnp.dtype:
+        """`dtype`, else the config's `kvdtype`, else `attn_dtype`, else the compute dtype."""
+        chosen = dtype or self.config.kvdtype or self.config.attn_dtype or self.dtype
+        return jnp.dtype(chosen)
+
+    def cache_sharding(
+        self, axes: tuple[str | None, ...], shape: tuple[int, ...]
+    ) -> jax.sharding.Sharding | None:
+        """Where one layer's cache goes; a dimension that does not divide is replicated."""
+        if self.mesh.size == 1:
+            return None
+        manager = self.config.partition_manager
+        spec = manager.resolve(axes, mode="decode", shape=shape, mesh=self.mesh)
+        return jax.sharding.NamedSharding(self.mesh, spec)
+
+    def output(
+        self, hidden: jax.Array, ctx: Ctx, cache: Any, aux: Any, hidden_states: Any
+    ) -> BaseModelOutput:
+        """What a body returns; a contiguous cache moves on by the tokens that it was given."""
+        if cache is not None and ctx.ragged is None:
+            cache = cache.advance(hidden.shape[1])
+        return BaseModelOutput(
+            last_hidden_state=hidden, past_key_values=cache, hidden_states=hidden_states, aux=aux
+        )
+
