@@ -154,9 +154,9 @@ def test_decode_aliases_the_cache():
         out, cache = attend(q, k, v, info, cache=cache, layer=1, mechanism=MECHANISM)
         return out, cache.advance(1)
 
-    cache = DenseCache.create(SPECS, batch_size=1, capacity=4096)
+    cache = DenseCache.create(SPECS * 8, batch_size=1, capacity=4096)
     compiled = jax.jit(step, donate_argnums=0).lower(cache, *sequence(1)).compile()
     memory = compiled.memory_analysis()
     cache_bytes = sum(x.nbytes for x in (cache.keys, cache.values))
     assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes / 2
+    assert memory.temp_size_in_bytes < cache_bytes / 4
