@@ -1,1 +1,27 @@
-"""Model families in Flax NNX that load and save Hugging Face checkpoints and match them numerically."""
+"""Model families in Flax NNX that load and save Hugging Face checkpoints, number for number."""
+
+from typing import TYPE_CHECKING
+
+from ed_infra.lazy import attach
+
+if TYPE_CHECKING:
+    from ed_models.auto import AutoEasyDeLConfig as AutoEasyDeLConfig
+    from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
+    from ed_models.bridge import EasyBridgeMixin as EasyBridgeMixin
+    from ed_models.generation import EasyGenerationMixin as EasyGenerationMixin
+    from ed_models.generation import GenerateOutput as GenerateOutput
+    from ed_models.module import EasyDeLBaseModule as EasyDeLBaseModule
+    from ed_models.sampling import Sampling as Sampling
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "AutoEasyDeLConfig": "ed_models.auto",
+        "AutoEasyDeLModelForCausalLM": "ed_models.auto",
+        "EasyBridgeMixin": "ed_models.bridge",
+        "EasyDeLBaseModule": "ed_models.module",
+        "EasyGenerationMixin": "ed_models.generation",
+        "GenerateOutput": "ed_models.generation",
+        "Sampling": "ed_models.sampling",
+    },
+)

@@ -1,0 +1,126 @@
+"""Configurations and models by the `model_type` in config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra import registry
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError, ConfigError
+from flax import nnx
+
+from ed_models import hub
+from ed_models.module import EasyDeLBaseModule
+
+
+class AutoEasyDeLConfig:
+    """Reads a configuration of any registered model type."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoEasyDeLConfig is not made; use AutoEasyDeLConfig.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        **changes: Any,
+    ) -> EasyDeLBaseConfig:
+        """Read config.json from a directory or a hub repository.
+
+        Args:
+            name_or_path: the directory or repository.
+            revision, token, cache_dir, local_files_only, force_download: of the hub.
+            changes: fields to set instead of the file's values; unknown names are errors.
+
+        Raises:
+            CheckpointError: no readable config.json.
+            RegistryError: nobody has registered its model type.
+        """
+        directory = hub.resolve(
+            name_or_path,
+            weights=False,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        path = directory / "config.json"
+        try:
+            model_type = json.loads(path.read_text()).get("model_type")
+        except FileNotFoundError:
+            raise CheckpointError(f"{directory} has no config.json, so it holds no model") from None
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not a JSON object ({error})") from error
+        if not model_type:
+            raise CheckpointError(f'{path} does not say its "model_type"')
+        config = registry.get_config(model_type).from_pretrained(directory)
+        return config.replace(**changes) if changes else config
+
+
+def module_for(config: EasyDeLBaseConfig, task: TaskType | str) -> type[EasyDeLBaseModule]:
+    """The class that the registry has for a configuration and a task."""
+    return registry.get_module(task, config.model_type)
+
+
+class _AutoModel:
+    """A task; its classmethods pick the class by the configuration's model type."""
+
+    task: ClassVar[TaskType]
+
+    def __init__(self) -> None:
+        name = type(self).__name__
+        raise TypeError(f"{name} is not made; use {name}.from_pretrained(...) or .from_config(...)")
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EasyDeLBaseConfig,
+        dtype: Any = jnp.bfloat16,
+        param_dtype: Any = jnp.bfloat16,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+        seed: int = 0,
+    ) -> EasyDeLBaseModule:
+        """Make a model with random parameters, on its devices.
+
+        Args:
+            config: gives the model type, the architecture and the mesh.
+            dtype, param_dtype: of computation and of stored parameters.
+            precision: of matrix products.
+            rngs: its `params` stream gives the seed.
+            seed: of the parameters, where `rngs` is not given.
+        """
+        if not isinstance(config, EasyDeLBaseConfig):
+            raise ConfigError(
+                f"from_config takes an EasyDeL configuration, not {type(config).__name__}; read one "
+                "with AutoEasyDeLConfig.from_pretrained(...)"
+            )
+        if rngs is not None:
+            seed = int(jax.random.randint(rngs.params(), (), 0, 2**31 - 1))
+        return module_for(config, cls.task).create(
+            config, seed=seed, dtype=dtype, param_dtype=param_dtype, precision=precision
+        )
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> EasyDeLBaseModule:
+        """Load weights in Hugging Face's layout; the options are `ed_models.hub.from_pretrained`'s."""
+        return hub.from_pretrained(name_or_path, task=cls.task, **options)
+
+
+class AutoEasyDeLModelForCausalLM(_AutoModel):
+    """Decoder language models."""
+
+    task = TaskType.CAUSAL_LM

@@ -1,0 +1,236 @@
+"""`generate`: prompts in, tokens out, by one prefill and one compiled decoding loop.
+
+Rows are packed against the right edge of a bucketed length, so few programs are compiled, and what
+a row says depends neither on padding nor on the other rows. The engine (`ed_esurge`) is the tool
+for many requests; this one is the reference it is compared with.
+
+Legend: b rows, s given length, S bucketed length, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from flax import nnx
+from jaxtyping import Int
+
+from ed_models.generation_options import GenerationOptions
+from ed_models.sampling import Sampling, next_token
+
+_SMALLEST_BUCKET = 16
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What `generate` returns.
+
+    Attributes:
+        sequences: int32 [b, s + n], the input as given and then n new tokens. A row that ended
+            earlier than others is filled with the padding token.
+    """
+
+    sequences: np.ndarray
+
+
+class EasyGenerationMixin:
+    """Adds `generate` to a causal language model."""
+
+    # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
+    generation_json: str | None = None
+
+    def generate(
+        self,
+        input_ids: Int[Any, "b s"],
+        *,
+        attention_mask: Int[Any, "b s"] | None = None,
+        generation_config: Any = None,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int = 0,
+    ) -> GenerateOutput:
+        """Continue each row.
+
+        Args:
+            input_ids: [b, s]; shorter rows are padded on the left.
+            attention_mask: 1 for a token, 0 for padding. Without it, padding tokens at the start of
+                a row count as padding where they are known and are no end-of-sequence token.
+            generation_config: a `transformers.GenerationConfig`, or a mapping with its names;
+                arguments given here win over it. The checkpoint's own generation_config.json gives
+                only the special tokens: how to sample is for the caller to say.
+            max_new_tokens: default 128.
+            do_sample: draw tokens; by default the likeliest is taken.
+            temperature, top_k, top_p, min_p, repetition_penalty: see `ed_models.sampling.Sampling`.
+            eos_token_id: tokens that end a row, kept in it; `[]` for none.
+            pad_token_id: what fills rows that ended; default: the first end-of-sequence token.
+            seed: row i draws with seed + i, and the position.
+
+        Raises:
+            ConfigError: an option is out of range or without effect, or the model has too few
+                positions for the result.
+        """
+        options = GenerationOptions.resolve(
+            given={
+                "max_new_tokens": max_new_tokens,
+                "do_sample": do_sample,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "eos_token_id": eos_token_id,
+                "pad_token_id": pad_token_id,
+            },
+            generation_config=generation_config,
+            checkpoint=self.generation_json,
+            model_config=self.config,
+            prompt_length=np.shape(input_ids)[-1],
+        )
+        given = np.asarray(input_ids, np.int32)
+        if given.ndim != 2 or given.shape[1] == 0:
+            raise ConfigError(f"input_ids has shape {list(given.shape)}; it must be [rows, tokens]")
+        kept = _kept(given, attention_mask, options)
+        lengths = kept.sum(axis=1).astype(np.int32)
+        if not lengths.all():
+            raise ConfigError(f"row {int(np.argmin(lengths))} of input_ids is nothing but padding")
+        _check_positions(self.config, int(lengths.max()), options.max_new_tokens)
+
+        tokens, valid = right_aligned(given, kept, bucket(int(lengths.max())))
+        room = bucket(options.max_new_tokens)
+        graphdef, state = nnx.split(self)
+        leaves, structure = jax.tree.flatten(state)
+        prefill, decode = _programs(
+            graphdef, structure, self.config.mesh, options.sampling, tokens.shape[1] + room, room
+        )
+        cache, logits = prefill(leaves, tokens, valid)
+        seen = None
+        if options.sampling.repetition_penalty != 1.0:
+            seen = np.zeros(logits.shape, bool)
+            for row, ids in enumerate(given):
+                seen[row, ids[kept[row]]] = True
+        seeds = np.arange(seed, seed + len(given)).astype(np.uint32)
+        eos = np.asarray(options.eos_token_id or (-1,), np.int32)
+        new, count, _ = decode(
+            leaves,
+            cache,
+            logits,
+            seen,
+            lengths,
+            seeds,
+            eos,
+            np.int32(options.pad_token_id),
+            np.int32(options.max_new_tokens),
+        )
+        made = np.asarray(new)[:, : int(count)]
+        return GenerateOutput(np.concatenate([given, made], axis=1))
+
+
+@functools.lru_cache(maxsize=32)
+def _programs(graphdef, structure, mesh, sampling: Sampling, capacity: int, room: int):
+    """Compile-once functions for one model, one way of sampling and one size.
+
+    They close over the graphdef and take flat leaves: as a static argument it would be hashed on
+    every call. The mesh is part of the key because the module reads it from its config.
+    """
+
+    def merged(leaves):
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+    @jax.jit
+    def prefill(leaves, tokens, valid):
+        model = merged(leaves)
+        b, s = tokens.shape
+        cache = model.init_cache(b, capacity)
+        last = jnp.arange(b) * s + s - 1
+        out = model(tokens, attention_mask=valid, past_key_values=cache, logits_at=last)
+        return out.past_key_values, out.logits
+
+    @functools.partial(jax.jit, donate_argnums=(1,))
+    def decode(leaves, cache, logits, seen, lengths, seeds, eos, pad, limit):
+        model = merged(leaves)
+        b = logits.shape[0]
+        rows = jnp.arange(b)
+
+        def choose(n, logits, seen, done):
+            token = next_token(logits, sampling, seeds=seeds, positions=lengths + n, seen=seen)
+            token = jnp.where(done, pad, token)
+            if seen is not None:
+                seen = seen.at[rows, token].set(True)
+            return token, seen, done | jnp.isin(token, eos)
+
+        def unfinished(state):
+            n, _, _, done, _, _ = state
+            return (n < limit) & ~jnp.all(done)
+
+        def step(state):
+            n, token, seen, done, tokens, cache = state
+            out = model(token[:, None], past_key_values=cache, logits_at=rows)
+            token, seen, done = choose(n, out.logits, seen, done)
+            tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, n))
+            return n + 1, token, seen, done, tokens, out.past_key_values
+
+        token, seen, done = choose(0, logits, seen, jnp.zeros((b,), bool))
+        tokens = jnp.full((b, room), pad, jnp.int32).at[:, 0].set(token)
+        start = (jnp.int32(1), token, seen, done, tokens, cache)
+        n, _, _, _, tokens, cache = jax.lax.while_loop(unfinished, step, start)
+        return tokens, n, cache  # the cache only so that its donated memory is used
+
+    return prefill, decode
+
+
+def bucket(n: int) -> int:
+    """Round up to a power of two, at least 16: so many programs are compiled, and no more."""
+    return max(_SMALLEST_BUCKET, 1 << (n - 1).bit_length())
+
+
+def right_aligned(ids: np.ndarray, kept: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Move each row's tokens to the right edge of [b, width]; returns tokens and validity."""
+    tokens = np.zeros((len(ids), width), np.int32)
+    valid = np.zeros((len(ids), width), np.int32)
+    for row, (values, keep) in enumerate(zip(ids, kept, strict=True)):
+        packed = values[keep]
+        tokens[row, width - len(packed) :] = packed
+        valid[row, width - len(packed) :] = 1
+    return tokens, valid
+
+
+def _kept(ids: np.ndarray, mask: Any, options: GenerationOptions) -> np.ndarray:
+    """Which entries of the input are tokens: bool [b, s]."""
+    if mask is not None:
+        mask = np.asarray(mask)
+        if mask.shape != ids.shape:
+            raise ConfigError(
+                f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}; "
+                "they must be equal"
+            )
+        return mask != 0
+    if not options.pad_is_known or options.pad_token_id in options.eos_token_id:
+        return np.ones(ids.shape, bool)
+    return np.logical_or.accumulate(ids != options.pad_token_id, axis=1)
+
+
+def _check_positions(config: Any, prompt: int, new: int) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") == "dynamic" or prompt + new <= limit:
+        return
+    raise ConfigError(
+        f"{prompt} prompt tokens and max_new_tokens={new} need {prompt + new} positions, but the "
+        f"model was made for max_position_embeddings={limit}; ask for at most {limit - prompt} "
+        "new tokens"
+        if prompt < limit
+        else f"the prompt has {prompt} tokens, which leaves no room in the model's "
+        f"max_position_embeddings={limit}; shorten it"
+    )

@@ -1,0 +1,166 @@
+"""Hugging Face directories and hub repositories: find, load, save.
+
+`resolve` finds the files; `load` and `save` (their own modules) move weights between safetensors and
+devices; `from_pretrained` puts configuration and weights together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import CheckpointError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ed_models.loading import load as load
+from ed_models.saving import save as save
+
+#: Files of a repository that a model is made of; other copies of the weights stay where they are.
+SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+WEIGHTS = ("*.safetensors",)
+_NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
+
+
+def resolve(
+    name_or_path: str | Path,
+    *,
+    weights: bool = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+) -> Path:
+    """Return a local directory with the files of a model, downloading them if need be.
+
+    Args:
+        name_or_path: a directory, or a hub repository (`"org/name"`).
+        weights: fetch weights too, not only settings and tokenizer.
+        revision, token, cache_dir, local_files_only, force_download: of the hub.
+
+    Raises:
+        CheckpointError: neither a directory nor a repository that can be reached.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if path.is_file() or path.is_absolute() or name.startswith((".", "~")):
+        kind = "a file" if path.is_file() else "not there"
+        raise CheckpointError(f"{name} is {kind}; give the directory that holds config.json")
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+            allow_patterns=[*SETTINGS, *(WEIGHTS if weights else ())],
+            ignore_patterns=list(_NEVER),
+        )
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise CheckpointError(
+            f"{name!r} is neither a directory here nor a repository on the hub that this token may "
+            "read; check the spelling, or pass token="
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{name!r} has no revision {revision!r} on the hub") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{name!r} is no directory here and not in the hub's local cache, and the hub cannot "
+            "be asked (offline, or local_files_only); download it first, or give a directory"
+        ) from error
+    return Path(folder)
+
+
+def from_pretrained(
+    name_or_path: str | Path,
+    module_class: type | None = None,
+    task: Any = None,
+    *,
+    dtype: Any = jnp.float32,
+    param_dtype: Any = jnp.float32,
+    precision: jax.lax.PrecisionLike = None,
+    sharding_axis_dims: Sequence[int] = (1, -1, 1, 1, 1),
+    sharding_dcn_axis_dims: Sequence[int] | None = None,
+    sharding_axis_names: Sequence[str] | None = None,
+    partition_axis: Any = None,
+    backend: str | None = None,
+    platform: str | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+    auto_shard_model: bool = True,
+    partition_rules: Sequence[tuple[str, Any]] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+) -> Any:
+    """Load a model in Hugging Face's layout straight onto its devices.
+
+    Args:
+        name_or_path: a directory or a hub repository.
+        module_class: what to build; None = what the registry has for `task` and the model type.
+        task: an `ed_infra.enums.TaskType`, where `module_class` is None.
+        dtype, param_dtype: of computation and of stored parameters; the file's dtype does not
+            matter, values are converted once.
+        precision: of matrix products.
+        sharding_axis_dims: devices along (dp, fsdp, ep, tp, sp); one -1 takes what remains.
+        sharding_dcn_axis_dims, sharding_axis_names, partition_axis, backend, platform: execution
+            fields of the configuration; None = the configuration's own.
+        config_kwargs: further fields to change, such as `{"scan_layers": False}`.
+        auto_shard_model: False puts every parameter whole on the mesh's first device.
+        partition_rules: (regular expression, spec) pairs that override the derived sharding.
+        revision, token, cache_dir, local_files_only, force_download: of the hub.
+
+    Raises:
+        CheckpointError: the files are not there, or do not fit the model.
+        ConfigError: a field is unknown or wrong, or the mesh does not fit the devices.
+    """
+    from ed_models.auto import AutoEasyDeLConfig, module_for
+
+    directory = resolve(
+        name_or_path,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        force_download=force_download,
+    )
+    changes = {
+        "sharding_dcn_axis_dims": sharding_dcn_axis_dims,
+        "sharding_axis_names": sharding_axis_names,
+        "partition_axis": partition_axis,
+        "backend": backend,
+        "platform": platform,
+        "sharding_rules": partition_rules,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
+    config = AutoEasyDeLConfig.from_pretrained(directory, **changes)
+    if module_class is None:
+        module_class = module_for(config, task)
+    module = load(
+        module_class,
+        config,
+        directory,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        precision=precision,
+        shard=auto_shard_model,
+    )
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        module.generation_json = generation.read_text()
+    return module

@@ -1,0 +1,145 @@
+"""Write a module as a directory that Hugging Face `transformers` loads as it is.
+
+Everything is written beside the target and moved into place when it is complete; `config.json` goes
+last, so that a directory that has one is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ed_infra import paths
+from ed_infra.errors import CheckpointError
+from flax import nnx
+
+from ed_models.generation_options import special_tokens
+from ed_models.loading import weight_map
+from ed_models.tensor_writer import TensorSpec, write_tensors
+
+_WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
+
+
+def save(
+    module: Any,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    max_shard_size: int | str = "5GB",
+    dtype: Any = None,
+) -> None:
+    """Save configuration, weights, generation settings and, where given, the tokenizer.
+
+    Weights leave the devices one tensor at a time. With several processes all must call this;
+    process 0 writes.
+
+    Args:
+        module: an `EasyDeLBaseModule`.
+        directory: made if it is not there. In one that exists, a model in it is replaced and other
+            files stay.
+        tokenizer: anything with `save_pretrained(directory)`.
+        max_shard_size: bytes, or `"5GB"`; a larger model is split into files with an index.
+        dtype: convert floating-point weights to it in the file; None keeps them.
+    """
+    directory = Path(directory)
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file; save_pretrained writes a directory")
+    state = nnx.state(module)
+    weights = weight_map(type(module), state)
+    leaves = _by_name(state)
+    specs = {
+        name: TensorSpec(shape, _stored_dtype(leaves[weights.by_hf[name][0].ours][0].dtype, dtype))
+        for name, shape in weights.hf_shapes.items()
+    }
+
+    def read(name: str) -> np.ndarray:
+        value = weights.save(name, lambda ours: _layer(*leaves[ours]))
+        return value.astype(specs[name].dtype, copy=False)
+
+    if jax.process_index() != 0:
+        for name in specs:  # gathering is collective
+            read(name)
+    else:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        try:
+            write_tensors(staging, specs, read, max_shard_size=max_shard_size)
+            _write_settings(module, staging, specs)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(staging)
+            _publish(staging, directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"saved {directory.name}")
+
+
+def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, int | None]]:
+    """Map each canonical name to its leaf, and to its place in the leaf where layers are stacked."""
+    found: dict[str, tuple[jax.Array, int | None]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        stacked = paths.is_stacked(path)
+        for i, name in enumerate(paths.canonical(path)):
+            found[name] = (leaf, i if stacked else None)
+    return found
+
+
+@jax.jit
+def _take(leaf: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
+
+
+def _layer(leaf: jax.Array, layer: int | None) -> np.ndarray:
+    """Bring one layer's tensor to the host, whole."""
+    if layer is not None:
+        leaf = _take(leaf, np.int32(layer))
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def _stored_dtype(own: Any, wanted: Any) -> np.dtype:
+    own = np.dtype(own)
+    if wanted is None or not jax.numpy.issubdtype(own, jax.numpy.floating):
+        return own
+    return np.dtype(wanted)
+
+
+def _write_settings(module: Any, directory: Path, specs: dict[str, TensorSpec]) -> None:
+    """Write config.json and generation_config.json."""
+    floats = [s.dtype for s in specs.values() if jax.numpy.issubdtype(s.dtype, jax.numpy.floating)]
+    widest = max(floats, key=lambda d: d.itemsize).name if floats else "float32"
+    config = module.config.replace(architectures=[type(module).__name__], dtype=widest)
+    config.save_pretrained(directory)
+    text = module.generation_json
+    if text is None:
+        text = json.dumps(special_tokens(module.config), indent=2, sort_keys=True) + "\n"
+    (directory / "generation_config.json").write_text(text)
+
+
+def _publish(staging: Path, directory: Path) -> None:
+    """Move the finished files to their place, replacing a model that is there."""
+    if not directory.exists():
+        staging.chmod(0o755)  # mkdtemp makes it private
+        staging.replace(directory)
+        return
+    # Without config.json the directory is no model; an interruption from here on cannot leave one
+    # that mixes old and new.
+    (directory / "config.json").unlink(missing_ok=True)
+    for pattern in _WEIGHT_PATTERNS:
+        for old in directory.glob(pattern):
+            old.unlink()
+    for new in sorted(staging.iterdir(), key=lambda p: p.name == "config.json"):
+        target = directory / new.name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        new.replace(target)
