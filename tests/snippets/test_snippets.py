@@ -1,0 +1,119 @@
+"""Every code block of the documentation runs, in a folder like the one its reader has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.snippets.pages import Block, blocks, joined
+from tools.workspace import ROOT
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / ".github/CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("packages/*/README.md")),
+]
+
+
+def cases() -> Iterator[pytest.ParameterSet]:
+    """One case per page and language; each YAML block and each skipped block is its own."""
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        found = blocks(page)
+        for block in found:
+            alone = f"{name}:{block.line}"
+            if block.skip:
+                mark = pytest.mark.skip(reason=block.skip)
+                yield pytest.param([block], id=alone, marks=mark)
+            elif block.language == "yaml":
+                yield pytest.param([block], id=alone)
+        together = [b for b in found if not b.skip and b.language != "yaml"]
+        together.sort(key=lambda b: (b.language, "nightly" in b.flags))
+        for language, group in groupby(together, key=lambda b: b.language):
+            chosen = list(group)
+            usual = [b for b in chosen if "nightly" not in b.flags]
+            if usual:
+                yield pytest.param(usual, id=f"{name}:{language}")
+            if usual != chosen:
+                yield pytest.param(
+                    sorted(chosen, key=lambda b: b.line),
+                    id=f"{name}:{language}:all",
+                    marks=pytest.mark.nightly,
+                )
+
+
+@pytest.fixture
+def reader(tmp_path: Path, quickstart_model: Path) -> Path:
+    """The folder of someone who cloned the project and ran the quickstart (on a tiny model)."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    target = tmp_path / "runs/quickstart/model"
+    shutil.copytree(quickstart_model, target)
+    return tmp_path
+
+
+@pytest.mark.parametrize("chosen", list(cases()))
+def test_block(chosen: list[Block], reader: Path) -> None:
+    language = chosen[0].language
+    if language == "yaml":
+        validate(chosen[0], reader)
+        return
+    suffix, program = {
+        "python": ("py", [sys.executable]),
+        "bash": ("sh", ["bash", "-euo", "pipefail"]),
+    }[language]
+    script = reader / f"{chosen[0].page.stem}.{suffix}"
+    script.write_text(joined(chosen), encoding="utf-8")
+    scripts = Path(sys.executable).parent
+    path = os.pathsep.join([str(scripts), os.environ.get("PATH", "")])
+    done = subprocess.run(
+        [*program, script.name],
+        cwd=reader,
+        # `uv run X` in a block means X of this environment, with the versions under test.
+        env={**os.environ, "PATH": path, "UV_NO_SYNC": "1", "UV_PROJECT": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{chosen[0].page}\n{done.stdout}\n{done.stderr}"
+
+
+def validate(block: Block, folder: Path) -> None:
+    """A YAML block is read as `elarge --dry-run` reads it, errors at the page's own lines."""
+    from ed_elarge import nodes
+    from ed_elarge.normalize import normalize
+
+    file = folder / "run.yaml"
+    file.write_text(joined([block]), encoding="utf-8")
+    normalize(nodes.read(str(file)), require_actions="actions:" in block.body)
+
+
+def test_blocks_are_found_with_their_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# x\n\n```python\nx = 1\n```\n\n- item\n\n  ```bash nightly\n  ls\n  ```\n"
+        '```yaml skip="why"\na: 1\n```\n```text\nno\n```\n',
+        encoding="utf-8",
+    )
+    found = [(b.language, b.line, b.body, b.skip, sorted(b.flags)) for b in blocks(page)]
+    assert found == [
+        ("python", 4, "x = 1\n", None, []),
+        ("bash", 10, "ls\n", None, ["nightly"]),
+        ("yaml", 13, "a: 1\n", "why", []),
+    ]
+    assert joined([blocks(page)[0]]).splitlines()[3] == "x = 1"
+
+
+@pytest.mark.parametrize("info", ["python nightl", 'bash skip=""', "yaml only=1"])
+def test_a_wrong_marker_is_an_error(tmp_path: Path, info: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```{info}\nx\n```\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="unknown"):
+        blocks(page)
