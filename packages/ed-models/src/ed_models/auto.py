@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.errors import ConfigError
 from flax import nnx
 
 from ed_models import hub
@@ -56,22 +55,7 @@ class AutoEasyDeLConfig:
             local_files_only=local_files_only,
             force_download=force_download,
         )
-        path = directory / "config.json"
-        try:
-            model_type = json.loads(path.read_text()).get("model_type")
-        except FileNotFoundError:
-            raise CheckpointError(f"{directory} has no config.json, so it holds no model") from None
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is not a JSON object ({error})") from error
-        if not model_type:
-            raise CheckpointError(f'{path} does not say its "model_type"')
-        config = registry.get_config(model_type).from_pretrained(directory)
-        return config.replace(**changes) if changes else config
-
-
-def module_for(config: EasyDeLBaseConfig, task: TaskType | str) -> type[EasyDeLBaseModule]:
-    """The class that the registry has for a configuration and a task."""
-    return registry.get_module(task, config.model_type)
+        return hub.read_config(directory, **changes)
 
 
 class _AutoModel:
@@ -105,18 +89,18 @@ class _AutoModel:
         """
         if not isinstance(config, EasyDeLBaseConfig):
             raise ConfigError(
-                f"from_config takes an EasyDeL configuration, not {type(config).__name__}; read one "
-                "with AutoEasyDeLConfig.from_pretrained(...)"
+                f"from_config takes an EasyDeL configuration, not {type(config).__name__}; "
+                "read one with AutoEasyDeLConfig.from_pretrained(...)"
             )
         if rngs is not None:
             seed = int(jax.random.randint(rngs.params(), (), 0, 2**31 - 1))
-        return module_for(config, cls.task).create(
+        return registry.get_module(cls.task, config.model_type).create(
             config, seed=seed, dtype=dtype, param_dtype=param_dtype, precision=precision
         )
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> EasyDeLBaseModule:
-        """Load weights in Hugging Face's layout; the options are `ed_models.hub.from_pretrained`'s."""
+        """Load a directory or a hub repository; options: see `ed_models.hub.from_pretrained`."""
         return hub.from_pretrained(name_or_path, task=cls.task, **options)
 
 

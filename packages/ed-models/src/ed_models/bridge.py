@@ -6,6 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, Self
 
+import huggingface_hub
+import jax
+
+from ed_models import hub
+
 
 class EasyBridgeMixin:
     """`from_pretrained`, `save_pretrained` and `push_to_hub`; the work is in `ed_models.hub`."""
@@ -16,8 +21,6 @@ class EasyBridgeMixin:
 
         Options and errors are those of `ed_models.hub.from_pretrained`.
         """
-        from ed_models import hub
-
         return hub.from_pretrained(name_or_path, cls, **options)
 
     def save_pretrained(
@@ -32,8 +35,6 @@ class EasyBridgeMixin:
 
         See `ed_models.saving.save` for the arguments.
         """
-        from ed_models import hub
-
         hub.save(
             self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
         )
@@ -51,9 +52,6 @@ class EasyBridgeMixin:
         dtype: Any = None,
     ) -> str:
         """Save to a hub repository, made if it is not there; returns the address of the commit."""
-        import huggingface_hub
-        import jax
-
         api = huggingface_hub.HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "model"

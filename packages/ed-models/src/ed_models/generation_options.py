@@ -91,9 +91,8 @@ class GenerationOptions:
             return getattr(model_config, name, None)
 
         eos = special("eos_token_id")
-        eos = tuple(
-            int(e) for e in (eos if isinstance(eos, list | tuple) else [eos]) if e is not None
-        )
+        eos = eos if isinstance(eos, list | tuple) else [eos]
+        eos = tuple(int(e) for e in eos if e is not None)
         pad = special("pad_token_id")
         pad = None if pad is None or pad < 0 else int(pad)
         sampling = {k: options[k] for k in (*_SAMPLING, "repetition_penalty") if k in options}

@@ -1,17 +1,20 @@
 """Hugging Face directories and hub repositories: find, load, save.
 
-`resolve` finds the files; `load` and `save` (their own modules) move weights between safetensors and
-devices; `from_pretrained` puts configuration and weights together.
+`resolve` finds the files; `load` and `save` (modules of their own) move weights between safetensors
+and devices; `from_pretrained` puts configuration and weights together.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ed_infra import registry
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -84,6 +87,30 @@ def resolve(
     return Path(folder)
 
 
+def read_config(directory: Path, **changes: Any) -> EasyDeLBaseConfig:
+    """Read config.json as the class that its model type names.
+
+    Args:
+        directory: a local directory.
+        changes: fields to set instead of the file's values; unknown names are errors.
+
+    Raises:
+        CheckpointError: no readable config.json.
+        RegistryError: nobody has registered its model type.
+    """
+    path = directory / "config.json"
+    try:
+        model_type = json.loads(path.read_text()).get("model_type")
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no config.json, so it holds no model") from None
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a JSON object ({error})") from error
+    if not model_type:
+        raise CheckpointError(f'{path} does not say its "model_type"')
+    config = registry.get_config(model_type).from_pretrained(directory)
+    return config.replace(**changes) if changes else config
+
+
 def from_pretrained(
     name_or_path: str | Path,
     module_class: type | None = None,
@@ -128,8 +155,6 @@ def from_pretrained(
         CheckpointError: the files are not there, or do not fit the model.
         ConfigError: a field is unknown or wrong, or the mesh does not fit the devices.
     """
-    from ed_models.auto import AutoEasyDeLConfig, module_for
-
     directory = resolve(
         name_or_path,
         revision=revision,
@@ -148,9 +173,9 @@ def from_pretrained(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
-    config = AutoEasyDeLConfig.from_pretrained(directory, **changes)
+    config = read_config(directory, **changes)
     if module_class is None:
-        module_class = module_for(config, task)
+        module_class = registry.get_module(task, config.model_type)
     module = load(
         module_class,
         config,

@@ -82,7 +82,7 @@ def save(
 
 
 def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, int | None]]:
-    """Map each canonical name to its leaf, and to its place in the leaf where layers are stacked."""
+    """Map each canonical name to its leaf, and to its place in it where layers are stacked."""
     found: dict[str, tuple[jax.Array, int | None]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         stacked = paths.is_stacked(path)
