@@ -1,0 +1,1 @@
+"""Programs that run with `python -m`."""

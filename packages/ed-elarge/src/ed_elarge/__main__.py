@@ -1,0 +1,85 @@
+"""The command line: `elarge FILE`.
+
+Exit codes: 0 done; 1 something failed that the input could not have shown; 2 the input is wrong
+(one message, no traceback unless `--verbose`); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from ed_infra.errors import EasyDeLError
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def elarge(
+    file: Annotated[str | None, typer.Argument(help="The run file (YAML or JSON).")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="The run file, given by name.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the file, print what would be done, and stop."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log more, and show tracebacks of bad input.")
+    ] = False,
+) -> None:
+    """Train, evaluate, generate with and serve a language model, as FILE says."""
+    if (file is None) == (config is None):
+        problem = "give one run file" if file is None else "the run file is given twice"
+        raise typer.BadParameter(f"{problem}: elarge FILE, or elarge --config FILE")
+    raise typer.Exit(_guarded(file or config or "", dry_run, verbose))
+
+
+def _guarded(path: str, dry_run: bool, verbose: bool) -> int:
+    """Run, and turn what goes wrong into a message and an exit code."""
+    try:
+        return _run(path, dry_run, verbose)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if verbose or not _is_bad_input(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _run(path: str, dry_run: bool, verbose: bool) -> int:
+    from ed_elarge import nodes
+    from ed_elarge.normalize import normalize
+
+    run = normalize(nodes.read(path), require_actions=True)
+    if dry_run:
+        from ed_elarge.describe import describe, to_yaml
+
+        print(to_yaml(run))
+        print(describe(run))
+        return 0
+    from ed_elarge.run import execute
+
+    return execute(run, verbose=verbose)
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """Errors that say what is wrong with the input; everything else is a defect or the machine."""
+    if isinstance(error, EasyDeLError):
+        return True
+    data = sys.modules.get("ed_data.errors")
+    return data is not None and isinstance(error, data.DataError)
+
+
+def main() -> None:
+    """Entry point of `elarge` and of `python -m ed_elarge`."""
+    app(prog_name="elarge")
+
+
+if __name__ == "__main__":
+    main()

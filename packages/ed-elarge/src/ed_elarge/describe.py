@@ -1,0 +1,93 @@
+"""A run in words, and as YAML or JSON text; what `print`, `dump_config` and `--dry-run` show."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import yaml
+
+from ed_elarge import architectures
+from ed_elarge.action_options import ACTIONS
+from ed_elarge.checks import sequence_length
+
+if TYPE_CHECKING:
+    from ed_elarge.normalize import Run
+
+
+def to_yaml(run: Run) -> str:
+    """The canonical configuration as YAML; reading it back gives the same run."""
+    return yaml.safe_dump(run.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+
+
+def to_json(run: Run) -> str:
+    """The canonical configuration as JSON."""
+    return json.dumps(run.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+
+def describe(run: Run) -> str:
+    """A few lines: the model, the data, the training, and each action in order."""
+    lines = [_model(run)]
+    if run.mixture is not None:
+        lines.append(_data(run))
+    if run.trainer is not None:
+        lines.append(_trainer(run))
+    for number, action in enumerate(run.actions, 1):
+        given = action.options.model_dump(mode="json", exclude_unset=True)
+        parameters = ", ".join(f"{key}={value}" for key, value in given.items())
+        lines.append(
+            f"{number}. {action.name}: {ACTIONS[action.name].doc}"
+            + (f" ({parameters})" if parameters else "")
+        )
+    return "\n".join(line for line in lines if line)
+
+
+def parameter_count(config: dict[str, object], vocab_size: int | None) -> int | None:
+    """Parameters of a decoder with gated MLPs, from its configuration; None for other kinds."""
+    table = architectures.tables().get(str(config.get("model_type")))
+    if table is None:
+        return None
+    values = {key: entry["default"] for key, entry in table.items()} | config
+    try:
+        hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
+        heads, middle = int(values["num_attention_heads"]), int(values["intermediate_size"])
+        groups = int(values["num_key_value_heads"] or heads)
+        size = int(values["head_dim"] or hidden // heads)
+        vocabulary = int(vocab_size or values["vocab_size"])
+        copies = 1 if values["tie_word_embeddings"] else 2
+    except (KeyError, TypeError, ValueError):
+        return None
+    attention = 2 * hidden * heads * size + 2 * hidden * groups * size
+    return layers * (attention + 3 * hidden * middle + 2 * hidden) + hidden * (
+        1 + copies * vocabulary
+    )
+
+
+def _model(run: Run) -> str:
+    model = run.model
+    if model is None:
+        return ""
+    if model.config is None:
+        return f"model: {model.name_or_path} ({run.loader.dtype})"
+    trained = None if isinstance(model.tokenizer, (str, type(None))) else model.tokenizer.train
+    count = parameter_count(model.config, trained.vocab_size if trained else None)
+    size = f", {count / 1e6:.1f}M parameters" if count else ""
+    tokenizer = f"a new tokenizer of {trained.vocab_size} tokens" if trained else model.tokenizer
+    return f"model: a new {model.config['model_type']}{size} ({run.loader.dtype}), {tokenizer}"
+
+
+def _data(run: Run) -> str:
+    count = len(run.mixture.informs)
+    length, _ = sequence_length(run.trainer, run.mixture)
+    packed = "packed " if run.mixture.pack_tokens else ""
+    return f"data: {count} source{'s' if count != 1 else ''}, {packed}sequences of {length} tokens"
+
+
+def _trainer(run: Run) -> str:
+    trainer = run.trainer
+    steps = trainer.max_training_steps
+    length = f"{steps} steps" if steps else f"{trainer.num_train_epochs} epochs"
+    return (
+        f"training: {trainer.trainer_type}, {length} of {trainer.total_batch_size} sequences, "
+        f"learning rate {trainer.learning_rate}, into {trainer.save_directory}"
+    )

@@ -1,0 +1,252 @@
+"""A YAML (or JSON) file as plain values plus the place in the text that each of them came from.
+
+PyYAML's own loader forgets where a value stood, lets the last of two equal keys win, and reads
+`2e-5` as a string, `on` as true and `1:30` as 90 (YAML 1.1). Here every key and value keeps its
+line and column, two equal keys are an error, and scalars follow the YAML 1.2 core schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from yaml.composer import Composer
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.parser import Parser
+from yaml.reader import Reader, ReaderError
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+from ed_elarge.errors import InputError, KeyPath, Problem
+
+_CORE = "tag:yaml.org,2002:"
+_INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+_SCALARS = (
+    ("null", re.compile(r"~|null|Null|NULL|"), [*"~nN", ""]),
+    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), [*"tTfF"]),
+    ("int", _INT, [*"-+0123456789"]),
+    ("float", _FLOAT, [*"-+.0123456789"]),
+    ("merge", re.compile(r"<<"), ["<"]),
+)
+
+
+class Span(NamedTuple):
+    """A piece of one line, counted from zero; `end` is exclusive."""
+
+    line: int
+    column: int
+    end: int
+
+
+@dataclass
+class Document:
+    """What a file says and where it says it.
+
+    Attributes:
+        name: what error messages call it: the path as the user gave it.
+        text: the file's text.
+        value: plain Python values (dict, list, str, int, float, bool, None).
+        keys: path of a value -> where its key stands.
+        values: path of a value -> where the value stands.
+    """
+
+    name: str
+    text: str = ""
+    value: Any = None
+    keys: dict[KeyPath, Span] = field(default_factory=dict)
+    values: dict[KeyPath, Span] = field(default_factory=dict)
+
+    def span(self, path: KeyPath, *, on_key: bool) -> Span | None:
+        """The place of `path`, or of its nearest ancestor that the file has; None without text."""
+        while path and path not in self.values:
+            path, on_key = path[:-1], True
+        if on_key and path in self.keys:
+            return self.keys[path]
+        return self.values.get(path)
+
+    def line(self, number: int) -> str:
+        """One line of the text, without its end."""
+        lines = self.text.splitlines()
+        return lines[number] if number < len(lines) else ""
+
+
+def read(path: str | Path) -> Document:
+    """Read a YAML or JSON file (JSON is read as YAML: the same places, the same errors).
+
+    Raises:
+        InputError: the file is missing, is not text, is not YAML, or repeats a key.
+    """
+    path = Path(path)
+    name = str(path)
+    if path.is_dir():
+        raise InputError(name, [Problem((), "is a directory; give a YAML file")])
+    if not path.exists():
+        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        hint = f" (YAML files there: {', '.join(near[:8])})" if near else ""
+        raise InputError(name, [Problem((), f"no such file{hint}")])
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8 text (byte {error.start})"
+        raise InputError(name, [Problem((), message)]) from error
+    except OSError as error:
+        raise InputError(name, [Problem((), f"cannot be read: {error.strerror}")]) from error
+    return parse(text, name)
+
+
+def parse(text: str, name: str = "<text>") -> Document:
+    """Parse YAML text; see `read`."""
+    document = Document(name, text)
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        raise InputError(name, [_syntax_problem(error, document)], document) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position)
+        column = error.position - (text.rfind("\n", 0, error.position) + 1)
+        document.values[("",)] = Span(line, column, column + 1)
+        message = f"the character {chr(error.character)!r} is not allowed in YAML"  # pyright: ignore[reportArgumentType]
+        raise InputError(name, [Problem(("",), message)], document) from error
+    if node is None:
+        return document
+    builder = _Builder(document)
+    document.value = builder.build(node, ())
+    if builder.problems:
+        raise InputError(name, builder.problems, document)
+    return document
+
+
+class _CoreResolver(BaseResolver):
+    """Implicit types of the YAML 1.2 core schema, plus merge keys."""
+
+
+for _tag, _regexp, _first in _SCALARS:
+    _CoreResolver.add_implicit_resolver(
+        _CORE + _tag, re.compile(rf"(?:{_regexp.pattern})\Z"), _first
+    )
+
+
+class _Loader(Reader, Scanner, Parser, Composer, _CoreResolver):
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        _CoreResolver.__init__(self)
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, document: Document) -> Problem:
+    """Turn PyYAML's error into one with a place; tabs get their own words."""
+    mark = error.problem_mark or error.context_mark
+    context, problem = error.context or "", error.problem or ""
+    joint = " " if problem.startswith("but ") else ": "
+    message = f"not valid YAML: {joint.join(part for part in (context, problem) if part)}"
+    if "\\t" in message:
+        message = "not valid YAML: a tab stands where YAML wants spaces"
+    if mark is not None:
+        document.values[("",)] = Span(mark.line, mark.column, mark.column + 1)
+    return Problem(("",), message)
+
+
+class _Builder:
+    """Walk the node graph once: values, places, and what is wrong with it."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.problems: list[Problem] = []
+        self._open: list[Node] = []  # nodes being built: an alias to one of them is a cycle
+
+    def build(self, node: Node, path: KeyPath) -> Any:
+        self.document.values[path] = self._span(node)
+        if any(node is parent for parent in self._open):
+            self.problems.append(
+                Problem(path, "an alias (*name) refers to a node that contains it")
+            )
+            return None
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        self._open.append(node)
+        try:
+            if isinstance(node, SequenceNode):
+                return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
+            assert isinstance(node, MappingNode)
+            return self._mapping(node, path)
+        finally:
+            self._open.pop()
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[Any, Any]:
+        out: dict[Any, Any] = {}
+        first: dict[Any, Span] = {}
+        merged: list[tuple[Any, Node, Node]] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _CORE + "merge":
+                merged.extend(self._merge(value_node, path))
+                continue
+            key = self._key(key_node, path)
+            here = (*path, key)
+            if key in first:
+                self.document.keys[here] = self._span(key_node)
+                message = f"duplicate key {key!r} (first given on line {first[key].line + 1})"
+                self.problems.append(Problem(here, message, on_key=True))
+                continue
+            first[key] = self.document.keys[here] = self._span(key_node)
+            out[key] = self.build(value_node, here)
+        for key, key_node, value_node in merged:
+            if key not in out:
+                self.document.keys[(*path, key)] = self._span(key_node)
+                out[key] = self.build(value_node, (*path, key))
+        return out
+
+    def _merge(self, node: Node, path: KeyPath) -> Iterator[tuple[Any, Node, Node]]:
+        """Keys that `<<: *anchor` brings in; earlier mappings of a list win, as YAML says."""
+        for source in node.value if isinstance(node, SequenceNode) else [node]:
+            if not isinstance(source, MappingNode):
+                self.document.values[(*path, "<<")] = self._span(source)
+                self.problems.append(Problem((*path, "<<"), "<< needs a mapping to merge"))
+                continue
+            for key_node, value_node in source.value:
+                if key_node.tag == _CORE + "merge":
+                    yield from self._merge(value_node, path)
+                else:
+                    yield self._key(key_node, path), key_node, value_node
+
+    def _key(self, node: Node, path: KeyPath) -> Any:
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        self.document.keys[(*path, "")] = self._span(node)
+        self.document.values[(*path, "")] = self._span(node)
+        self.problems.append(Problem((*path, ""), "a key must be plain text", on_key=True))
+        return ""
+
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+        tag, text = node.tag.removeprefix(_CORE), node.value
+        try:
+            match tag:
+                case "str":
+                    return text
+                case "null":
+                    return None
+                case "bool":
+                    return text.lower() == "true"
+                case "int":
+                    return int(text.replace("_", ""), 0 if text[:2] in ("0x", "0o") else 10)
+                case "float":
+                    return float(re.sub(r"\.(?=inf|nan)", "", text.lower().replace("_", "")))
+        except ValueError:
+            self.problems.append(Problem(path, f"{text!r} is not a valid {tag}"))
+            return None
+        self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
+        return None
+
+    @staticmethod
+    def _span(node: Node) -> Span:
+        start, end = node.start_mark, node.end_mark
+        same_line = end.line == start.line and end.column > start.column
+        return Span(start.line, start.column, end.column if same_line else start.column + 1)
