@@ -1,0 +1,323 @@
+"""Where parameters live: from logical axes to shardings, and modules that are created sharded.
+
+A parameter declares what its dimensions mean where it is made, for one layer:
+`nnx.Param(value, axes=("embed", "heads"))`. Everything here is a function of a module's (abstract)
+state and a configuration; nothing reads a global mesh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ed_infra import paths
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError, MeshError, did_you_mean
+from ed_infra.logging import get_logger, once
+from ed_infra.partition import PartitionManager, fit_spec
+
+M = TypeVar("M", bound=nnx.Module)
+Rules = Sequence[tuple[str, Any]]
+
+logger = get_logger(__name__)
+
+
+def _leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Variables of a state (or module) with their storage paths."""
+    if isinstance(state, nnx.Module):
+        state = nnx.state(state)
+    return list(nnx.to_flat_state(state))
+
+
+def _array(variable: Any) -> Any:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def logical_axes(state: Any) -> dict[tuple[Any, ...], tuple[str | None, ...] | None]:
+    """Return the logical axes of each variable by storage path, for one layer.
+
+    None where a variable declares none; it is then replicated.
+    """
+    result = {}
+    for path, variable in _leaves(state):
+        axes = variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
+        result[path] = None if axes is None else tuple(axes)
+    return result
+
+
+def specs(
+    state: Any,
+    config: EasyDeLBaseConfig | PartitionManager,
+    mesh: Mesh | None = None,
+    overrides: Rules | None = None,
+) -> Any:
+    """Return the `PartitionSpec` of each variable, in the structure of `state`.
+
+    Args:
+        state: `nnx.State` or module, abstract or not.
+        config: gives the rules, and the mesh and overrides where they are not given.
+        mesh: what to place on.
+        overrides: (regular expression, spec) pairs that are tried in order on the canonical name of
+            each layer's parameter (`/` or `.` between its parts) before the logical axes. The specs
+            are those of one layer.
+
+    Returns:
+        A state of the same structure. A dimension that does not divide by its mesh axes is
+        replicated, which is logged once. A stacked leaf has None for its layer dimension.
+
+    Raises:
+        ConfigError: a rule matches nothing, names an axis the mesh lacks, or is different for
+            layers that are stored as one array.
+    """
+    manager, mesh, overrides = _settings(config, mesh, overrides)
+    rules = _Rules(overrides, mesh)
+    flat = []
+    for path, variable in _leaves(state):
+        array = _array(variable)
+        shape = tuple(getattr(array, "shape", ()))
+        spec = rules.match(path)
+        if spec is None:
+            axes = (
+                variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
+            )
+            spec = manager.param(axes) if axes is not None else PartitionSpec()
+        if len(spec) and paths.is_stacked(path):
+            spec = PartitionSpec(None, *spec)
+        name = paths.canonical(path)[0]
+        try:
+            spec, notes = fit_spec(spec, shape, mesh)
+        except MeshError as error:
+            raise MeshError(f"{name}: {error}") from None
+        for note in notes:
+            once(logger, f"{_family(name)}: {note}; replicated along it")
+        flat.append((path, spec))
+    rules.check_used()
+    return nnx.from_flat_state(flat)
+
+
+def shardings(
+    state: Any,
+    config: EasyDeLBaseConfig | PartitionManager,
+    mesh: Mesh | None = None,
+    overrides: Rules | None = None,
+) -> Any:
+    """Return the `NamedSharding` of each variable, in the structure of `state`; see `specs`."""
+    mesh = _settings(config, mesh, overrides)[1]
+    flat = nnx.to_flat_state(specs(state, config, mesh, overrides))
+    return nnx.from_flat_state([(path, NamedSharding(mesh, spec)) for path, spec in flat])
+
+
+def partition_rules(
+    state: Any, config: EasyDeLBaseConfig, mesh: Mesh | None = None
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return the sharding as (regular expression, spec) rules, one for each kind of parameter.
+
+    The rules are what `specs` gives, before dimensions are checked against sizes; given back as
+    overrides they change nothing.
+    """
+    manager, mesh, overrides = _settings(config, mesh, None)
+    matcher = _Rules(overrides, mesh)
+    rules: dict[str, PartitionSpec] = {}
+    for path, variable in _leaves(state):
+        spec = matcher.match(path)
+        if spec is None:
+            axes = (
+                variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
+            )
+            spec = manager.param(axes) if axes is not None else PartitionSpec()
+        for name in paths.canonical(path):
+            pattern = "^" + re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) + "$"
+            if rules.setdefault(pattern, spec) != spec:
+                rules["^" + re.escape(name) + "$"] = spec
+    # Rules for single layers go before the rules for all.
+    ordered = sorted(rules.items(), key=lambda item: r"\d+" in item[0])
+    return tuple(ordered)
+
+
+def create_sharded(build: Callable[[], M], config: EasyDeLBaseConfig, **settings: Any) -> M:
+    """Build a module whose parameters are made on the devices that keep them.
+
+    No device or host ever holds a parameter that is not its own: `build` is traced for shapes, then
+    compiled with the shardings as its outputs.
+
+    Args:
+        build: makes the module; takes nothing, makes its own `nnx.Rngs` from a seed.
+        config: says the mesh and the rules.
+        settings: `mesh` and `overrides` of `specs`.
+    """
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(build)
+        graphdef, abstract_state = nnx.split(abstract)
+        placed = shardings(abstract_state, config, **settings)
+        order = [path for path, _ in nnx.to_flat_state(abstract_state)]
+        by_path = dict(nnx.to_flat_state(placed))
+
+        def arrays() -> list[jax.Array]:
+            flat = dict(nnx.to_flat_state(nnx.state(build())))
+            return [_array(flat[path]) for path in order]
+
+        values = jax.jit(arrays, out_shardings=[by_path[path] for path in order])()
+        return nnx.merge(graphdef, _filled(abstract_state, values))
+
+
+def _filled(state: Any, values: Iterable[Any]) -> Any:
+    """Put arrays, in flat order, into the variables of a state."""
+    flat = []
+    for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
+        flat.append(
+            (path, variable.replace(value) if isinstance(variable, nnx.Variable) else value)
+        )
+    return nnx.from_flat_state(flat)
+
+
+def shard(module: M, config: EasyDeLBaseConfig, **settings: Any) -> M:
+    """Return the module with its parameters placed by the configuration; see `specs`."""
+    graphdef, state = nnx.split(module)
+    by_path = dict(nnx.to_flat_state(shardings(state, config, **settings)))
+    return _placed(graphdef, state, lambda path: by_path[path])
+
+
+def gather(module: M, config: EasyDeLBaseConfig, mesh: Mesh | None = None) -> M:
+    """Return the module with each parameter whole on each device of the mesh."""
+    mesh = _settings(config, mesh, None)[1]
+    graphdef, state = nnx.split(module)
+    return _placed(graphdef, state, lambda path: NamedSharding(mesh, PartitionSpec()))
+
+
+def _placed(graphdef: Any, state: Any, where: Callable[[tuple[Any, ...]], NamedSharding]) -> Any:
+    flat = nnx.to_flat_state(state)
+    arrays = [_array(variable) for _, variable in flat]
+    moved = jax.device_put(arrays, [where(path) for path, _ in flat])
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(graphdef, _filled(state, moved))
+
+
+def constrain(
+    x: jax.Array,
+    axes: Sequence[str | None],
+    config: EasyDeLBaseConfig,
+    mode: str = "train",
+) -> jax.Array:
+    """Tell the compiler how an activation is split; a no-op on one device.
+
+    Args:
+        x: any array.
+        axes: for each dimension a key of `ed_infra.axes.ACTIVATION_AXES`, or None.
+        config: says the mesh and the rules.
+        mode: `"train"`, `"prefill"` or `"decode"`.
+    """
+    mesh = config.mesh
+    if mesh.size == 1:
+        return x
+    if len(axes) != x.ndim:
+        raise ConfigError(f"{len(axes)} axes {tuple(axes)} for an array of shape {x.shape}")
+    spec = config.partition_manager.resolve(axes, mode, x.shape, mesh)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def make_global(batch: Any, sharding: NamedSharding | Any) -> Any:
+    """Turn a batch that every process describes in full into global arrays.
+
+    Each process copies to its devices only the rows that they hold.
+
+    Args:
+        batch: pytree of numpy arrays, equal on all processes.
+        sharding: one sharding for all arrays, or a pytree of them. Entries beyond an array's
+            rank, and axes that do not divide its dimensions, are dropped.
+    """
+
+    def place(array: Any, where: NamedSharding) -> jax.Array:
+        array = np.asarray(array)
+        spec = fit_spec(PartitionSpec(*where.spec[: array.ndim]), array.shape, where.mesh)[0]
+        fitted = NamedSharding(where.mesh, spec)
+        return jax.make_array_from_callback(array.shape, fitted, lambda index: array[index])
+
+    if isinstance(sharding, jax.sharding.Sharding):
+        return jax.tree.map(lambda array: place(array, sharding), batch)
+    return jax.tree.map(place, batch, sharding)
+
+
+def _settings(
+    config: EasyDeLBaseConfig | PartitionManager, mesh: Mesh | None, overrides: Rules | None
+) -> tuple[PartitionManager, Mesh, Rules]:
+    if isinstance(config, PartitionManager):
+        if mesh is None:
+            raise ConfigError("a PartitionManager has no mesh: give mesh=...")
+        return config, mesh, overrides or ()
+    if overrides is None:
+        overrides = (*(config.sharding_rules or ()), *(config.get_partition_rules() or ()))
+    return config.partition_manager, mesh if mesh is not None else config.mesh, overrides
+
+
+def _family(name: str) -> str:
+    """Name of a parameter with its layer left open, so that one message stands for all layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+class _Rules:
+    """Regular expressions over canonical names; each must match something."""
+
+    def __init__(self, rules: Rules, mesh: Mesh):
+        self.rules: list[tuple[str, re.Pattern[str], PartitionSpec]] = []
+        for pattern, spec in rules:
+            try:
+                compiled = re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"sharding rule {pattern!r} is not a pattern: {error}") from None
+            spec = PartitionSpec(*spec)
+            for entry in spec:
+                for axis in (entry,) if isinstance(entry, str) else entry or ():
+                    if axis not in mesh.axis_names:
+                        hint = did_you_mean(axis, mesh.axis_names)
+                        raise ConfigError(
+                            f"sharding rule {pattern!r} names the mesh axis {axis!r}{hint} "
+                            f"(axes: {', '.join(mesh.axis_names)})"
+                        )
+            self.rules.append((pattern, compiled, spec))
+        self.used: set[int] = set()
+        self.seen: list[str] = []
+
+    def match(self, path: tuple[Any, ...]) -> PartitionSpec | None:
+        """Return the spec of the first rule that matches, for one layer; None if none does."""
+        if not self.rules:
+            return None
+        names = paths.canonical(path)
+        self.seen.append(names[0])
+        found = [self._first(name) for name in names]
+        chosen = {spec for _, spec in found}
+        if len(chosen) > 1:
+            a = found[0]
+            i = next(i for i, b in enumerate(found) if b[1] != a[1])
+            raise ConfigError(
+                f"sharding rules give {names[0]} {a[1] or 'no rule'} ({a[0]!r}) and {names[i]} "
+                f"{found[i][1] or 'no rule'} ({found[i][0]!r}), but these layers are one stacked "
+                "array: write one rule for both, or set scan_layers: false"
+            )
+        return found[0][1]
+
+    def _first(self, name: str) -> tuple[str | None, PartitionSpec | None]:
+        slashed = name.replace(".", "/")
+        # Two rules may match; both count as used, the first decides.
+        matches = [
+            (i, rule)
+            for i, rule in enumerate(self.rules)
+            if rule[1].search(slashed) or rule[1].search(name)
+        ]
+        self.used.update(i for i, _ in matches)
+        return (matches[0][1][0], matches[0][1][2]) if matches else (None, None)
+
+    def check_used(self) -> None:
+        """Raise for a rule that matched no parameter."""
+        for i, (pattern, _, _) in enumerate(self.rules):
+            if i not in self.used:
+                hint = did_you_mean(pattern, self.seen)
+                raise ConfigError(
+                    f"sharding rule {pattern!r} matches no parameter{hint}. Names look like "
+                    f"{self.seen[0] if self.seen else '(there are no parameters)'}"
+                )
