@@ -1,0 +1,22 @@
+"""The OpenAI-compatible HTTP server over the engine.
+
+`create_app(engine)` builds the ASGI application; `serve(engine)` runs it under uvicorn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ed_infra.lazy import attach
+
+if TYPE_CHECKING:
+    from ed_esurge.server.app import create_app as create_app
+    from ed_esurge.server.launch import serve as serve
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "create_app": "ed_esurge.server.app",
+        "serve": "ed_esurge.server.launch",
+    },
+)

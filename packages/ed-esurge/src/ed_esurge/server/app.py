@@ -1,0 +1,207 @@
+"""The ASGI application: which URL does what. Everything else is in the modules beside."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ed_infra.errors import ConfigError
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from ed_esurge.server import errors
+from ed_esurge.server.auth import BearerAuth
+from ed_esurge.server.chat import chat
+from ed_esurge.server.completions import complete
+from ed_esurge.server.metrics import HTTPMetrics, Metrics
+from ed_esurge.server.prompts import Prompts
+from ed_esurge.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from ed_esurge.server.served import Served, ServedEngine
+
+
+def create_app(
+    engine: Any,
+    *,
+    served_model_name: str | Sequence[str] | None = None,
+    api_key: str | Sequence[str] | None = None,
+    chat_template: str | None = None,
+    cors_origins: Sequence[str] | None = None,
+) -> FastAPI:
+    """Build the application that serves one engine.
+
+    Args:
+        engine: an `eSurge`, which is then driven by a thread that starts and stops with the
+            application, or something like an `AsyncEngine`, which its owner starts and stops.
+        served_model_name: what clients call the model; several names are aliases, and answers
+            carry the first. None: the model's own name.
+        api_key: a key, or several, one of which each request must bring. None: anybody may.
+        chat_template: Jinja text instead of the tokenizer's own template.
+        cors_origins: web origins whose pages may call this server (`["*"]`: all). None: no CORS.
+
+    Raises:
+        ConfigError: the engine has no tokenizer.
+    """
+    own = not isinstance(engine, ServedEngine)
+    if own:
+        from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
+
+        engine = AsyncEngine(engine)
+    served = _serve(engine, served_model_name, chat_template)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if own:
+            engine.start()
+        try:
+            yield
+        finally:
+            if own:
+                engine.shutdown()
+
+    app = FastAPI(title="ed-esurge", version=_version(), lifespan=lifespan)
+    app.state.served = served
+    app.state.draining = False
+    errors.install(app)
+    _health(app, served)
+    _openai(app, served)
+    _tokens(app, served)
+    keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
+    if keys:
+        app.add_middleware(BearerAuth, keys=keys)
+    if cors_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(HTTPMetrics, metrics=served.metrics)  # outermost: it sees every status
+    return app
+
+
+def _serve(engine: Any, names: str | Sequence[str] | None, chat_template: str | None) -> Served:
+    """Gather what the endpoints need to know of an engine."""
+    if engine.tokenizer is None:
+        raise ConfigError(
+            "the server speaks text, and this engine has no tokenizer: "
+            "build it with eSurge(model, tokenizer=...)"
+        )
+    names = [names] if isinstance(names, str) else list(names or (engine.model_name,))
+    prompts = Prompts(
+        engine.tokenizer,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        chat_template=chat_template,
+    )
+    return Served(engine, names, prompts, Metrics(names[0], engine.stats))
+
+
+def _version() -> str:
+    return importlib.metadata.version("ed-esurge")
+
+
+def _openai(app: FastAPI, served: Served) -> None:
+    """The endpoints of the OpenAI API."""
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "ed-esurge",
+            "root": served.name,
+            "max_model_len": served.prompts.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card(name) for name in served.names]})
+
+    @app.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> JSONResponse:
+        served.check_model(model)
+        return JSONResponse(card(model))
+
+    @app.post("/v1/completions", response_model=None)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return await complete(served, body, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        return await chat(served, body, request)
+
+
+def _tokens(app: FastAPI, served: Served) -> None:
+    """Text to tokens and back, as vLLM spells them."""
+    prompts = served.prompts
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> JSONResponse:
+        served.check_model(body.model)
+        if body.messages is not None:
+            text = prompts.render(body.messages, add_generation_prompt=body.add_generation_prompt)
+            tokens = await prompts.encode(text, add_special_tokens=False)
+        else:
+            tokens = await prompts.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens
+            )
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": prompts.max_model_len,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [served.texts.text_of(token) for token in tokens]
+        return JSONResponse(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
+        served.check_model(body.model)
+        if body.tokens:
+            prompts.check_tokens(body.tokens, param="tokens")
+        return JSONResponse({"prompt": prompts.tokenizer.decode(body.tokens)})
+
+
+def _health(app: FastAPI, served: Served) -> None:
+    """What orchestrators ask.
+
+    `live` fails when only a restart helps: the engine's thread is dead, or stuck in a step.
+    `ready` and `/health` fail then too, and while the server drains.
+    """
+
+    def state(*, draining_is_down: bool) -> JSONResponse:
+        if not served.engine.is_healthy:
+            return JSONResponse({"status": "down", "reason": "the engine is not running"}, 503)
+        if draining_is_down and app.state.draining:
+            return JSONResponse({"status": "draining", "reason": "the server is stopping"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return state(draining_is_down=True)
+
+    @app.get("/health/ready")
+    async def ready() -> JSONResponse:
+        return state(draining_is_down=True)
+
+    @app.get("/health/live")
+    async def live() -> JSONResponse:
+        return state(draining_is_down=False)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(served.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": _version()})

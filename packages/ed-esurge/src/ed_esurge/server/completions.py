@@ -1,0 +1,202 @@
+"""`POST /v1/completions`: several prompts, several choices of each, echo, logprobs, streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from ed_esurge.outputs import CompletionOutput, RequestOutput
+from ed_esurge.sampling import SamplingParams
+from ed_esurge.server.choices import Tally, collect, finish_reason
+from ed_esurge.server.logprobs import CompletionLogprobs, join
+from ed_esurge.server.protocol import CompletionRequest
+from ed_esurge.server.served import Served, new_id
+from ed_esurge.server.stream import (
+    Chunks,
+    answer,
+    client_gone,
+    encode,
+    merge,
+    respond,
+    until_disconnect,
+    usage,
+)
+
+# What OpenAI generates when `max_tokens` is not given.
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(slots=True)
+class _Job:
+    """One prompt of the request: its tokens, what `echo` shows of it, how it is sampled."""
+
+    tokens: list[int]
+    echo: str | None
+    params: SamplingParams
+
+
+async def complete(served: Served, body: CompletionRequest, request: Request) -> Response:
+    """Answer one request.
+
+    Raises:
+        APIError: the prompt does not fit, the model is not this one, or the engine is down.
+    """
+    served.check_model(body.model)
+    jobs = [await _job(served, body, prompt) for prompt in body.prompt]
+    request_id = new_id("cmpl")
+    streams = [
+        served.generate(job.tokens, job.params, f"{request_id}-{place}")
+        for place, job in enumerate(jobs)
+    ]
+    deltas = merge(streams)
+    tally = Tally([job.tokens for job in jobs])
+    if body.stream:
+        return await respond(
+            request, _events(served, body, jobs, deltas, tally, request_id), request_id
+        )
+    outputs = await until_disconnect(request.receive, collect(deltas, len(jobs), tally))
+    if outputs is None:
+        return client_gone()
+    choices = []
+    for job, output in zip(jobs, outputs, strict=True):
+        for completion in _best(output, body):
+            choices.append(_choice(served, body, job, output, completion, len(choices)))
+    return answer(
+        {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": served.name,
+            "choices": choices,
+            "usage": _usage(body, tally),
+        },
+        request_id,
+    )
+
+
+async def _job(served: Served, body: CompletionRequest, prompt: str | list[int]) -> _Job:
+    prompts = served.prompts
+    if isinstance(prompt, str):
+        tokens = await prompts.encode(prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        prompts.check_tokens(prompt, param="prompt")
+        tokens = prompt
+    # Scoring alone (max_tokens 0) still runs one sampled position, which is thrown away.
+    wanted = None if body.max_tokens is None else max(body.max_tokens, 1)
+    limit = prompts.room(len(tokens), wanted, param="prompt", default=DEFAULT_MAX_TOKENS)
+    logprobs = body.logprobs
+    best_of = body.best_of or body.n
+    if best_of > body.n and logprobs is None:
+        logprobs = 0  # to choose by
+    params = served.sampling_params(
+        body,
+        limit,
+        n=best_of,
+        logprobs=logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    echo = None
+    if body.echo:
+        echo = prompt if isinstance(prompt, str) else prompts.tokenizer.decode(tokens)
+    return _Job(tokens, echo, params)
+
+
+def _best(output: RequestOutput, body: CompletionRequest) -> list[CompletionOutput]:
+    """The `n` completions with the highest log-probability per token, best first."""
+    if (body.best_of or body.n) == body.n:
+        return output.outputs
+
+    def score(completion: CompletionOutput) -> float:
+        return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
+
+    return sorted(output.outputs, key=score, reverse=True)[: body.n]
+
+
+def _choice(
+    served: Served,
+    body: CompletionRequest,
+    job: _Job,
+    output: RequestOutput,
+    completion: CompletionOutput,
+    index: int,
+) -> dict[str, Any]:
+    """One entry of `choices`, whole."""
+    scoring = body.max_tokens == 0
+    logprobs = None
+    if body.logprobs is not None:
+        writer = CompletionLogprobs(served.texts, body.logprobs)
+        parts = []
+        if job.echo is not None:
+            parts.append(writer.prompt(job.echo, job.tokens, output.prompt_logprobs or []))
+        if not scoring:
+            parts.append(writer.completion(completion.token_ids, completion.logprobs or []))
+        logprobs = join(parts)
+    return {
+        "index": index,
+        "text": (job.echo or "") + ("" if scoring else completion.text),
+        "logprobs": logprobs,
+        "finish_reason": "length" if scoring else finish_reason(completion.finish_reason),
+    }
+
+
+def _usage(body: CompletionRequest, tally: Tally) -> dict[str, Any]:
+    generated = 0 if body.max_tokens == 0 else tally.completion_tokens
+    return usage(tally.prompt_tokens, generated, tally.cached_tokens)
+
+
+async def _events(
+    served: Served,
+    body: CompletionRequest,
+    jobs: list[_Job],
+    deltas: AsyncGenerator[tuple[int, RequestOutput]],
+    tally: Tally,
+    request_id: str,
+) -> AsyncGenerator[str]:
+    """The chunks of a stream; those that one engine step gives leave in one write."""
+    chunks = Chunks(
+        "text_completion", request_id, served.name, int(time.time()), body.include_usage
+    )
+    scoring = body.max_tokens == 0
+    writers: dict[int, CompletionLogprobs | None] = {}
+    prompt_logprobs: dict[int, Any] = {}
+    async with aclosing(deltas) as items:
+        async for place, delta in items:
+            tally.observe(place, delta)
+            if delta.prompt_logprobs is not None:
+                prompt_logprobs[place] = delta.prompt_logprobs
+            job = jobs[place]
+            events = []
+            for out in delta.outputs:
+                index = place * body.n + out.index
+                if index not in writers:
+                    writers[index] = writer = (
+                        None
+                        if body.logprobs is None
+                        else CompletionLogprobs(served.texts, body.logprobs)
+                    )
+                    if job.echo is not None:
+                        known = prompt_logprobs.get(place) or []
+                        shown = writer and writer.prompt(job.echo, job.tokens, known)
+                        payload = f'"text":{encode(job.echo)}'
+                        events.append(chunks.choice(index, payload, shown, None))
+                writer = writers[index]
+                finish = out.finish_reason and finish_reason(out.finish_reason)
+                if scoring:
+                    events.append(chunks.choice(index, '"text":""', None, "length"))
+                    continue
+                shown = None
+                if writer is not None and out.token_ids:
+                    shown = writer.completion(out.token_ids, out.logprobs or [])
+                if out.text or finish or shown is not None:
+                    payload = f'"text":{encode(out.text)}'
+                    events.append(chunks.choice(index, payload, shown, finish))
+            if events:
+                yield "".join(events)
+    if body.include_usage:
+        yield chunks.usage(_usage(body, tally))

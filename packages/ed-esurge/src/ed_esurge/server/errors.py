@@ -1,0 +1,139 @@
+"""The OpenAI error envelope, for every answer that is not a success.
+
+`{"error": {"message", "type", "param", "code"}}` is what the official clients turn into their
+typed exceptions; FastAPI's own `{"detail": ...}` reaches them as an unreadable blob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+
+class APIError(Exception):
+    """An error that a client should see, with the HTTP status it travels under.
+
+    Args:
+        message: what was given, what is allowed, how to go on.
+        status: HTTP status code.
+        param: the request field at fault, as the client spells it.
+        code: OpenAI's machine-readable code (`context_length_exceeded`, ...).
+        type: OpenAI's error class; derived from the status when not given.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        type: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.type = type or ("invalid_request_error" if status < 500 else "server_error")
+
+    def envelope(self) -> dict[str, Any]:
+        """The JSON body of the answer."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        headers = {"Retry-After": "1"} if self.status == 503 else None
+        return JSONResponse(self.envelope(), status_code=self.status, headers=headers)
+
+
+def engine_unavailable(reason: str = "the engine is not running") -> APIError:
+    """503: nothing is wrong with the request; the process behind it cannot answer."""
+    return APIError(
+        f"{reason}; GET /health says more. Restart the server if this does not pass.",
+        status=503,
+        code="engine_unavailable",
+    )
+
+
+def from_validation(errors: Sequence[Any]) -> APIError:
+    """Turn pydantic's list of errors into one envelope that names the first field at fault."""
+    lines, param, code = [], None, None
+    for error in errors:
+        if error["type"] == "json_invalid":
+            reason = error.get("ctx", {}).get("error", error["msg"])
+            return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
+        path = _path(error["loc"]) or error.get("ctx", {}).get("field")
+        if path is None and error["type"] in ("model_attributes_type", "model_type"):
+            return APIError(
+                "the request body is not a JSON object sent with Content-Type: application/json",
+                code="invalid_json",
+            )
+        if not lines:
+            param = path
+            code = "unknown_parameter" if error["type"] == "unknown_key" else "invalid_value"
+            if error["type"] == "missing":
+                code = "missing_required_parameter"
+        message = error["msg"]
+        given = error.get("input")
+        if error["type"] != "missing" and isinstance(given, str | int | float | bool):
+            message = f"{message} (given {given!r:.80})"
+        line = f"{path}: {message}" if path else message
+        if line not in lines:
+            lines.append(line)
+    shown = "; ".join(lines[:3])
+    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+    return APIError(shown + more, param=param, code=code)
+
+
+def _path(location: Sequence[str | int]) -> str | None:
+    """`("body", "messages", 0, "role")` -> `messages[0].role`."""
+    path = ""
+    for part in location[1:] if location and location[0] in ("body", "query", "path") else location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or None
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers that answer in the envelope, whatever went wrong."""
+
+    @app.exception_handler(APIError)
+    async def _api(_: Request, error: APIError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _request(_: Request, error: RequestValidationError) -> JSONResponse:
+        return from_validation(error.errors()).response()
+
+    @app.exception_handler(ValidationError)
+    async def _params(_: Request, error: ValidationError) -> JSONResponse:
+        return from_validation(error.errors(include_url=False)).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        message, code = str(error.detail), None
+        if error.status_code in (404, 405):
+            message = f"invalid URL ({request.method} {request.url.path})"
+            code = "unknown_url"
+        return APIError(message, status=error.status_code, code=code).response()
+
+    @app.exception_handler(Exception)  # the ASGI server logs the traceback
+    async def _unexpected(_: Request, __: Exception) -> JSONResponse:
+        return APIError(
+            "the server failed on this request; its log has the traceback",
+            status=500,
+            code="internal_error",
+        ).response()

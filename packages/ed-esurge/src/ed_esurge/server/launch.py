@@ -1,0 +1,199 @@
+"""Running the application under uvicorn: binding, the one line that says where, draining."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from ed_infra.errors import ConfigError, EasyDeLError
+from fastapi import FastAPI
+
+from ed_esurge.server.app import create_app
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server that tells when it accepts, and treats a signal as a wish to end well."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._app = app
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._app.state.draining = True
+        super().handle_exit(sig, frame)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        # uvicorn raises the signal again once it has drained, and the process would die of it:
+        # a command that was asked to stop, and did, has succeeded.
+        with super().capture_signals():
+            try:
+                yield
+            finally:
+                self._captured_signals.clear()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error}): choose another port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+def _url(host: str, listener: socket.socket, tls: bool) -> str:
+    """Where clients of this machine find the server."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http{'s' if tls else ''}://{shown}:{listener.getsockname()[1]}/v1"
+
+
+def serve(
+    engine: Any,
+    host: str = "127.0.0.1",
+    port: int = 11556,
+    *,
+    served_model_name: str | Sequence[str] | None = None,
+    api_key: str | Sequence[str] | None = None,
+    chat_template: str | None = None,
+    cors_origins: Sequence[str] | None = None,
+    log_level: str = "warning",
+    drain_seconds: int = 30,
+    ssl_keyfile: str | None = None,
+    ssl_certfile: str | None = None,
+) -> None:
+    """Serve an engine until SIGTERM or Ctrl-C; then finish what runs, and return.
+
+    Prints one line with the URL once requests are accepted.
+
+    Args:
+        engine: an `eSurge` (see `create_app`, also for the options not listed here).
+        host: address to listen on. Anything but the loopback address opens the server to others.
+        port: 0 takes a free one.
+        log_level: uvicorn's; from `"info"` on, every request is logged.
+        drain_seconds: how long running requests may take after the signal.
+        ssl_keyfile: PEM file of the private key; needs `ssl_certfile`.
+        ssl_certfile: PEM file of the certificate.
+
+    Raises:
+        ConfigError: the address cannot be had, or one of the two TLS files is missing.
+        EasyDeLError: the server could not start.
+    """
+    server, listener, url = _prepare(
+        engine,
+        host,
+        port,
+        on_ready=lambda: print(f"serving at {url} (Ctrl-C stops)", flush=True),
+        log_level=log_level,
+        drain_seconds=drain_seconds,
+        tls=(ssl_keyfile, ssl_certfile),
+        options={
+            "served_model_name": served_model_name,
+            "api_key": api_key,
+            "chat_template": chat_template,
+            "cors_origins": cors_origins,
+        },
+    )
+    if host not in _LOOPBACK and not api_key:
+        logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:  # a second Ctrl-C
+        return
+    finally:
+        listener.close()
+    if not server.started:
+        raise EasyDeLError("the server could not start; the log above says why")
+
+
+@contextmanager
+def background(
+    engine: Any, host: str = "127.0.0.1", port: int = 0, *, drain_seconds: int = 5, **options: Any
+) -> Iterator[str]:
+    """Serve from a thread while the block runs; gives the URL (for notebooks and tests).
+
+    Args:
+        options: as for `create_app`.
+    """
+    ready = threading.Event()
+    server, listener, url = _prepare(
+        engine,
+        host,
+        port,
+        on_ready=ready.set,
+        log_level="warning",
+        drain_seconds=drain_seconds,
+        tls=(None, None),
+        options=options,
+    )
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="ed-esurge-server", daemon=True
+    )
+    thread.start()
+    try:
+        while not ready.wait(0.05):
+            if not thread.is_alive():
+                raise EasyDeLError("the server could not start; the log above says why")
+        yield url
+    finally:
+        server.should_exit = True
+        deadline = time.monotonic() + drain_seconds + 5
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.1)
+        listener.close()
+
+
+def _prepare(
+    engine: Any,
+    host: str,
+    port: int,
+    *,
+    on_ready: Callable[[], None],
+    log_level: str,
+    drain_seconds: int,
+    tls: tuple[str | None, str | None],
+    options: dict[str, Any],
+) -> tuple[_Server, socket.socket, str]:
+    if (tls[0] is None) != (tls[1] is None):
+        raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
+    app = create_app(engine, **options)
+    listener = _bind(host, port)
+    config = uvicorn.Config(
+        app,
+        log_level=log_level,
+        access_log=log_level in ("info", "debug", "trace"),
+        # Clients keep connections in pools; uvicorn's 5 s would cut them just before reuse.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=drain_seconds,
+        ws="none",
+        server_header=False,
+        ssl_keyfile=tls[0],
+        ssl_certfile=tls[1],
+    )
+    return _Server(config, app, on_ready), listener, _url(host, listener, tls[0] is not None)

@@ -1,0 +1,184 @@
+"""Log-probabilities as OpenAI's two endpoints spell them, with exact token bytes.
+
+A token of a byte-level vocabulary may hold part of a character. Its text alone cannot be shown
+then; the chat endpoint has a `bytes` field for it, the older one writes `bytes:\\xe2\\x80`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ed_esurge.outputs import PositionLogprobs
+
+# JSON has no -inf; a probability of exp(-9999) is one that nothing can tell from zero.
+FLOOR = -9999.0
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+    """The inverse of GPT-2's table, which writes each byte as one printable letter."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return table
+
+
+class TokenTexts:
+    """Token id -> its bytes and its printable text, remembered.
+
+    Args:
+        tokenizer: a Hugging Face fast tokenizer. Its decoder says how pieces spell bytes:
+            `ByteLevel` (GPT-2's letters), or SentencePiece's `▁` and `<0x0A>`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        self._special |= {t["id"] for t in backend.get("added_tokens", ()) if t.get("special")}
+        self._added = {t["id"] for t in backend.get("added_tokens", ())}
+        self._byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is markup that decoding leaves out."""
+        return token in self._special
+
+    def bytes_of(self, token: int) -> bytes:
+        """The UTF-8 bytes that the token stands for."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._spell(token)
+        return found
+
+    def text_of(self, token: int) -> str:
+        """The token's text, or `bytes:\\x..` where it is not whole characters."""
+        found = self._texts.get(token)
+        if found is None:
+            raw = self.bytes_of(token)
+            try:
+                found = raw.decode()
+            except UnicodeDecodeError:
+                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token] = found
+        return found
+
+    def _spell(self, token: int) -> bytes:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # the vocabulary of the model is padded beyond the tokenizer's
+            return b""
+        if token in self._added:
+            return piece.encode()
+        if self._byte_level:
+            letters = _byte_of_letter()
+            if all(letter in letters for letter in piece):
+                return bytes(letters[letter] for letter in piece)
+            return piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+def _alternatives(position: PositionLogprobs, count: int) -> list[tuple[int, float]]:
+    """The `count` most probable candidates of one position, best first."""
+    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)[:count]
+    return [(token, max(found.logprob, FLOOR)) for token, found in ranked]
+
+
+def chat_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
+) -> dict[str, Any]:
+    """`choices[].logprobs` of the chat endpoint, for some consecutive tokens."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text_of(token),
+            "logprob": logprob,
+            "bytes": list(texts.bytes_of(token)),
+        }
+
+    content = []
+    for token, position in zip(tokens, logprobs, strict=True):
+        chosen = entry(token, max(position[token].logprob, FLOOR))
+        chosen["top_logprobs"] = [entry(*pair) for pair in _alternatives(position, top)]
+        content.append(chosen)
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of the completions endpoint, fed in order, piece by piece.
+
+    `text_offset` counts characters of the choice's text (with `echo`, of prompt and completion).
+
+    Args:
+        top: alternatives per position; the chosen token is listed besides them, as OpenAI does.
+    """
+
+    def __init__(self, texts: TokenTexts, top: int) -> None:
+        self._texts = texts
+        self._top = top
+        self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def prompt(
+        self, text: str, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs | None]
+    ) -> dict[str, Any]:
+        """The part that `echo` adds. A special token that the text does not show has no width."""
+        part = self._empty()
+        for token, position in zip(tokens, logprobs, strict=True):
+            shown = self._texts.text_of(token)
+            hidden = self._texts.is_special(token) and not text.startswith(shown, self._offset)
+            self._append(part, token, position, width=0 if hidden else None)
+        self._offset = len(text)
+        self._utf8.reset()
+        return part
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs]
+    ) -> dict[str, Any]:
+        """The part for some consecutive generated tokens."""
+        part = self._empty()
+        for token, position in zip(tokens, logprobs, strict=True):
+            hidden = self._texts.is_special(token)
+            self._append(part, token, position, width=0 if hidden else None)
+        return part
+
+    @staticmethod
+    def _empty() -> dict[str, Any]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _append(
+        self,
+        part: dict[str, Any],
+        token: int,
+        position: PositionLogprobs | None,
+        width: int | None,
+    ) -> None:
+        part["tokens"].append(self._texts.text_of(token))
+        part["text_offset"].append(self._offset)
+        if position is None:  # nothing predicts the first token of a prompt
+            part["token_logprobs"].append(None)
+            part["top_logprobs"].append(None)
+        else:
+            chosen = max(position[token].logprob, FLOOR)
+            part["token_logprobs"].append(chosen)
+            pairs = [*_alternatives(position, self._top), (token, chosen)]
+            part["top_logprobs"].append({self._texts.text_of(t): value for t, value in pairs})
+        if width is None:
+            width = len(self._utf8.decode(self._texts.bytes_of(token)))
+        self._offset += width
+
+
+def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate parts of `CompletionLogprobs`, or of `chat_logprobs`."""
+    joined: dict[str, Any] = {key: [] for key, value in parts[0].items() if value is not None}
+    for part in parts:
+        for key, values in joined.items():
+            values.extend(part[key])
+    return {key: joined.get(key) for key in parts[0]}

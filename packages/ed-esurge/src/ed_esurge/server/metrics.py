@@ -1,0 +1,235 @@
+"""Prometheus metrics of one application, under vLLM's names so that its dashboards work.
+
+Every application has a registry of its own: two in one process (tests, two models) do not collide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ed_esurge.outputs import RequestOutput
+from ed_esurge.sampling import SamplingParams
+
+_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_BETWEEN_TOKENS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
+
+
+class Metrics:
+    """Counts what passes through the server, and reads the engine's state when it is scraped.
+
+    Args:
+        model_name: value of the label `model_name`.
+        engine_stats: returns the engine's current numbers; see `EngineCollector`.
+    """
+
+    def __init__(self, model_name: str, engine_stats: Callable[[], Mapping[str, float]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(model_name, engine_stats))
+        labels = {"model_name": model_name}
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, list(labels), registry=self.registry).labels(**labels)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, text, list(labels), registry=self.registry, buckets=buckets)
+            return made.labels(**labels)
+
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Completions by how they ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.success = {
+            reason: self._success.labels(model_name, reason)
+            for reason in ("stop", "length", "abort")
+        }
+        self.first_token = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
+        )
+        self.between_tokens = histogram(
+            "vllm:inter_token_latency_seconds", "Between two outputs of a request.", _BETWEEN_TOKENS
+        )
+        self.whole = histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
+        )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the first step.", _SECONDS
+        )
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From the first step to the first token.", _SECONDS
+        )
+        self.decode = histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last.", _SECONDS
+        )
+        self.per_prompt = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS
+        )
+        self.per_generation = histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
+        )
+        self.http_requests = Counter(
+            "http_requests",
+            "HTTP requests by path, method and status.",
+            ["handler", "method", "status"],
+            registry=self.registry,
+        )
+        self.http_duration = Histogram(
+            "http_request_duration_seconds",
+            "Time until the whole answer was sent.",
+            ["handler", "method"],
+            registry=self.registry,
+            buckets=_FIRST_TOKEN,
+        )
+
+    def request(self, prompt_tokens: int, params: SamplingParams) -> RequestTimer:
+        """Start to count a request."""
+        return RequestTimer(self, prompt_tokens, params.n)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class RequestTimer:
+    """Follows one request from arrival to its end."""
+
+    __slots__ = ("_generated", "_last", "_metrics", "_open", "_prompt_tokens", "_start")
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int, completions: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._open = completions
+        self._generated = 0
+        self._start = time.monotonic()
+        self._last: float | None = None
+
+    def observe(self, delta: RequestOutput) -> None:
+        """Count one delta of the engine."""
+        metrics = self._metrics
+        new = 0
+        for out in delta.outputs:
+            new += len(out.token_ids)
+            if out.finish_reason is not None:
+                self._open -= 1
+                metrics.success[out.finish_reason].inc()
+        if new:
+            now = time.monotonic()
+            if self._last is None:
+                metrics.first_token.observe(now - self._start)
+                metrics.prompt_tokens.inc(self._prompt_tokens)
+            else:
+                metrics.between_tokens.observe(now - self._last)
+            self._last = now
+            self._generated += new
+            metrics.generation_tokens.inc(new)
+        if delta.finished:
+            self._finished(delta)
+
+    def _finished(self, delta: RequestOutput) -> None:
+        metrics, times = self._metrics, delta.metrics
+        metrics.whole.observe(time.monotonic() - self._start)
+        metrics.per_prompt.observe(self._prompt_tokens)
+        metrics.per_generation.observe(self._generated)
+        marks = (
+            times.arrival_time,
+            times.first_scheduled_time,
+            times.first_token_time,
+            times.last_token_time,
+        )
+        phases = (metrics.queue, metrics.prefill, metrics.decode)
+        for phase, begin, end in zip(phases, marks, marks[1:], strict=False):
+            if begin is not None and end is not None:
+                phase.observe(end - begin)
+
+    def aborted(self) -> None:
+        """The client went away, or the engine failed: its open completions have no other end."""
+        if self._open > 0:
+            self._metrics.success["abort"].inc(self._open)
+            self._open = 0
+
+
+class EngineCollector(Collector):
+    """Reads the engine at scrape time, so that an idle server spends nothing on its gauges.
+
+    The engine's numbers are a mapping with `num_requests_running`, `num_requests_waiting`,
+    `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens) and
+    `num_preemptions`; a number that is missing is not exported.
+    """
+
+    _GAUGES = (
+        ("num_requests_running", "vllm:num_requests_running", "Requests in the running batch."),
+        ("num_requests_waiting", "vllm:num_requests_waiting", "Requests that wait for pages."),
+        ("kv_cache_usage", "vllm:kv_cache_usage_perc", "Part of the pages in use, 0 to 1."),
+    )
+    _COUNTERS = (
+        ("prefix_cache_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up."),
+        ("prefix_cache_hits", "vllm:prefix_cache_hits", "Prompt tokens found."),
+        ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
+    )
+
+    def __init__(self, model_name: str, stats: Callable[[], Mapping[str, float]]) -> None:
+        self._model_name = model_name
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for families, kind in (
+            (self._GAUGES, GaugeMetricFamily),
+            (self._COUNTERS, CounterMetricFamily),
+        ):
+            for key, name, text in families:
+                if key in stats:
+                    family: Any = kind(name, text, labels=["model_name"])
+                    family.add_metric([self._model_name], stats[key])
+                    yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+class HTTPMetrics:
+    """ASGI middleware: counts requests and their durations, streams to their last byte."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 500
+        start = time.monotonic()
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            # The route's template, not the path: a client must not be able to add label values.
+            handler = getattr(scope.get("route"), "path", "none")
+            method = scope["method"] if handler != "none" else "none"
+            self.metrics.http_requests.labels(handler, method, str(status)).inc()
+            self.metrics.http_duration.labels(handler, method).observe(time.monotonic() - start)

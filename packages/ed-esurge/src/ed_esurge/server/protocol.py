@@ -1,0 +1,289 @@
+"""What clients may send: request models of the OpenAI endpoints, unknown keys refused.
+
+A field of the OpenAI API that this server does not implement is accepted only where ignoring it
+cannot change the answer (`user`, `metadata`, `store`, ...); any other is refused by name, with
+the way out. Fields marked *extension* are not OpenAI's; vLLM spells them the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from ed_infra.options import Options
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_LOGPROBS = 20
+
+
+def refuse(kind: str, message: str, field: str | None = None) -> PydanticCustomError:
+    """Build a validation error from plain text (braces in it are not a template).
+
+    `field` names the field at fault when a check of the whole model raises.
+    """
+    return PydanticCustomError(kind, "{why}", {"why": message, "field": field})  # type: ignore[arg-type]
+
+
+def _unsupported(why: str, *harmless: object) -> Any:
+    """A field that is refused unless its value asks for nothing (`None` or one of `harmless`)."""
+
+    def check(value: object) -> object:
+        if value is None or value in harmless:
+            return None
+        raise refuse("unsupported_parameter", f"not supported by this server: {why}")
+
+    return Annotated[Any, PlainValidator(check)]
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """Normalise the four shapes of `prompt` into a list of texts and token lists."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise refuse(
+            "prompt_type", "must be text, a list of texts, a list of token ids, or a list of those"
+        )
+    if all(type(item) is int for item in value):
+        return [value]
+    for place, item in enumerate(value):
+        tokens = isinstance(item, list) and item and all(type(token) is int for token in item)
+        if not (isinstance(item, str) or tokens):
+            raise refuse(
+                "prompt_type", f"item {place} is neither text nor a non-empty list of token ids"
+            )
+    return value
+
+
+def _stops(value: object) -> object:
+    if value is None:
+        return []
+    stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and any(stop == "" for stop in stops):
+        raise refuse("stop_value", "an empty stop string would end every answer at once")
+    return stops
+
+
+def _bias(value: object) -> object:
+    """OpenAI sends token ids as JSON keys, which are strings."""
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for key, bias in value.items():
+        if not str(key).strip().lstrip("-").isdigit():
+            raise refuse("logit_bias_key", f"{key!r} is not a token id; POST /tokenize gives them")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise refuse("logit_bias_value", f"{bias!r} for token {key} is not within [-100, 100]")
+        result[int(key)] = float(bias)
+    return result or None
+
+
+Stops = Annotated[list[str], BeforeValidator(_stops)]
+Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
+
+
+def _or(default: Any) -> Callable[[object], object]:
+    """OpenAI's clients send `null` for "the default"."""
+    return lambda value: default if value is None else value
+
+
+class StreamOptions(Options):
+    """`include_usage`: one last chunk without choices carries the token counts."""
+
+    include_usage: Annotated[bool, BeforeValidator(_or(False))] = False
+    include_obfuscation: bool | None = None
+
+
+class Sampling(Options):
+    """The fields that both generation endpoints share. OpenAI's defaults."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_or(1.0))] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_or(1.0))] = 1.0
+    n: Annotated[int, Field(ge=1, le=128), BeforeValidator(_or(1))] = 1
+    stop: Stops = Field(default_factory=list)
+    seed: int | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_or(0.0))] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_or(0.0))] = 0.0
+    logit_bias: Bias = None
+    stream: Annotated[bool, BeforeValidator(_or(False))] = False
+    stream_options: StreamOptions | None = None
+
+    # Extensions.
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    # Harmless to ignore: they change who is billed or what is kept, not the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("conflict", "needs stream: true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Sampling):
+    """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    echo: Annotated[bool, BeforeValidator(_or(False))] = False
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=128)] = None
+    add_special_tokens: bool = True  # extension
+    suffix: _unsupported(  # type: ignore[valid-type]
+        "a causal language model continues a text and cannot fill in before a suffix; "
+        "put the text that follows into the prompt, or drop `suffix`",
+        "",
+    ) = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("conflict", "0 generates nothing: it needs echo: true", "max_tokens")
+        if self.best_of is not None and self.best_of < self.n:
+            raise refuse("conflict", f"{self.best_of} is below n ({self.n})", "best_of")
+        if self.stream and (self.best_of or self.n) > self.n:
+            raise refuse(
+                "conflict",
+                "above n it chooses at the end, so it cannot stream: drop one",
+                "best_of",
+            )
+        return self
+
+
+class TextPart(Options):
+    """One text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _content(value: object) -> object:
+    """Teach about parts of content that are not text before pydantic lists them."""
+    if isinstance(value, list):
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind is not None and kind != "text":
+                raise refuse(
+                    "content_type", f"content part of type {kind!r}: this model takes text only"
+                )
+    return value
+
+
+class Message(Options):
+    """One chat message; an answer's message can be sent back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_calls: _unsupported("tool calls", []) = None  # type: ignore[valid-type]
+    tool_call_id: _unsupported("tool results") = None  # type: ignore[valid-type]
+    function_call: _unsupported("function calls") = None  # type: ignore[valid-type]
+    audio: _unsupported("audio") = None  # type: ignore[valid-type]
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it: role and plain text."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        # OpenAI renamed `system` for newer models; open models' templates know the old name.
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatRequest(Sampling):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: Annotated[bool, BeforeValidator(_or(False))] = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    # Extensions.
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: _unsupported("tools; describe them in a message instead", []) = None  # type: ignore[valid-type]
+    tool_choice: _unsupported("tools", "none", "auto") = None  # type: ignore[valid-type]
+    functions: _unsupported("functions", []) = None  # type: ignore[valid-type]
+    function_call: _unsupported("functions", "none", "auto") = None  # type: ignore[valid-type]
+    response_format: _unsupported(  # type: ignore[valid-type]
+        "structured output; ask for the format in a message, and check what comes back",
+        {"type": "text"},
+    ) = None
+    modalities: _unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
+    audio: _unsupported("audio output") = None  # type: ignore[valid-type]
+    reasoning_effort: _unsupported("reasoning_effort", "none") = None  # type: ignore[valid-type]
+    verbosity: _unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
+    web_search_options: _unsupported("web search") = None  # type: ignore[valid-type]
+    # A hint about the expected answer that may only save time, and a switch for tools.
+    prediction: Any = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("conflict", "needs logprobs: true", "top_logprobs")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise refuse(
+                "conflict",
+                f"{both[0]} differs from max_completion_tokens {both[1]}: give one of both",
+                "max_tokens",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise refuse(
+                "conflict", "needs a last message of the assistant", "continue_final_message"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refuse("conflict", "needs add_generation_prompt: false", "continue_final_message")
+        return self
+
+
+class TokenizeRequest(Options):
+    """Body of `POST /tokenize`: either `prompt`, or `messages` as a chat would send them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refuse("conflict", "give either `prompt` or `messages`", "prompt")
+        return self
+
+
+class DetokenizeRequest(Options):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

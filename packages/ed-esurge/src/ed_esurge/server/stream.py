@@ -1,0 +1,188 @@
+"""Server-sent events and disconnects: how answers leave, and how gone clients are noticed.
+
+Per token this costs one `json` call on the text and one write: chunks are assembled from parts
+that are serialised once per request, never from models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ed_esurge.server.errors import APIError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = "data: [DONE]\n\n"
+
+# `json.dumps(..., ensure_ascii=False)` would build an encoder on every call.
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class Chunks:
+    """Writes the chunks of one stream.
+
+    Args:
+        kind: the chunks' `object` (`text_completion`, `chat.completion.chunk`).
+        usage: the client asked for token counts, so every chunk has a `usage` field.
+    """
+
+    def __init__(self, kind: str, request_id: str, model: str, created: int, usage: bool) -> None:
+        fields = {"id": request_id, "object": kind, "created": created, "model": model}
+        self._head = "data: " + encode(fields)[:-1] + ',"choices":['
+        self._tail = '],"usage":null}\n\n' if usage else "]}\n\n"
+
+    def choice(self, index: int, payload: str, logprobs: Any, finish: str | None) -> str:
+        """One chunk with one choice. `payload` is JSON: `"text":"…"` or `"delta":{…}`."""
+        scores = "null" if logprobs is None else encode(logprobs)
+        reason = "null" if finish is None else f'"{finish}"'
+        return (
+            f'{self._head}{{"index":{index},{payload},"logprobs":{scores},'
+            f'"finish_reason":{reason}}}{self._tail}'
+        )
+
+    def usage(self, usage: dict[str, Any]) -> str:
+        """The last chunk of a stream with `include_usage`: no choices, all counts."""
+        return f'{self._head}],"usage":{encode(usage)}}}\n\n'
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's `usage` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Items of several streams as they come, each with the number of its stream.
+
+    The first error ends all of them. Closing this iterator closes them.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
+
+    async def pump(place: int, stream: AsyncGenerator[T]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    queue.put_nowait((place, item, None))
+            queue.put_nowait((place, None, None))
+        except Exception as error:
+            queue.put_nowait((place, None, error))
+
+    tasks = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            place, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                running -= 1
+            else:
+                yield place, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Await `work`, but cancel it when the client goes away. None: it went."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond(request: Request, events: AsyncGenerator[str], request_id: str) -> Response:
+    """Answer with a stream of events.
+
+    Waits for the first event before it sends a status: what fails before the first token is an
+    HTTP error, as it would be without streaming.
+    """
+    first = await until_disconnect(request.receive, anext(events))
+    if first is None:
+        await events.aclose()
+        return client_gone()
+    return EventStream(first, events, request_id)
+
+
+class EventStream(Response):
+    """A response of server-sent events; a client that goes away closes `events` at once.
+
+    (Starlette's StreamingResponse leaves a generator that is cut off while sending to the garbage
+    collector, and the request would go on generating until that runs.)
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: str, events: AsyncGenerator[str], request_id: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._first = first
+        self._events = events
+        self.init_headers(
+            {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": request_id}
+        )
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async def body(text: str, more: bool = True) -> None:
+            message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
+            await send(message)
+
+        async with aclosing(self._events) as rest:
+            try:
+                await body(self._first)
+                async for event in rest:
+                    await body(event)
+            except Exception as error:  # too late for a status: the envelope is the last event
+                if not isinstance(error, APIError):
+                    logger.exception("a stream failed")
+                    error = APIError("the server failed on this request", status=500)
+                await body(f"data: {encode(error.envelope())}\n\n")
+        await body(DONE, more=False)
+
+
+def answer(body: dict[str, Any], request_id: str) -> JSONResponse:
+    """The answer without streaming."""
+    return JSONResponse(body, headers={"X-Request-Id": request_id})
+
+
+def client_gone() -> Response:
+    """For the log only (nginx's 499): nobody reads it."""
+    return Response(status_code=499)

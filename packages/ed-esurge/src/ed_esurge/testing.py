@@ -1,0 +1,199 @@
+"""An engine without a model, for tests of what talks to one: the server, clients, adapters.
+
+Its answers are scripted, so what must come out is known beforehand; its interface, deltas and
+metrics are those of `ed_esurge.engine.AsyncEngine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from ed_esurge.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from ed_esurge.sampling import SamplingParams
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' and loop.first %}"
+    "{{ raise_exception('a conversation starts with the user') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Any:
+    """A tokenizer with one token per byte, `<s>` before each text, and `</s>`.
+
+    Every character beyond ASCII takes several tokens: the hardest case for streams of text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: place for place, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+class ScriptedEngine:
+    """Answers every prompt with a known text, one token per delta.
+
+    Args:
+        reply: text of choice number `i` of a prompt; it ends with the end-of-sequence token.
+        delay: seconds between tokens.
+        fail_after: tokens after which the engine's thread "dies".
+
+    Attributes:
+        requests: sampling parameters by request id, in order of arrival.
+        aborted: ids of the requests that were aborted.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[list[int], int], str] = lambda prompt, choice: f"Grüße 世界 🌍 {choice}",
+        *,
+        tokenizer: Any = None,
+        max_model_len: int = 256,
+        delay: float = 0.0,
+        fail_after: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer if tokenizer is not None else byte_tokenizer()
+        self.model_name = "scripted"
+        self.max_model_len = max_model_len
+        self.vocab_size = len(self.tokenizer)
+        self.is_healthy = True
+        self.requests: dict[str, SamplingParams] = {}
+        self.aborted: list[str] = []
+        self._reply = reply
+        self._delay = delay
+        self._fail_after = fail_after
+        self._running = 0
+
+    def stats(self) -> dict[str, float]:
+        """The engine's numbers for `/metrics`."""
+        return {"num_requests_running": self._running, "num_requests_waiting": 0}
+
+    async def abort(self, request_id: str) -> None:
+        """Note the abort."""
+        self.aborted.append(request_id)
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput]:
+        """Deltas of the scripted answer: choice after choice, token after token."""
+        self.requests[request_id] = sampling_params
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        self._running += 1
+        try:
+            given = 0
+            for choice in range(sampling_params.n):
+                reply = self._reply(prompt_token_ids, choice)
+                for out in _completion(self.tokenizer, reply, choice, sampling_params):
+                    await asyncio.sleep(self._delay)
+                    if given == self._fail_after:
+                        self.is_healthy = False
+                        return
+                    first = given == 0
+                    given += 1
+                    self._stamp(metrics, first)
+                    last = out.finished and choice == sampling_params.n - 1
+                    yield RequestOutput(
+                        request_id=request_id,
+                        prompt_token_ids=prompt_token_ids,
+                        outputs=[out],
+                        finished=last,
+                        metrics=metrics,
+                        prompt_logprobs=_prompt_logprobs(prompt_token_ids, sampling_params)
+                        if first
+                        else None,
+                        delta=True,
+                    )
+        finally:
+            self._running -= 1
+
+    @staticmethod
+    def _stamp(metrics: RequestMetrics, first: bool) -> None:
+        now = time.monotonic()
+        if first:
+            metrics.first_scheduled_time = metrics.first_token_time = now
+        metrics.last_token_time = now
+        metrics.num_generated_tokens += 1
+
+
+def _position(token: int, place: int, count: int) -> PositionLogprobs:
+    """The token with probability 1/2, alternatives with 1/4, 1/8, …"""
+    position = {token: Logprob(math.log(0.5), rank=1)}
+    for step in range(1, count):
+        position[(token + step) % 256] = Logprob(math.log(0.5) * (step + 1), rank=step + 1)
+    return position
+
+
+def _prompt_logprobs(
+    prompt: list[int], params: SamplingParams
+) -> list[PositionLogprobs | None] | None:
+    count = params.prompt_logprobs
+    if count is None:
+        return None
+    rest = [_position(token, place, count) for place, token in enumerate(prompt[1:])]
+    return [None, *rest]
+
+
+def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) -> Any:
+    """One token at a time, whole characters only, cut at a stop string or `max_tokens`."""
+    tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    if not params.ignore_eos:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    limit = min(len(tokens), params.max_tokens or len(tokens))
+    cut = min((at for stop in params.stop if (at := reply.find(stop)) >= 0), default=None)
+    sent, total = 0, 0.0
+    for place in range(limit):
+        text = tokenizer.decode(tokens[: place + 1], skip_special_tokens=True)
+        done: FinishReason | None = None
+        if tokens[place] == tokenizer.eos_token_id:
+            done = "stop"
+        elif place == limit - 1:
+            done = "length"
+        if cut is not None and any(stop in text for stop in params.stop):
+            text, done = reply[:cut], "stop"
+        elif done is None:
+            text = text.rstrip("\ufffd")
+            if cut is not None:
+                text = text[:cut]  # what may become the stop string is not shown
+        total += math.log(0.5)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [_position(tokens[place], place, params.logprobs)]
+        yield CompletionOutput(
+            index=index,
+            text=text[sent:],
+            token_ids=[tokens[place]],
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else total,
+            finish_reason=done,
+        )
+        sent = max(sent, len(text))
+        if done is not None:
+            return

@@ -1,0 +1,203 @@
+"""Keys, CORS, metrics, aborts, draining: what those who run the server rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from ed_esurge.server import create_app
+from ed_esurge.server.launch import background, serve
+from ed_esurge.testing import ScriptedEngine
+from ed_infra.errors import ConfigError
+
+
+def wait_for(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_api_keys():
+    with background(ScriptedEngine(), api_key=["first", "second"]) as url:
+        for key in ("first", "second"):
+            client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+            assert client.models.list().data
+        wrong = openai.OpenAI(base_url=url, api_key="third", max_retries=0)
+        with pytest.raises(openai.AuthenticationError) as caught:
+            wrong.models.list()
+        assert caught.value.code == "invalid_api_key"
+        root = url.removesuffix("/v1")
+        assert httpx.post(f"{root}/tokenize", json={"prompt": "a"}).status_code == 401
+        assert httpx.get(f"{root}/v1/models", headers={"Authorization": "first"}).status_code == 401
+        for path in ("/health", "/health/live", "/health/ready", "/metrics", "/version"):
+            assert httpx.get(root + path).status_code == 200
+
+
+def test_cors_only_when_asked():
+    ask = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+    with background(ScriptedEngine(), cors_origins=["http://page.example"], api_key="k") as url:
+        answer = httpx.options(f"{url}/chat/completions", headers=ask)
+        assert answer.headers["access-control-allow-origin"] == "http://page.example"
+        # A page must be able to read why it was refused, too.
+        refused = httpx.get(f"{url}/models", headers=ask)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "http://page.example"
+    with background(ScriptedEngine()) as url:
+        answer = httpx.get(f"{url}/models", headers=ask)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def metrics(url):
+    lines = httpx.get(url.replace("/v1", "/metrics")).text.splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+def test_metrics_have_vllms_names_and_exact_counts():
+    with background(ScriptedEngine(lambda prompt, choice: "abc"), served_model_name="m") as url:
+        before = metrics(url)
+        client = openai.OpenAI(base_url=url, api_key="none")
+        client.completions.create(model="m", prompt=["xy", "z"], n=2)
+        list(client.completions.create(model="m", prompt="z", max_tokens=2, stream=True))
+        after = metrics(url)
+
+    def grew(name, **labels):
+        text = ",".join(f'{key}="{value}"' for key, value in {**labels, "model_name": "m"}.items())
+        key = f"{name}{{{text}}}"
+        return float(after[key]) - float(before.get(key, 0))
+
+    assert grew("vllm:prompt_tokens_total") == 3 + 2 + 2
+    assert grew("vllm:generation_tokens_total") == 4 * 4 + 2
+    assert grew("vllm:request_success_total", finished_reason="stop") == 4
+    assert grew("vllm:request_success_total", finished_reason="length") == 1
+    assert grew("vllm:request_success_total", finished_reason="abort") == 0
+    for name in (
+        "vllm:time_to_first_token_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+        "vllm:request_decode_time_seconds",
+        "vllm:request_prompt_tokens",
+        "vllm:request_generation_tokens",
+    ):
+        assert grew(f"{name}_count") == 3
+    assert grew("vllm:inter_token_latency_seconds_count") == 7 + 7 + 1
+    assert grew("vllm:num_requests_running") == 0
+    key = 'http_requests_total{handler="/v1/completions",method="POST",status="200"}'
+    assert float(after[key]) == 2
+
+
+def test_two_servers_in_one_process_count_apart():
+    with background(ScriptedEngine()) as first, background(ScriptedEngine()) as second:
+        httpx.post(f"{first}/completions", json={"prompt": "a"})
+        assert float(metrics(first)['vllm:prompt_tokens_total{model_name="scripted"}']) == 2
+        assert float(metrics(second)['vllm:prompt_tokens_total{model_name="scripted"}']) == 0
+
+
+def test_metrics_take_no_labels_from_clients():
+    with background(ScriptedEngine()) as url:
+        for place in range(3):
+            httpx.get(url.replace("/v1", f"/nowhere/{place}"))
+        assert not [key for key in metrics(url) if "nowhere" in key]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_client_that_leaves_aborts_its_requests(stream, prompt):
+    engine = ScriptedEngine(lambda prompt, choice: "x" * 200, delay=0.05)
+    with background(engine) as url:
+        body = {"prompt": prompt, "max_tokens": 200, "stream": stream}
+        with httpx.Client() as client:
+            if stream:
+                with client.stream("POST", f"{url}/completions", json=body) as answer:
+                    next(answer.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(f"{url}/completions", json=body, timeout=0.3)
+        wait_for(lambda: set(engine.aborted) == set(engine.requests))
+        assert len(engine.aborted) == len(prompt)
+        wait_for(lambda: engine.stats()["num_requests_running"] == 0)
+        key = 'vllm:request_success_total{finished_reason="abort",model_name="scripted"}'
+        assert float(metrics(url)[key]) == len(prompt)
+
+
+def test_concurrent_streams_do_not_mix():
+    engine = ScriptedEngine(lambda prompt, choice: f"{len(prompt)}é" * 20, delay=0.001)
+
+    async def one(client, length):
+        stream = await client.completions.create(
+            model="scripted", prompt="a" * length, max_tokens=200, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def everyone(url):
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+            return await asyncio.gather(*(one(client, length) for length in range(1, 17)))
+
+    with background(engine) as url:
+        assert asyncio.run(everyone(url)) == [f"{length + 1}é" * 20 for length in range(1, 17)]
+
+
+def test_a_taken_port_is_a_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another port"):
+            serve(ScriptedEngine(), port=taken.getsockname()[1])
+
+
+def test_an_engine_without_tokenizer_is_refused():
+    engine = ScriptedEngine()
+    engine.tokenizer = None
+    with pytest.raises(ConfigError, match="tokenizer"):
+        create_app(engine)
+
+
+SERVER = """
+from ed_esurge.server import serve
+from ed_esurge.testing import ScriptedEngine
+serve(ScriptedEngine(lambda prompt, choice: "x" * 60, delay=0.02), port=0, drain_seconds=10)
+print("stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_lets_running_requests_finish(name):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving at http://127.0.0.1:")
+        url = line.split()[2]
+        chunks = []
+
+        def read():
+            body = {"prompt": "a", "max_tokens": 60, "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=20) as answer:
+                chunks.extend(text for text in answer.iter_lines() if text)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_for(lambda: len(chunks) > 2)
+        process.send_signal(getattr(signal, name))
+        reader.join(20)
+        assert chunks[-1] == "data: [DONE]"
+        texts = [json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks[:-1]]
+        assert "".join(texts) == "x" * 60
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/models")
+        assert process.wait(10) == 0
+        assert process.stdout.read() == "stopped\n"
+    finally:
+        process.kill()
