@@ -1,1 +1,40 @@
 """Trainers for language models on JAX: exact resume, exact accumulation, fused losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ed_infra import lazy
+
+_NAMES = {
+    "ARGUMENTS": "ed_trainers.arguments",
+    "SFTArguments": "ed_trainers.arguments",
+    "TrainingArguments": "ed_trainers.arguments",
+    "arguments_class": "ed_trainers.arguments",
+    "Callback": "ed_trainers.callbacks",
+    "TrainingDiverged": "ed_trainers.loop",
+    "Completion": "ed_trainers.rollout",
+    "Rollout": "ed_trainers.rollout",
+    "SFTTrainer": "ed_trainers.sft",
+    "EasyDeLState": "ed_trainers.state",
+    "Trainer": "ed_trainers.trainer",
+    "TrainerOutput": "ed_trainers.trainer",
+    "trainer_class": "ed_trainers.methods",
+}
+
+__getattr__, __dir__, __all__ = lazy.attach(__name__, _NAMES)
+
+if TYPE_CHECKING:
+    from ed_trainers.arguments import ARGUMENTS as ARGUMENTS
+    from ed_trainers.arguments import SFTArguments as SFTArguments
+    from ed_trainers.arguments import TrainingArguments as TrainingArguments
+    from ed_trainers.arguments import arguments_class as arguments_class
+    from ed_trainers.callbacks import Callback as Callback
+    from ed_trainers.loop import TrainingDiverged as TrainingDiverged
+    from ed_trainers.methods import trainer_class as trainer_class
+    from ed_trainers.rollout import Completion as Completion
+    from ed_trainers.rollout import Rollout as Rollout
+    from ed_trainers.sft import SFTTrainer as SFTTrainer
+    from ed_trainers.state import EasyDeLState as EasyDeLState
+    from ed_trainers.trainer import Trainer as Trainer
+    from ed_trainers.trainer import TrainerOutput as TrainerOutput

@@ -1,0 +1,86 @@
+"""Evaluation: means over every token of the held-out data, whatever the shapes of its batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import Metric
+
+from ed_trainers.feed import evaluation_batches
+from ed_trainers.placement import pad_rows
+from ed_trainers.state import EasyDeLState
+from ed_trainers.step import build_eval_step
+
+if TYPE_CHECKING:
+    from ed_trainers.trainer import Trainer
+
+# exp of more than this is not a float.
+_LARGEST_EXPONENT = 700.0
+
+Show = Callable[[int, int | None], None]
+
+
+class Evaluator:
+    """Evaluates states of one trainer's model; compiles once."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._step: Any = None
+
+    def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
+        """Return `eval_<name>` of each metric, and `eval_perplexity`.
+
+        Args:
+            state: parameters to evaluate.
+            show: called with the number of batches done, and of all if that is known.
+
+        Raises:
+            ConfigError: there is not one token to evaluate.
+        """
+        if self._step is None:
+            self._step = build_eval_step(state, self._trainer.loss)
+        leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother)))
+        sums: dict[str, list[float]] = {}
+        pending: dict[str, Metric] | None = None
+        for batch in self._batches(show):
+            placed = self._trainer.placement.place(batch, stacked=False)
+            result = self._step(leaves, placed)
+            if pending is not None:
+                _add(sums, pending)
+            pending = result
+        if pending is not None:
+            _add(sums, pending)
+        if not sums or sums["loss"][1] == 0:
+            raise ConfigError("eval_dataset has no token that counts: nothing can be evaluated")
+        means = {
+            f"eval_{name}": total / max(weight, 1e-30) for name, (total, weight) in sums.items()
+        }
+        means["eval_perplexity"] = math.exp(min(means["eval_loss"], _LARGEST_EXPONENT))
+        means["eval_tokens"] = sums["loss"][1]
+        return means
+
+    def _batches(self, show: Show | None) -> Iterator[dict[str, np.ndarray]]:
+        """Prepared batches of one constant number of rows; the last ones are padded."""
+        batches, count = evaluation_batches(self._trainer.eval_dataset)
+        rows = self._trainer.arguments.eval_batch_size
+        for index, batch in enumerate(batches):
+            if show is not None:
+                show(index, count)
+            prepared = self._trainer.prepare(batch)
+            height = next(iter(prepared.values())).shape[0]
+            rows = rows or height
+            for start in range(0, height, rows):
+                piece = {name: array[start : start + rows] for name, array in prepared.items()}
+                yield pad_rows(piece, rows)
+
+
+def _add(sums: dict[str, list[float]], metrics: dict[str, Metric]) -> None:
+    for name, metric in jax.device_get(metrics).items():
+        entry = sums.setdefault(name, [0.0, 0.0])
+        entry[0] += float(metric.sum)
+        entry[1] += float(metric.weight)

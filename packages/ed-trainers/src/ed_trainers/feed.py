@@ -1,0 +1,109 @@
+"""Where batches come from, by step: a loader that is a function of the step, or an iterator.
+
+A batch is a dict of numpy arrays, as `docs/data.md` describes: `input_ids`, `labels`,
+`segment_ids`, `position_ids` int32 [b, s], optionally `loss_weights` float32 [b, s].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from ed_infra.errors import CheckpointError, ConfigError
+
+HostBatch = Mapping[str, np.ndarray]
+
+
+class Feed:
+    """The training batches in order, beginning after any step.
+
+    Args:
+        dataset: either has `batch_at(step)`, a pure function of the step, or is an iterable of
+            batches with `state_dict()` and `load_state_dict(state)`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+        self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
+        self._by_step = hasattr(dataset, "batch_at")
+        self._iterator: Iterator[HostBatch] | None = None
+        if not self._by_step and not hasattr(dataset, "__iter__"):
+            raise ConfigError(
+                f"train_dataset {type(dataset).__name__} gives no batches: it needs "
+                "batch_at(step), or to be an iterable with state_dict() and load_state_dict(state)"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches of one pass over the data, where the dataset knows."""
+        steps = getattr(self.dataset, "steps_per_epoch", None)
+        if steps is None and hasattr(self.dataset, "__len__"):
+            steps = len(self.dataset)
+        return None if steps is None else int(steps)
+
+    def batch(self, step: int) -> HostBatch:
+        """Return the batch of update `step` (from 0); iterators are asked in order.
+
+        Raises:
+            ConfigError: an iterator came to its end twice in a row.
+        """
+        if self._by_step:
+            return self.dataset.batch_at(step)
+        if self._iterator is None:
+            self._iterator = iter(self.dataset)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.dataset)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise ConfigError("train_dataset is empty") from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, for a checkpoint."""
+        if self._by_step:
+            return {}
+        return dict(self.dataset.state_dict()) if hasattr(self.dataset, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position.
+
+        Raises:
+            CheckpointError: the dataset is an iterator that cannot be moved.
+        """
+        if self._by_step:
+            return
+        if not hasattr(self.dataset, "load_state_dict"):
+            raise CheckpointError(
+                f"{type(self.dataset).__name__} has no load_state_dict(state): training on it "
+                "cannot go on where it stopped; give a loader, or set resume_if_possible=False"
+            )
+        self._iterator = None
+        self.dataset.load_state_dict(dict(state))
+
+
+def evaluation_batches(dataset: Any) -> tuple[Iterator[HostBatch], int | None]:
+    """Return one pass over held-out data, and its number of batches if that is known.
+
+    Raises:
+        ConfigError: the dataset gives no batches, or is endless without saying its length.
+    """
+    if hasattr(dataset, "batch_at"):
+        count = getattr(dataset, "steps_per_epoch", None)
+        if count is None:
+            raise ConfigError(
+                f"eval_dataset {type(dataset).__name__} has batch_at but no steps_per_epoch: "
+                "an evaluation would never end"
+            )
+        return (dataset.batch_at(index) for index in range(int(count))), int(count)
+    if hasattr(dataset, "__iter__"):
+        return iter(dataset), len(dataset) if hasattr(dataset, "__len__") else None
+    raise ConfigError(
+        f"eval_dataset {type(dataset).__name__} gives no batches: it needs batch_at(step) with "
+        "steps_per_epoch, or to be iterable"
+    )

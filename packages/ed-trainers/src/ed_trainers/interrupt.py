@@ -1,0 +1,72 @@
+"""Stopping at the next step instead of at once: signals, and the time limit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Watches for a reason to stop. A context manager: signal handlers are put back at its end.
+
+    The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT interrupts at
+    once. Outside the main thread, where Python cannot install handlers, only the limit counts.
+
+    Args:
+        time_limit: seconds after which to stop, or None.
+    """
+
+    def __init__(self, time_limit: float | None = None):
+        self._limit = time_limit
+        self._began = time.monotonic()
+        self._reason: str | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._reason = signal.Signals(number).name
+
+    def ask(self, reason: str) -> None:
+        """Ask for a stop from inside (a callback)."""
+        self._reason = self._reason or reason
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, or None: a signal's name, `time limit`, or what `ask` was given.
+
+        With many processes this is a collective: all of them stop if one has a reason.
+        """
+        out_of_time = self._limit is not None and time.monotonic() - self._began >= self._limit
+        if self._reason is None and out_of_time:
+            self._reason = "time limit"
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            stops = multihost_utils.process_allgather(np.asarray(self._reason is not None))
+            if stops.any() and self._reason is None:
+                self._reason = "another process"
+        return self._reason

@@ -1,0 +1,297 @@
+"""The loop over steps: dispatch, read back one step late, log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from ed_infra.errors import ConfigError, EasyDeLError
+
+from ed_trainers.checkpoint import Checkpoints, describe_run, move_aside
+from ed_trainers.feed import Feed, HostBatch
+from ed_trainers.interrupt import StopRequest
+from ed_trainers.metrics import MetricsLog
+from ed_trainers.optimizers import build_optimizer
+from ed_trainers.placement import microbatches
+from ed_trainers.progress import Progress
+from ed_trainers.schedules import build_schedule
+from ed_trainers.state import EasyDeLState
+from ed_trainers.step import build_train_step
+
+if TYPE_CHECKING:
+    from ed_trainers.trainer import Trainer
+
+CHECKPOINTS, RECORD, TENSORBOARD, MODEL = "checkpoints", "metrics.jsonl", "tensorboard", "model"
+
+
+class TrainingDiverged(EasyDeLError):
+    """The loss or the gradient is not finite."""
+
+
+class TrainingLoop:
+    """One call of `Trainer.train`."""
+
+    def __init__(self, trainer: Trainer, feed: Feed):
+        self.trainer = trainer
+        self.feed = feed
+        self.arguments = trainer.arguments
+        self.total = trainer.total_steps
+        self.stop = StopRequest(self.arguments.training_time_limit)
+        self.step = 0
+        directory = Path(self.arguments.save_directory)
+        first = jax.process_index() == 0
+        if not self.arguments.resume_if_possible and first:
+            moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL))
+            if moved is not None:
+                print(f"the earlier run in {directory} was moved to {moved}", flush=True)
+        self.checkpoints = Checkpoints(
+            directory / CHECKPOINTS, keep=self.arguments.save_total_limit, say=self._say
+        )
+        board = directory / TENSORBOARD if self.arguments.use_tensorboard else None
+        self.log = MetricsLog(directory / RECORD, board, active=first)
+        self.progress: Progress | None = None
+        # Reports that are still on the device: (step, report, tokens of the step).
+        self._pending: tuple[int, dict[str, jax.Array], int] | None = None
+        self._leaves: tuple[jax.Array, ...] = ()
+        self._treedef: Any = None
+        self._stopped_by: str | None = None
+        self._clock: float | None = None
+        self._window = [0, 0.0]  # tokens and seconds since the last row
+        self._whole = [0, 0.0]  # and since the beginning
+
+    def run(self) -> dict[str, Any]:
+        """Train; return the fields of a `TrainerOutput` other than its directory."""
+        began = time.monotonic()
+        try:
+            with self.stop:
+                self._train(self._begin())
+                self.checkpoints.wait()
+            outcome = self._end()
+        finally:
+            # Also after an error: a checkpoint that was begun becomes complete.
+            self.checkpoints.close()
+            self.log.close()
+            if self.progress is not None:
+                self.progress.close()
+        outcome["metrics"]["seconds"] = time.monotonic() - began
+        return outcome
+
+    def alive_state(self) -> EasyDeLState | None:
+        """Return the present state, unless a step that failed took its arrays."""
+        if self._treedef is None or any(leaf.is_deleted() for leaf in self._leaves):
+            return None
+        return self._state()
+
+    # --- beginning ---
+
+    def _begin(self) -> EasyDeLState:
+        schedule = build_schedule(self.arguments, self.total)
+        state = self.trainer.state or EasyDeLState.create(model=self.trainer.model)
+        tx = state.tx or build_optimizer(self.arguments, schedule)
+        restored = None
+        if self.checkpoints.steps():
+            restored = self.checkpoints.restore_newest(state.abstract(tx), run=self._run_facts())
+        if restored is not None:
+            _, state, saved = restored
+            self.feed.load_state_dict(saved["loader"])
+            self.trainer.adopt(state)  # lets go of the initial parameters
+        elif state.opt_state is None:
+            state = state.init_tx(tx)
+        self.step = int(state.step)
+        self.log.restart(self.step)
+        self.progress = Progress(self.arguments.progress_bar_type, total=self.total, done=self.step)
+        if restored is not None:
+            self._say(f"resumed from step {self.step} of {self.total}")
+        self._train_step = build_train_step(
+            state,
+            self.trainer.loss,
+            schedule,
+            rows=self.arguments.total_batch_size // self.arguments.gradient_accumulation_steps,
+            seed=self.arguments.seed,
+        )
+        return state
+
+    def _run_facts(self) -> dict[str, Any]:
+        return describe_run(
+            self.arguments,
+            total_steps=self.total,
+            loader=self.feed.state_dict(),
+            fingerprint=self.feed.fingerprint,
+        )
+
+    # --- the steps ---
+
+    def _train(self, state: EasyDeLState) -> None:
+        self._treedef = jax.tree.structure(state)
+        self._leaves = tuple(jax.tree.leaves(state))
+        del state
+        self.trainer.callbacks.call("on_train_begin", self.trainer, self.step)
+        if self.step and self._evaluation_is_due():
+            self._evaluate()
+        while self.step < self.total and self._stopped_by is None:
+            self._one_step()
+            # Asked once a step: a signal that comes later in it must not end the loop unsaved.
+            if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
+                self._stopped_by = self.stop.reason
+            if self._evaluation_is_due() or self._save_is_due():
+                self._finish_pending()
+                if self._evaluation_is_due():
+                    self._evaluate()
+                if self._save_is_due():
+                    self._save()
+                self._clock = time.monotonic()
+        self._finish_pending()
+
+    def _one_step(self) -> None:
+        batch = self.feed.batch(self.step)
+        prepared = self.trainer.prepare(batch)
+        height = next(iter(prepared.values())).shape[0]
+        if height != self.arguments.total_batch_size:
+            raise ConfigError(
+                f"train_dataset gives batches of {height} sequences, but total_batch_size is "
+                f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
+            )
+        parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
+        placed = self.trainer.placement.place(parts, stacked=True)
+        self._leaves, report = self._train_step(self._leaves, placed)
+        self.step += 1
+        previous, self._pending = self._pending, (self.step, report, count_tokens(batch))
+        if previous is not None:
+            self._finish(*previous)
+
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._finish(*pending)
+
+    def _finish(self, step: int, report: Mapping[str, jax.Array], tokens: int) -> None:
+        """Wait for a step's report, and show and log it."""
+        figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
+        self._check_finite(step, figures)
+        now = time.monotonic()
+        if self._clock is not None:  # the first step compiles: its time says nothing
+            for sums in (self._window, self._whole):
+                sums[0] += tokens
+                sums[1] += now - self._clock
+        self._clock = now
+        rate = self._window[0] / self._window[1] if self._window[1] else None
+        assert self.progress is not None
+        shows = step % self.arguments.report_steps == 0 or step in (1, self.total)
+        self.progress.step(step, {**figures, "tokens_per_second": rate or 0.0} if shows else None)
+        if step % self.arguments.log_steps and step not in (1, self.total):
+            return
+        del figures["weight"]
+        row = {"step": step, **figures, "tokens": tokens, "time": time.time()}
+        if rate is not None:
+            row["tokens_per_second"] = rate
+        self._window = [0, 0.0]
+        self._write(row)
+
+    def _check_finite(self, step: int, figures: Mapping[str, float]) -> None:
+        if math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
+            return
+        kept = self.checkpoints.steps()
+        where = f"the checkpoint of step {kept[-1]} is intact" if kept else "there is no checkpoint"
+        raise TrainingDiverged(
+            f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}; {where}. "
+            "Lower learning_rate, add warmup_steps, or set clip_grad"
+        )
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        assert self.progress is not None
+        self.log.write(row)
+        self.progress.row(row)
+        self.trainer.callbacks.call("on_log", self.trainer, row)
+
+    # --- pauses ---
+
+    def _evaluation_is_due(self) -> bool:
+        if self.trainer.evaluator is None:
+            return False
+        every = self.arguments.evaluation_steps
+        if self.step != self.total and (every is None or self.step % every):
+            return False
+        last = self.log.last(evaluation=True)
+        return last is None or last["step"] != self.step
+
+    def _evaluate(self) -> None:
+        assert self.trainer.evaluator is not None
+        assert self.progress is not None
+        began = time.monotonic()
+        metrics = self.trainer.evaluator.run(self._state(), self.progress.evaluating)
+        seconds = time.monotonic() - began
+        self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
+        self._say(f"step {self.step}: eval_loss {metrics['eval_loss']:.4f}")
+        self.trainer.callbacks.call("on_evaluate", self.trainer, metrics)
+
+    def _save_is_due(self) -> bool:
+        every = self.arguments.save_steps
+        if self._stopped_by is not None:
+            return True
+        if self.step == self.total:
+            return self.arguments.do_last_save
+        return every is not None and self.step % every == 0
+
+    def _save(self) -> None:
+        # The rows of these steps must outlive a crash if the checkpoint does.
+        self.log.flush()
+        self.checkpoints.save(self.step, self._state(), run=self._run_facts())
+        self.trainer.callbacks.call("on_save", self.trainer, self.step)
+
+    # --- the end ---
+
+    def _end(self) -> dict[str, Any]:
+        state = self._state()
+        stopped_by = None if self.step >= self.total else self._stopped_by
+        steps = self.checkpoints.steps()
+        path = self.checkpoints.path(steps[-1]) if steps else None
+        directory = Path(self.arguments.save_directory)
+        if stopped_by is not None:
+            self._say(
+                f"stopped by {stopped_by} at step {self.step} of {self.total}; "
+                f"to go on, run the same command again: it resumes from {path}"
+            )
+        elif self.arguments.do_last_save:
+            self.trainer.adopt(state)
+            self.trainer.save_model(directory / MODEL)
+            self._say(f"trained {self.step} steps; the model is in {directory / MODEL}")
+        self.trainer.callbacks.call("on_train_end", self.trainer, self.step)
+        return {
+            "state": state,
+            "metrics": self._summary(),
+            "checkpoint_path": path,
+            "stopped_by": stopped_by,
+        }
+
+    def _summary(self) -> dict[str, float]:
+        trained = self.log.last(evaluation=False) or {}
+        evaluated = self.log.last(evaluation=True) or {}
+        summary: dict[str, float] = {"steps": self.step}
+        if "loss" in trained:
+            summary["train_loss"] = trained["loss"]
+        summary |= {name: value for name, value in evaluated.items() if name.startswith("eval_")}
+        if self._whole[1]:
+            summary["tokens_per_second"] = self._whole[0] / self._whole[1]
+        return summary
+
+    def _state(self) -> EasyDeLState:
+        return jax.tree.unflatten(self._treedef, self._leaves)
+
+    def _say(self, message: str) -> None:
+        if self.progress is not None:
+            self.progress.say(message)
+        elif jax.process_index() == 0:
+            print(message, flush=True)
+
+
+def count_tokens(batch: HostBatch) -> int:
+    """Number of tokens of a batch that are not padding."""
+    segments = batch.get("segment_ids", batch.get("attention_mask"))
+    if segments is None:
+        return int(batch["input_ids"].size)
+    return int(np.count_nonzero(segments))

@@ -1,0 +1,100 @@
+"""Where arrays of a step live: optimizer state like its parameters, batches over rows and sequence.
+
+Legend: a microbatches of a step, b rows of a microbatch, s sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from ed_infra.paths import normalize
+from ed_infra.sharding import make_global
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+
+def replicated(sharding: Sharding) -> Sharding:
+    """Return the sharding that puts a whole copy on every device of another sharding."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def shardings_like(shapes: Any, params: Any) -> Any:
+    """Choose a sharding for each leaf of an optimizer state.
+
+    Moments and masters mirror the parameters: their path ends with the parameter's path and they
+    have its shape. They are placed as it is; everything else (counts, factored moments) is
+    replicated.
+
+    Args:
+        shapes: abstract optimizer state.
+        params: the parameters, placed.
+    """
+    placed = jax.tree_util.tree_flatten_with_path(params)[0]
+    by_path = {normalize(path): leaf for path, leaf in placed}
+    depths = sorted({len(path) for path in by_path}, reverse=True)
+    default = replicated(placed[0][1].sharding)
+
+    def choose(path: tuple[Any, ...], leaf: Any) -> Sharding:
+        names = normalize(path)
+        for depth in depths:
+            param = by_path.get(names[-depth:])
+            if param is not None and param.shape == leaf.shape:
+                return param.sharding
+        return default
+
+    return jax.tree_util.tree_map_with_path(choose, shapes)
+
+
+def microbatches(batch: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    """Cut the rows of a batch, [count * b, ...], into consecutive microbatches, [count, b, ...]."""
+    return {
+        name: array.reshape(count, array.shape[0] // count, *array.shape[1:])
+        for name, array in batch.items()
+    }
+
+
+def pad_rows(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Append rows of zeros, which are padding and have no weight, up to a number of rows."""
+    missing = rows - next(iter(batch.values())).shape[0]
+    if missing <= 0:
+        return dict(batch)
+    return {
+        name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+        for name, array in batch.items()
+    }
+
+
+class Placement:
+    """Puts host batches on the devices: rows over the data axes, positions over the sequence axis.
+
+    A dimension that does not divide is replicated.
+
+    Args:
+        config: the model's config; gives the mesh and the meaning of its axes.
+    """
+
+    def __init__(self, config: Any):
+        self._mesh = config.mesh
+        self._manager = config.partition_manager
+        self._known: dict[tuple[int, ...], NamedSharding] = {}
+
+    def sharding(self, shape: tuple[int, ...], *, stacked: bool) -> NamedSharding:
+        """Return the sharding of an array [b, s] or, `stacked`, [a, b, s]."""
+        found = self._known.get(shape)
+        if found is None:
+            axes = ("batch", "sequence", *[None] * len(shape))
+            axes = (None, *axes)[: len(shape)] if stacked else axes[: len(shape)]
+            spec = self._manager.resolve(axes, mode="train", shape=shape, mesh=self._mesh)
+            found = self._known[shape] = NamedSharding(self._mesh, spec)
+        return found
+
+    def place(self, batch: Mapping[str, np.ndarray], *, stacked: bool) -> dict[str, jax.Array]:
+        """Return the arrays on the devices; every process gives the same global batch."""
+        return {
+            name: make_global(array, self.sharding(array.shape, stacked=stacked))
+            for name, array in batch.items()
+        }

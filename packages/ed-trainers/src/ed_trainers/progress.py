@@ -1,0 +1,83 @@
+"""What a person sees while training runs: a bar with loss, tokens/s and time left, and messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+class Progress:
+    """A progress bar on standard output; silent where that is not a terminal.
+
+    Messages (`say`) always appear. Only the first process shows anything.
+
+    Args:
+        kind: "rich", "json" (each metrics row as a line, no bar) or "none".
+        total: steps of the whole run.
+        done: steps done before this process began.
+    """
+
+    def __init__(self, kind: str, *, total: int, done: int = 0):
+        self._json = kind == "json"
+        self._bar: Any = None
+        self._console: Any = None
+        self._mute = jax.process_index() != 0
+        if self._mute or kind != "rich" or not sys.stdout.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._console = Console()
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._train = self._bar.add_task("train", total=total, completed=done, figures="compiling")
+        self._bar.start()
+
+    def step(self, step: int, figures: Mapping[str, float] | None = None) -> None:
+        """Move the bar to a step; show `loss` and `tokens_per_second` where they are given."""
+        if self._bar is None:
+            return
+        if figures is None:
+            self._bar.update(self._train, completed=step)
+            return
+        rate = figures.get("tokens_per_second")
+        text = f"loss {figures['loss']:.4f}" + (f"  {rate:,.0f} tokens/s" if rate else "")
+        self._bar.update(self._train, completed=step, figures=text)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Print a metrics row, where rows were asked for."""
+        if self._json and not self._mute:
+            print(json.dumps(dict(row)), flush=True)
+
+    def evaluating(self, done: int, total: int | None) -> None:
+        """Show how far an evaluation is."""
+        if self._bar is not None:
+            of = f"/{total}" if total else ""
+            self._bar.update(self._train, figures=f"evaluating {done}{of}")
+
+    def say(self, message: str) -> None:
+        """Print a message, above the bar if there is one."""
+        if self._mute:
+            return
+        if self._bar is None:
+            print(message, flush=True)
+        else:
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

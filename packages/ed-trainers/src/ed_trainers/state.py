@@ -1,0 +1,256 @@
+"""`EasyDeLState`: a model's parameters together with what training adds to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.paths import normalize
+from flax import nnx, struct
+
+from ed_trainers.optimizers import apply_updates
+from ed_trainers.placement import replicated, shardings_like
+
+_STATE_FILE = "state.json"
+
+
+class EasyDeLState(struct.PyTreeNode):
+    """Everything that one optimizer step reads and writes; a pytree.
+
+    Attributes:
+        step: number of updates done, int32 scalar.
+        graphstate: what the optimizer sees (parameters, or adapters alone).
+        graphother: the model's other variables.
+        opt_state: state of `tx` for `graphstate`; None before `init_tx`.
+        graphdef: structure of the model (static).
+        tx: the optimizer (static).
+    """
+
+    step: jax.Array
+    graphstate: Any
+    graphother: Any
+    opt_state: Any
+    graphdef: Any = struct.field(pytree_node=False)
+    tx: optax.GradientTransformation | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        model: Any = None,
+        graphdef: Any = None,
+        graphstate: Any = None,
+        graphother: Any = None,
+        tx: optax.GradientTransformation | None = None,
+        opt_state: Any = None,
+        init_opt_state: bool = False,
+        step: int = 0,
+    ) -> EasyDeLState:
+        """Build a state from a model, or from the three parts of one.
+
+        Args:
+            model: a module; exclusive with the three parts.
+            tx: optimizer.
+            opt_state: its state, if there is one already.
+            init_opt_state: make a fresh one, sharded as the parameters are.
+            step: updates done so far.
+
+        Raises:
+            ConfigError: model and parts together or neither; `init_opt_state` without `tx`, or
+                together with `opt_state`.
+        """
+        parts = (graphdef, graphstate, graphother)
+        if (model is None) == all(part is None for part in parts):
+            raise ConfigError("give either model, or graphdef, graphstate and graphother")
+        if model is not None:
+            graphdef, graphstate, graphother = model.split_module()
+        elif any(part is None for part in parts):
+            raise ConfigError("graphdef, graphstate and graphother come together")
+        if init_opt_state and opt_state is not None:
+            raise ConfigError("init_opt_state makes a new optimizer state: do not give opt_state")
+        state = cls(
+            step=_scalar_like(graphstate, step),
+            graphstate=graphstate,
+            graphother=graphother,
+            opt_state=opt_state,
+            graphdef=graphdef,
+            tx=tx,
+        )
+        return state.init_tx() if init_opt_state else state
+
+    def init_tx(self, tx: optax.GradientTransformation | None = None) -> EasyDeLState:
+        """Return the state with a fresh optimizer state, created sharded.
+
+        Raises:
+            ConfigError: there is no optimizer.
+        """
+        tx = tx or self.tx
+        if tx is None:
+            raise ConfigError("there is no optimizer: give tx")
+        shapes = jax.eval_shape(tx.init, self.graphstate)
+        out = shardings_like(shapes, self.graphstate)
+        opt_state = jax.jit(tx.init, out_shardings=out)(self.graphstate)
+        return self.replace(tx=tx, opt_state=opt_state)
+
+    def abstract(self, tx: optax.GradientTransformation) -> EasyDeLState:
+        """Return shapes, dtypes and shardings of the state with an optimizer, without making it."""
+        shapes = jax.eval_shape(tx.init, self.graphstate)
+        opt_state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings_like(shapes, self.graphstate),
+        )
+        rest = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            self.replace(opt_state=None),
+        )
+        return rest.replace(tx=tx, opt_state=opt_state)
+
+    def apply_gradients(self, *, grads: Any) -> EasyDeLState:
+        """Take one optimizer step; traceable.
+
+        Args:
+            grads: gradients, a tree like `graphstate`.
+
+        Raises:
+            ConfigError: the optimizer state is missing.
+        """
+        if self.tx is None or self.opt_state is None:
+            raise ConfigError("the state has no optimizer: call init_tx(tx) first")
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.graphstate)
+        graphstate = apply_updates(self.graphstate, updates, opt_state)
+        return self.replace(step=self.step + 1, graphstate=graphstate, opt_state=opt_state)
+
+    @property
+    def model(self) -> Any:
+        """The module, sharing the state's arrays."""
+        return self.merge(self.graphstate)
+
+    def merge(self, tree: Any) -> Any:
+        """Return the module with other parameters, a tree like `graphstate`."""
+        return nnx.merge(self.graphdef, tree, self.graphother)
+
+    def merge_to_state(self, tree: Any) -> EasyDeLState:
+        """Return the state with other parameters, a tree like `graphstate`."""
+        return self.replace(graphstate=tree)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all arrays, over all devices, each counted once."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def shardings(self) -> EasyDeLState:
+        """The sharding of each leaf, in a tree like the state."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self)
+
+    def save_state(self, directory: str | Path, *, save_optimizer: bool = True) -> None:
+        """Write parameters and, unless told otherwise, the optimizer's state; blocking, atomic.
+
+        The trainer's own checkpoints also hold the loader's position; these hold the state alone.
+        For a directory that `transformers` reads, use `state.model.save_pretrained`.
+
+        Raises:
+            CheckpointError: the directory already holds something.
+        """
+        import orbax.checkpoint as ocp
+
+        path = Path(directory).absolute()
+        if path.exists() and any(path.iterdir()):
+            raise CheckpointError(f"{path} is not empty: save into a new directory")
+        saved = self if save_optimizer else self.replace(opt_state=None)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path / "arrays", flat_arrays(saved), force=True)
+            checkpointer.wait_until_finished()
+        if jax.process_index() == 0:
+            facts = {"step": int(self.step), "optimizer": saved.opt_state is not None}
+            (path / _STATE_FILE).write_text(json.dumps(facts) + "\n")
+
+    def load_state(self, directory: str | Path) -> EasyDeLState:
+        """Read what `save_state` wrote, in the shapes, dtypes and shardings of this state.
+
+        The mesh may be another than the one it was saved from.
+
+        Raises:
+            CheckpointError: the directory is no saved state, or does not fit.
+        """
+        import orbax.checkpoint as ocp
+
+        path = Path(directory).absolute()
+        try:
+            facts = json.loads((path / _STATE_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} holds no complete saved state ({error})") from error
+        template = self if facts["optimizer"] else self.replace(opt_state=None)
+        if facts["optimizer"] and self.opt_state is None:
+            raise CheckpointError(f"{path} holds an optimizer state: call init_tx(tx) first")
+        wanted = flat_abstract(template)
+        with ocp.StandardCheckpointer() as checkpointer:
+            check_fit(wanted, checkpointer.metadata(path / "arrays").item_metadata.tree, str(path))
+            arrays = checkpointer.restore(path / "arrays", wanted)
+        loaded = from_flat(template, arrays)
+        return loaded if facts["optimizer"] else loaded.replace(opt_state=self.opt_state)
+
+
+def _scalar_like(tree: Any, value: int) -> jax.Array:
+    """An int32 scalar on all devices of the tree, so that one jit takes both."""
+    leaves = jax.tree.leaves(tree)
+    scalar = jnp.asarray(value, jnp.int32)
+    sharding = getattr(leaves[0], "sharding", None) if leaves else None
+    return scalar if sharding is None else jax.device_put(scalar, replicated(sharding))
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """Name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by `/`."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return ["/".join(str(part) for part in normalize(path)) for path in paths]
+
+
+def flat_arrays(tree: Any) -> dict[str, jax.Array]:
+    """Return the leaves by name: the form in which they are saved, free of any class."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def flat_abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape, dtype and sharding of each leaf by name."""
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for name, leaf in flat_arrays(tree).items()
+    }
+
+
+def from_flat(template: Any, arrays: dict[str, jax.Array]) -> Any:
+    """Put arrays, by name, into the structure of `template`."""
+    leaves = [arrays[name] for name in leaf_names(template)]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def check_fit(
+    wanted: dict[str, Any], found: dict[str, Any], where: str, *, dtypes: bool = False
+) -> None:
+    """Compare names and shapes, and dtypes if asked, of what is wanted with what was saved.
+
+    Raises:
+        CheckpointError: naming the first few differences.
+    """
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not in the model" for name in found if name not in wanted]
+    problems += [
+        f"{name} has shape {tuple(found[name].shape)}, the model wants {tuple(leaf.shape)}"
+        for name, leaf in wanted.items()
+        if name in found and tuple(found[name].shape) != tuple(leaf.shape)
+    ]
+    problems += [
+        f"{name} is {found[name].dtype}, the model wants {leaf.dtype}"
+        for name, leaf in wanted.items()
+        if dtypes and name in found and found[name].dtype != leaf.dtype
+    ]
+    if problems:
+        listing = "; ".join(problems[:3])
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{where} does not fit this model and optimizer: {listing}{more}")
