@@ -33,6 +33,7 @@ class Request:
         priority: smaller goes first under the `priority` policy.
         arrival: number of the request in order of arrival: the scheduler's tie-break.
         seed: 32-bit seed of its sampling keys.
+        bad_token_ids: token sequences that may not be generated.
         output: generated token ids.
         num_computed: how many of `prompt + output` have keys and values in `pages`.
         pages: page numbers, in order of position.
@@ -49,6 +50,7 @@ class Request:
     priority: int = 0
     arrival: int = 0
     seed: int = 0
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed: int = 0

@@ -1,0 +1,1 @@
+"""The engine's device side: static shapes, one jitted step, the sampler."""

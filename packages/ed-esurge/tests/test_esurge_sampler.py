@@ -1,0 +1,188 @@
+"""The sampler against plain numpy, and its independence of the batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_esurge.runner.sampler import (
+    Sampled,
+    SamplerRows,
+    SamplerState,
+    adjust,
+    sample,
+    threshold,
+)
+
+VOCAB = 300  # more than the sampler's candidates
+
+
+def rows(n: int, **given) -> SamplerRows:
+    plain = {
+        "slot": 99,
+        "seed": 0,
+        "position": 0,
+        "top_k": 0,
+        "num_logprobs": -1,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    ints = ("slot", "seed", "position", "top_k", "num_logprobs")
+    out = {}
+    for name, default in plain.items():
+        value = np.broadcast_to(np.asarray(given.get(name, default)), (n,))
+        out[name] = jnp.asarray(value, jnp.int32 if name in ints else jnp.float32)
+    return SamplerRows(**out)
+
+
+def draw(logits, given, state=None, alternatives=5):
+    state = SamplerState.create(4, logits.shape[1]) if state is None else state
+    names = list(SamplerRows.__dataclass_fields__)
+    flat = [getattr(given, name) for name in names]
+
+    @jax.jit
+    def run(logits, flat, state):
+        out, state = sample(logits, SamplerRows(*flat), state, alternatives)
+        return [getattr(out, name) for name in Sampled.__dataclass_fields__], state
+
+    out, state = run(jnp.asarray(logits), flat, state)
+    return Sampled(*out), state
+
+
+def random_logits(n: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, VOCAB)).astype(np.float32) * scale
+
+
+def reference_support(logits, temperature, top_k, top_p, min_p) -> set[int]:
+    """Tokens that vLLM's and Hugging Face's filters leave, in float64."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    order = order[: top_k or VOCAB]
+    p = np.exp(scaled[order] - scaled[order].max())
+    p /= p.sum()
+    keep = (np.cumsum(p) - p < top_p) & (p >= min_p * p[0])
+    keep[0] = True
+    return set(order[keep].tolist())
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[1, [7, 9]] = 2.0
+    out, _ = draw(logits, rows(2))
+    assert out.tokens.tolist() == [0, 7]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 5, 1.0, 0.0),
+        (0.7, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.3, 20, 0.9, 0.02),
+        (8.0, 0, 0.9, 0.0),  # flat: far more than the candidates
+        (8.0, 200, 0.95, 0.0),
+        (8.0, 128, 1.0, 0.0),
+    ],
+)
+def test_support_is_exactly_what_the_filters_leave(temperature, top_k, top_p, min_p):
+    logits = random_logits(1)
+    expected = reference_support(logits[0], temperature, top_k, top_p, min_p)
+    n = 4000
+    given = rows(
+        n,
+        seed=np.arange(n),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    out, _ = draw(np.repeat(logits, n, axis=0), given)
+    found = set(np.asarray(out.tokens).tolist())
+    assert found <= expected
+    p = np.exp(logits[0].astype(np.float64) / temperature)
+    p = {t: p[t] / sum(p[e] for e in expected) for t in expected}
+    likely = {t for t in expected if p[t] > 10 / n}
+    assert likely <= found
+    # Frequencies follow the probabilities: chi-square, far in the tail of its distribution.
+    counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
+    chi = sum((counts[t] - n * p[t]) ** 2 / (n * p[t]) for t in likely)
+    assert chi < len(likely) + 6 * np.sqrt(2 * len(likely)) + 10
+
+
+def test_thresholds_equal_from_candidates_and_from_all():
+    scaled = jnp.asarray(random_logits(8, 3))
+    given = rows(8, top_k=[0, 3, 0, 0, 9, 40, 0, 1], top_p=[0.5, 1, 0.9, 1, 0.8, 0.99, 0.7, 1])
+    logz = jax.nn.logsumexp(scaled, axis=-1)
+    few = threshold(jax.lax.top_k(scaled, 128)[0], given, logz, VOCAB)
+    every = threshold(-jnp.sort(-scaled, axis=-1), given, logz, VOCAB)
+    unfiltered = np.asarray((given.top_k == 0) & (given.top_p >= 1))
+    np.testing.assert_array_equal(np.asarray(few)[~unfiltered], np.asarray(every)[~unfiltered])
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    logits = random_logits(1, 5)
+    mine = {"seed": 11, "position": 40, "temperature": 1.0, "top_k": 10}
+    alone, _ = draw(logits, rows(1, **mine))
+    # Neighbours force the branches over the whole vocabulary and over a full sort.
+    others = random_logits(3, 6, scale=0.1)
+    given = rows(
+        4,
+        seed=[11, 1, 2, 3],
+        position=[40, 0, 0, 0],
+        temperature=[1.0, 1.0, 9.0, 0.0],
+        top_k=[10, 0, 0, 0],
+        top_p=[1.0, 1.0, 0.9, 1.0],
+    )
+    among, _ = draw(np.concatenate([logits, others]), given)
+    assert among.tokens[0] == alone.tokens[0]
+    moved, _ = draw(np.repeat(logits, 64, 0), rows(64, **{**mine, "position": np.arange(64)}))
+    assert len(set(moved.tokens.tolist())) > 3
+
+
+def test_penalties_and_bias_against_the_formula():
+    logits = random_logits(2, 7)
+    state = SamplerState.create(3, VOCAB)
+    bias = np.zeros(VOCAB, np.float32)
+    bias[4], bias[5] = 2.5, -np.inf
+    seen = np.zeros(VOCAB, np.int32)
+    seen[10], seen[11], seen[12] = 1, 2 * 3, 2 * 1 + 1  # prompt; 3 times; once and in the prompt
+    state = state.put(jnp.int32(2), jnp.asarray(bias), jnp.asarray(seen))
+    given = rows(
+        2, slot=[2, 99], repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.7
+    )
+    out = np.asarray(adjust(jnp.asarray(logits), given, state))
+    expected = logits[0].copy()
+    for token, count in ((10, 0), (11, 3), (12, 1)):
+        x = expected[token]
+        x = x / 1.5 if x > 0 else x * 1.5
+        expected[token] = x - 0.3 * count - 0.7 * (count > 0)
+    expected += bias
+    np.testing.assert_allclose(out[0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(out[1], logits[1])
+    sampled, after = draw(logits, given, state)
+    change = np.asarray(after.seen - state.seen)
+    assert change.sum() == 2
+    assert change[2, int(sampled.tokens[0])] == 2
+
+
+def test_logprobs_are_the_models_own():
+    logits = random_logits(3, 9)
+    state = SamplerState.create(1, VOCAB)
+    state = state.put(jnp.int32(0), jnp.full(VOCAB, -np.inf).at[17].set(0), state.seen[0])
+    out, _ = draw(logits, rows(3, num_logprobs=[4, -1, -1], slot=[0, 99, 99]), state)
+    exact = logits[0].astype(np.float64)
+    exact -= np.log(np.exp(exact).sum())
+    assert int(out.tokens[0]) == 17
+    assert out.logprob[0] == pytest.approx(exact[17], abs=1e-5)
+    assert int(out.rank[0]) == 1 + (exact > exact[17]).sum()
+    order = np.argsort(-exact)[:5]
+    assert out.top_ids[0].tolist() == order.tolist()
+    np.testing.assert_allclose(out.top_logprobs[0], exact[order], atol=1e-5)
+    packed = np.asarray(out.pack())
+    assert packed.shape == (3, 13)
+    assert packed[0, 1:2].view(np.float32)[0] == out.logprob[0]
