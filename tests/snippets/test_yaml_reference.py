@@ -1,0 +1,33 @@
+"""docs/yaml.md says what the option classes say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tools import yaml_reference
+from tools.workspace import ROOT
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert yaml_reference.page() == yaml_reference.PAGE.read_text(encoding="utf-8"), (
+        "run: uv run python -m tools.yaml_reference"
+    )
+
+
+def test_every_section_and_action_is_on_the_page() -> None:
+    from ed_elarge.action_options import ACTIONS
+    from ed_elarge.sections import SECTIONS
+
+    text = yaml_reference.PAGE.read_text(encoding="utf-8")
+    for name in SECTIONS:
+        assert f"## `{name}`" in text
+    for name in ACTIONS:
+        assert f"| `{name}` |" in text
+
+
+def test_the_reference_is_made_without_jax() -> None:
+    code = "import sys, tools.yaml_reference as r; r.reference(); print('jax' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
