@@ -149,7 +149,9 @@ class Stack(nnx.Module):
         for start, n, period in runs_of(self.num_layers, self.period):
             units = []
             for slot in range(period):
-                layers = [getattr(self, f"layer_{i}") for i in range(start + slot, start + n, period)]
+                layers = [
+                    getattr(self, f"layer_{i}") for i in range(start + slot, start + n, period)
+                ]
                 split = [nnx.split(layer) for layer in layers]
                 stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[s[1] for s in split])
                 units.append(nnx.merge(split[0][0], stacked))
@@ -175,7 +177,9 @@ class Static:
         return hash((self.graphdef, self.layer))
 
 
-def apply_layer(static: Static, state: Any, x: jax.Array, cache: Any, layer: Any = None, *, ctx: Ctx):
+def apply_layer(
+    static: Static, state: Any, x: jax.Array, cache: Any, layer: Any = None, *, ctx: Ctx
+):
     """One layer, as a function of arrays: what remat wraps and scan repeats."""
     index = static.layer if layer is None else layer
     return nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
@@ -192,9 +196,7 @@ def runs_of(num_layers: int, period: int) -> list[tuple[int, int, int]]:
     return runs + [(i, 1, 1) for i in range(whole, num_layers)]
 
 
-def build_stacked(
-    make: MakeLayer, key: jax.Array, first: int, step: int, count: int
-) -> nnx.Module:
+def build_stacked(make: MakeLayer, key: jax.Array, first: int, step: int, count: int) -> nnx.Module:
     """`count` equal layers, every leaf with a leading axis; metadata stays that of one layer."""
     graphdef: nnx.GraphDef | None = None
 

@@ -59,7 +59,9 @@ def layer_context(
     elif mask_info is None:
         if segment_ids is None:
             ones = jnp.ones((b, s), jnp.int32)
-            segment_ids = ones if attention_mask is None else (attention_mask != 0).astype(jnp.int32)
+            segment_ids = (
+                ones if attention_mask is None else (attention_mask != 0).astype(jnp.int32)
+            )
             counted = jnp.maximum(jnp.cumsum(segment_ids, axis=1, dtype=jnp.int32) - 1, 0)
         else:
             counted = segment_index(segment_ids)

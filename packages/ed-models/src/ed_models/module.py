@@ -187,4 +187,3 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         return BaseModelOutput(
             last_hidden_state=hidden, past_key_values=cache, hidden_states=hidden_states, aux=aux
         )
-

@@ -88,9 +88,7 @@ def attend(
         k, v = cache.read(layer)
     use_dropout = mechanism.dropout > 0 and dropout_key is not None
     asked = frozenset(
-        name
-        for name, used in (("sinks", sinks is not None), ("bias", bias is not None))
-        if used
+        name for name, used in (("sinks", sinks is not None), ("bias", bias is not None)) if used
     ) | ({"dropout"} if use_dropout else frozenset())
     # A cached step reads the cache in its own order; the score matrix of a few queries is small.
     name = "vanilla" if cache is not None else mechanism.pick(q.shape[1], asked)
@@ -121,6 +119,7 @@ def attend(
             dropout_key=dropout_key,
             softmax_dtype=mechanism.softmax_dtype,
             kv_order="bgtk" if cache is not None else "btgk",
+            one_by_sum=cache is not None and cache.layout == "leaves",
             **masking,
         )
     return out.astype(out_dtype), cache

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ed_layers.cache.protocol import Layer
 from ed_layers.cache.ragged import RaggedBatch
 
 # Keys per step of the online softmax, and queries per block of a prefill.
@@ -22,7 +23,7 @@ QUERY_BLOCK = 128
 
 def paged_attention(
     q: Float[Array, "T h k"],
-    pages: Float[Array, "P page g 2 k"],
+    pages: tuple[Float[Array, "*lead P page g 2 k"], tuple[Layer, ...]],
     ragged: RaggedBatch,
     *,
     group: str = "full",
@@ -32,34 +33,39 @@ def paged_attention(
     soft_cap: float | None = None,
     softmax_dtype: jnp.dtype = jnp.float32,
 ) -> Float[Array, "T h k"]:
-    """Causal attention of a flat batch; see `attend`. Padding tokens get zeros."""
+    """Causal attention of a flat batch; see `attend`. Padding tokens get zeros.
+
+    Args:
+        pages: the pool, and the index of the layer in it, as `PagedCache.read` gives them.
+        group: which page table of `ragged`.
+    """
     tokens, heads, head_dim = q.shape
-    groups = pages.shape[2]
+    groups = pages[0].shape[-3]
     q = (q * scale).reshape(tokens, groups, heads // groups, head_dim)
     table = ragged.page_table[group]
     reader = PageReader(pages, table, window, chunk, soft_cap, softmax_dtype)
     out = jnp.zeros(q.shape, softmax_dtype)
     out = decode_all(q, reader, ragged, out)
     out = prefill_each(q, reader, ragged, out)
-    return out.reshape(tokens, heads, head_dim).astype(pages.dtype)
+    return out.reshape(tokens, heads, head_dim).astype(pages[0].dtype)
 
 
 class PageReader:
     """Gathers a block of pages and runs one step of the online softmax on it."""
 
     def __init__(self, pages, table, window, chunk, soft_cap, softmax_dtype):
-        self.pages, self.window, self.chunk = pages, window, chunk
+        (self.pages, self.at), self.window, self.chunk = pages, window, chunk
         self.soft_cap, self.softmax_dtype = soft_cap, softmax_dtype
-        page_size = pages.shape[1]
+        page_size = self.pages.shape[-4]
         self.pages_per_block = max(1, min(KEY_BLOCK // page_size, table.shape[1]))
         self.block = self.pages_per_block * page_size
         self.table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % self.pages_per_block)))
 
     def keys_values(self, rows: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Block j of the sequences with these page-table rows [m, p]: two of [m, y, g, k]."""
-        at = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
-        kv = self.pages[at]
-        kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[2:])
+        page = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
+        kv = self.pages[(*self.at, page)]
+        kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[-3:])
         return kv[..., 0, :], kv[..., 1, :]
 
     def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
@@ -166,5 +172,3 @@ def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> 
         return jax.lax.fori_loop(0, blocks, block, out)
 
     return jax.lax.fori_loop(0, ragged.num_seqs, sequence, out)[:-width]
-
-

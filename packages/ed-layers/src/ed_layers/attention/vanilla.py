@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float
 
-# A matmul of one query against a cache makes XLA:CPU copy the whole cache; multiply-and-sum reads it
-# once (27.7 against 39.6 ms a step of a 135M model). Hence `by_sum` below, for one row on a CPU.
 KVOrder = Literal["btgk", "bgtk"]
 
 
@@ -33,17 +31,22 @@ def vanilla_attention(
     dropout_key: jax.Array | None = None,
     softmax_dtype: jnp.dtype = jnp.float32,
     kv_order: KVOrder = "btgk",
+    one_by_sum: bool = False,
 ) -> Float[Array, "b s h k"]:
     """Softmax attention; see `attend` for the arguments.
 
     Args:
         kv_order: order of the axes of `k` and `v`: as projected ("btgk") or as the dense cache
             keeps them ("bgtk").
+        one_by_sum: on a CPU, compute a single query of a single row by multiply-and-sum. A matmul
+            makes XLA:CPU copy the cache of the layer first (39.6 against 27.7 ms a step of a 135M
+            model); on a cache that is stacked and carried by a scan it is the sum that copies, and
+            all of it (34 against 1.3 ms for 24 layers of 4096 slots).
     """
     b, s, h, _ = q.shape
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
     q = q.reshape(b, s, groups, h // groups, -1)
-    scores = score(q, k, kv_order).astype(softmax_dtype) * scale
+    scores = score(q, k, kv_order, one_by_sum).astype(softmax_dtype) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if bias is not None:
@@ -65,10 +68,10 @@ def vanilla_attention(
     if dropout > 0:
         kept = jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1 - dropout), 0)
-    return combine(weights.astype(v.dtype), v, kv_order).reshape(b, s, h, -1)
+    return combine(weights.astype(v.dtype), v, kv_order, one_by_sum).reshape(b, s, h, -1)
 
 
-def score(q: jax.Array, k: jax.Array, kv_order: KVOrder) -> jax.Array:
+def score(q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool) -> jax.Array:
     """q·k over the head dim: [b, g, r, s, t]."""
 
     def by_matmul(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -77,12 +80,12 @@ def score(q: jax.Array, k: jax.Array, kv_order: KVOrder) -> jax.Array:
     def by_sum(q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.sum(q[:, 0, :, :, None, :] * k[:, :, None], axis=-1)[:, :, :, None]
 
-    if kv_order == "bgtk" and q.shape[:2] == (1, 1):
+    if one_by_sum and q.shape[:2] == (1, 1):
         return jax.lax.platform_dependent(q, k, cpu=by_sum, default=by_matmul)
     return by_matmul(q, k)
 
 
-def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder) -> jax.Array:
+def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: bool) -> jax.Array:
     """Weighted sum of values: [b, s, g, r, k]."""
 
     def by_matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -91,6 +94,6 @@ def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder) -> jax.Array:
     def by_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sum(weights[:, :, :, 0, :, None] * v[:, :, None], axis=3)[:, None]
 
-    if kv_order == "bgtk" and (weights.shape[0], weights.shape[3]) == (1, 1):
+    if one_by_sum and (weights.shape[0], weights.shape[3]) == (1, 1):
         return jax.lax.platform_dependent(weights, v, cpu=by_sum, default=by_matmul)
     return by_matmul(weights, v)

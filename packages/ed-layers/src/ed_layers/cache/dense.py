@@ -79,6 +79,11 @@ class DenseCache:
         )
 
     @property
+    def layout(self) -> Layout:
+        """How the layers are stored."""
+        return "leaves" if isinstance(self.keys, tuple) else "stacked"
+
+    @property
     def capacity(self) -> int:
         """Slots per row."""
         return self.segment_ids.shape[1]
@@ -156,9 +161,7 @@ def uniform(specs: Sequence[LayerCacheSpec]) -> LayerCacheSpec:
     return next(iter(distinct))
 
 
-def place(
-    array: jax.Array, sharding: jax.sharding.Sharding | None, *, stacked: bool
-) -> jax.Array:
+def place(array: jax.Array, sharding: jax.sharding.Sharding | None, *, stacked: bool) -> jax.Array:
     """Put per-layer storage on its devices; the layer axis of a stack is never sharded."""
     if sharding is None:
         return array

@@ -20,7 +20,7 @@ from ed_layers.cache.protocol import (
     Layout,
     PerLayer,
     allocate,
-    layer_of,
+    locate,
     update_layer,
 )
 from ed_layers.cache.ragged import RaggedBatch
@@ -94,6 +94,9 @@ class PagedCache:
 
         return replace(self, pages=update_layer(self.pages, layer, update))
 
-    def read(self, layer: Layer, ragged: RaggedBatch) -> Float[Array, "P page g 2 k"]:
-        """The pool of one layer; attention finds its pages through the page table."""
-        return layer_of(self.pages, layer)
+    def read(
+        self, layer: Layer, ragged: RaggedBatch
+    ) -> tuple[Float[Array, "*lead P page g 2 k"], tuple[Layer, ...]]:
+        """The pool and the leading index of the layer in it: only the pages that a sequence has
+        are ever gathered, never the pool of a layer."""
+        return locate(self.pages, layer)

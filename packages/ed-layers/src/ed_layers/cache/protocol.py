@@ -62,9 +62,17 @@ def allocate(num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], 
 
 def layer_of(storage: PerLayer, layer: Layer) -> jax.Array:
     """The array of one layer."""
+    array, at = locate(storage, layer)
+    return (
+        jax.lax.dynamic_index_in_dim(array, jnp.asarray(at[0]), 0, keepdims=False) if at else array
+    )
+
+
+def locate(storage: PerLayer, layer: Layer) -> tuple[jax.Array, tuple[Layer, ...]]:
+    """An array and the leading index at which the layer is in it: `(layer,)` or `()`."""
     if isinstance(storage, tuple):
-        return storage[static_layer(layer)]
-    return jax.lax.dynamic_index_in_dim(storage, jnp.asarray(layer), 0, keepdims=False)
+        return storage[static_layer(layer)], ()
+    return storage, (layer,)
 
 
 def update_layer(

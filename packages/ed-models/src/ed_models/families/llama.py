@@ -33,13 +33,12 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.norms import RMSNorm
 from ed_layers.rotary import apply_rotary
 from ed_layers.stack import Stack
-from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-
 from ed_models.heads import CausalLM
 from ed_models.inputs import layer_context
 from ed_models.module import EasyDeLBaseModule
 from ed_models.weights import STANDARD
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 
 @register_config("llama")
