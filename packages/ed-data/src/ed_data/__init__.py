@@ -1,1 +1,77 @@
-"""Deterministic, resumable text data for language models: sources, tokenization, packing, mixtures."""
+"""Deterministic, resumable text data for language models: sources, tokenization, packing, mixtures.
+
+Names are imported when they are first used: `import ed_data` itself imports nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ed_data.config import Inform, Mixture, SaveOptions, Tokenization
+    from ed_data.errors import DataError
+    from ed_data.loader import Loader, build_loader
+    from ed_data.packing import Packing, pack
+    from ed_data.prepare import contents, default_cache_dir, texts
+    from ed_data.save import remove_cache, save_mixture
+    from ed_data.sources import read_rows
+    from ed_data.tokenizer import train_bpe
+    from ed_data.transforms import documents
+
+_NAMES = {
+    "DataError": "errors",
+    "Inform": "config",
+    "Loader": "loader",
+    "Mixture": "config",
+    "Packing": "packing",
+    "SaveOptions": "config",
+    "Tokenization": "config",
+    "build_loader": "loader",
+    "contents": "prepare",
+    "default_cache_dir": "prepare",
+    "documents": "transforms",
+    "pack": "packing",
+    "read_rows": "sources",
+    "remove_cache": "save",
+    "save_mixture": "save",
+    "texts": "prepare",
+    "train_bpe": "tokenizer",
+}
+
+__all__ = [
+    "DataError",
+    "Inform",
+    "Loader",
+    "Mixture",
+    "Packing",
+    "SaveOptions",
+    "Tokenization",
+    "build_loader",
+    "contents",
+    "default_cache_dir",
+    "documents",
+    "pack",
+    "read_rows",
+    "remove_cache",
+    "save_mixture",
+    "texts",
+    "train_bpe",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NAMES:
+        from ed_data.errors import did_you_mean
+
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, _NAMES)}"
+        )
+    import pkgutil
+
+    value = pkgutil.resolve_name(f"{__name__}.{_NAMES[name]}:{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES})

@@ -1,0 +1,167 @@
+"""The order of documents: several informs mixed in proportion, shuffled anew in every epoch.
+
+The document at a position of an epoch is computed, not drawn from a running generator, so any
+position can be asked for at any time, in any process.
+
+Proportions are kept by Webster's method (apportionment with divisors k + 1/2): after any number of
+documents each inform has its share within about one document, and the shares of a longer prefix
+never take back one of a shorter, which largest remainders would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ed_data.errors import DataError
+from ed_data.shuffle import permutation
+
+IntArray = NDArray[np.int64]
+# Names of the uses of the seed, so that no two share their random numbers.
+_DOCUMENTS, _BLOCKS = 1, 2
+
+
+class DocumentOrder:
+    """Which document stands at which position of which epoch.
+
+    Args:
+        sizes: number of documents of each inform, all above 0.
+        weights: share of each inform, or None for "each document once per epoch".
+        stop_strategy: `restart`, `first_exhausted` or `all_exhausted`; see `Mixture`.
+        block_size: documents among which the proportions are exact; None for the whole epoch.
+        seed: orders everything.
+        shuffle: False keeps the order of each inform; without weights the informs then follow
+            one another.
+        buffer: `shuffle_buffer_size`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        weights: Sequence[float] | None = None,
+        stop_strategy: str = "restart",
+        block_size: int | None = 2048,
+        seed: int = 42,
+        shuffle: bool = True,
+        buffer: int | None = None,
+    ) -> None:
+        if not sizes or min(sizes) < 1:
+            raise DataError(f"every inform needs a document; they have {list(sizes)}")
+        self._sizes = [int(size) for size in sizes]
+        self._seed, self._shuffle, self._buffer = seed, shuffle, buffer
+        shares = [Fraction(size) for size in self._sizes]
+        if weights is not None:
+            # Exact arithmetic on what the user wrote: 0.1 is a tenth.
+            shares = [Fraction(repr(float(weight))) for weight in weights]
+        self._shares = [share / sum(shares) for share in shares]
+        self._one_after_another = not shuffle and weights is None
+        self.epoch_size = self._epoch_size(stop_strategy if weights is not None else "restart")
+        self._block = min(block_size or self.epoch_size, self.epoch_size)
+        self._per_epoch = self._counts(self.epoch_size)
+        self._pass = lru_cache(maxsize=2 * len(self._sizes) + 2)(self._make_pass)
+
+    def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Return the informs and the document numbers at positions `start` to `stop` of an epoch.
+
+        Positions beyond the epoch are left out.
+        """
+        stop = min(stop, self.epoch_size)
+        if start >= stop:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first = start // self._block
+        blocks = range(first, (stop - 1) // self._block + 1)
+        parts = [self._make_block(epoch, block) for block in blocks]
+        inform = np.concatenate([part[0] for part in parts])
+        document = np.concatenate([part[1] for part in parts])
+        cut = slice(start - first * self._block, stop - first * self._block)
+        return inform[cut], document[cut]
+
+    def documents_per_epoch(self) -> list[int]:
+        """How many documents of each inform an epoch holds."""
+        return list(self._per_epoch)
+
+    def _epoch_size(self, strategy: str) -> int:
+        if strategy == "restart":
+            return sum(self._sizes)
+        ends = [size / share for size, share in zip(self._sizes, self._shares, strict=True)]
+        if strategy == "first_exhausted":
+            size = max(int(min(ends)), 1)
+            # Webster may give an inform one above its exact share.
+            while size > 1 and any(
+                c > n for c, n in zip(self._counts(size), self._sizes, strict=True)
+            ):
+                size -= 1
+            return size
+        size = -int(-max(ends) // 1)
+        while any(c < n for c, n in zip(self._counts(size), self._sizes, strict=True)):
+            size += 1
+        return size
+
+    def _counts(self, total: int) -> list[int]:
+        """Divide `total` documents among the informs by Webster's method, in exact arithmetic."""
+        counts = [int(share * total + Fraction(1, 2)) for share in self._shares]
+        indices = range(len(counts))
+        while sum(counts) > total:
+            last = max(
+                (i for i in indices if counts[i]),
+                key=lambda i: (Fraction(2 * counts[i] - 1) / self._shares[i], i),
+            )
+            counts[last] -= 1
+        while sum(counts) < total:
+            following = min(
+                indices, key=lambda i: (Fraction(2 * counts[i] + 1) / self._shares[i], i)
+            )
+            counts[following] += 1
+        return counts
+
+    def _make_block(self, epoch: int, block: int) -> tuple[IntArray, IntArray]:
+        begin = block * self._block
+        end = min(begin + self._block, self.epoch_size)
+        if self._one_after_another:
+            ends = np.cumsum(self._sizes)
+            position = np.arange(begin, end)
+            inform = np.searchsorted(ends, position, side="right")
+            return inform, position - (ends - self._sizes)[inform]
+        before = self._counts(begin)
+        counts = np.array(self._counts(end)) - before
+        inform = np.repeat(np.arange(len(counts)), counts)
+        rank = np.arange(len(inform)) - np.repeat(np.cumsum(counts) - counts, counts)
+        document = np.empty(len(inform), np.int64)
+        for i, offset in enumerate(before):
+            here = inform == i
+            # Draws of an inform run on from epoch to epoch: what one epoch leaves out, a later
+            # one reads first.
+            draw = epoch * self._per_epoch[i] + offset + rank[here]
+            document[here] = self._draw(i, draw)
+        if self._shuffle:
+            order = permutation(len(inform), _BLOCKS, self._seed, epoch, block)
+        else:
+            order = np.argsort((rank + 0.5) / counts[inform], kind="stable")
+        # Shuffle who comes when, but keep each inform's own order, which its pass has decided.
+        inform_at = inform[order]
+        by_inform = np.argsort(inform_at, kind="stable")
+        result = np.empty_like(document)
+        result[by_inform] = document
+        return inform_at, result
+
+    def _draw(self, inform: int, draw: IntArray) -> IntArray:
+        if len(draw) == 0:
+            return draw
+        size = self._sizes[inform]
+        passes, place = np.divmod(draw, size)
+        result = np.empty(len(draw), np.int64)
+        for number in range(int(passes[0]), int(passes[-1]) + 1):
+            here = passes == number
+            result[here] = self._pass(inform, number)[place[here]]
+        return result
+
+    def _make_pass(self, inform: int, number: int) -> IntArray:
+        size = self._sizes[inform]
+        if not self._shuffle:
+            return np.arange(size)
+        return permutation(size, _DOCUMENTS, self._seed, inform, number, buffer=self._buffer)

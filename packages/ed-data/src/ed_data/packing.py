@@ -1,0 +1,223 @@
+"""Packing: which pieces of which documents share a row, as numpy index plans.
+
+All strategies work on document lengths alone, give exactly the same plan for the same lengths, and
+take memory and time linear in the number of documents.
+
+- `bfd`: best-fit decreasing (Johnson 1974). Documents of equal length are placed together, so the
+  Python loop runs over distinct lengths, not over documents.
+- `first_fit`: each document, in order, goes to the first row with room.
+- `greedy`: rows are filled in order; a document that does not fit opens the next row.
+- `wrapped`: one stream of tokens cut into rows, documents cut wherever a row ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ed_data.errors import DataError, did_you_mean
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows made of pieces of documents; a piece is a segment of its own.
+
+    Attributes:
+        row_offsets: [rows + 1]; the pieces of row r are `row_offsets[r]` to `row_offsets[r + 1]`.
+        document: [pieces] index of the document.
+        start: [pieces] first token of the piece in its document.
+        length: [pieces] number of tokens, at least 1.
+    """
+
+    row_offsets: IntArray
+    document: IntArray
+    start: IntArray
+    length: IntArray
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens placed."""
+        return int(self.length.sum())
+
+    def reordered(self, order: IntArray) -> Packing:
+        """Return the plan with row i taken from row `order[i]`."""
+        counts = np.diff(self.row_offsets)[order]
+        first = np.repeat(self.row_offsets[:-1][order] - (np.cumsum(counts) - counts), counts)
+        pieces = first + np.arange(len(first))
+        return Packing(
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+            self.document[pieces],
+            self.start[pieces],
+            self.length[pieces],
+        )
+
+
+def pack(
+    lengths: IntArray, capacity: int, strategy: str = "bfd", *, truncate: bool = False
+) -> Packing:
+    """Plan rows of at most `capacity` tokens that hold documents of the given lengths.
+
+    Rows come in the order of their first document; pieces of a row in document order. Documents
+    of no tokens are left out.
+
+    Args:
+        lengths: [documents] number of tokens of each.
+        capacity: tokens that a row can hold.
+        strategy: `bfd`, `first_fit`, `greedy` or `wrapped`.
+        truncate: cut documents at `capacity` instead of splitting them over several pieces.
+
+    Raises:
+        DataError: the strategy is not known, or the capacity is below 1.
+    """
+    if capacity < 1:
+        raise DataError(f"a row cannot hold {capacity} tokens: the sequence length is at least 1")
+    lengths = np.asarray(lengths, np.int64)
+    if truncate:
+        lengths = np.minimum(lengths, capacity)
+    if strategy == "wrapped":
+        document, start, length, row = _wrapped(lengths, capacity)
+    elif strategy in _BINS:
+        document, start, length = split_pieces(lengths, capacity)
+        row = _BINS[strategy](length, capacity)
+    else:
+        raise DataError(
+            f"unknown packing strategy {strategy!r}{did_you_mean(strategy, STRATEGIES)} "
+            f"(known: {', '.join(STRATEGIES)})"
+        )
+    # Number the rows by their first piece, then bring the pieces of a row together.
+    _, first, inverse = np.unique(row, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    row = rank[inverse]
+    order = np.argsort(row, kind="stable")
+    counts = np.bincount(row, minlength=len(first))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return Packing(offsets, document[order], start[order], length[order])
+
+
+def split_pieces(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Cut documents longer than `capacity` into pieces of that length and a rest.
+
+    Returns:
+        Document, start and length of each piece, in document order.
+    """
+    pieces = -(-lengths // capacity)  # 0 for an empty document
+    document = np.repeat(np.arange(len(lengths)), pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = number * capacity
+    return document, start, np.minimum(lengths[document] - start, capacity)
+
+
+def _best_fit_decreasing(lengths: IntArray, capacity: int) -> IntArray:
+    """Row of each piece. Longest pieces first, each to the fullest row that has room.
+
+    All pieces of one length are placed in one go: the fullest row with room r ≥ length takes
+    r // length of them in a row (it only becomes the fuller), and rows of equal room are alike.
+    """
+    row = np.empty(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    rooms: dict[int, list[IntArray]] = {}  # room left -> rows with that room
+    present = 0  # bit r is set where rooms[r] is not empty: finds the least room in one step
+    opened = taken = 0
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        items = order[taken : taken + count]
+        taken += count
+        placed = 0
+        while placed < count:
+            fitting = present >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                rows = np.concatenate(rooms.pop(room))
+                present &= ~(1 << room)
+            else:
+                room = capacity
+                needed = -(-(count - placed) // (capacity // length))
+                rows = np.arange(opened, opened + needed)
+                opened += needed
+            per_row = room // length
+            left = count - placed
+            full = min(len(rows), left // per_row)
+            chosen = np.repeat(rows[:full], per_row)
+            rest = left - len(chosen) if full < len(rows) else 0
+            present = _put(rooms, present, room - per_row * length, rows[:full])
+            if rest:
+                chosen = np.concatenate([chosen, np.repeat(rows[full : full + 1], rest)])
+                present = _put(rooms, present, room - rest * length, rows[full : full + 1])
+                full += 1
+            present = _put(rooms, present, room, rows[full:])
+            row[items[placed : placed + len(chosen)]] = chosen
+            placed += len(chosen)
+    return row
+
+
+def _put(rooms: dict[int, list[IntArray]], present: int, room: int, rows: IntArray) -> int:
+    if len(rows) == 0 or room == 0:
+        return present
+    rooms.setdefault(room, []).append(rows)
+    return present | (1 << room)
+
+
+def _first_fit(lengths: IntArray, capacity: int) -> IntArray:
+    """Row of each piece: the first, in order of opening, with room."""
+    row = np.empty(len(lengths), np.int64)
+    room = np.zeros(max(len(lengths), 1), np.int64)
+    opened = first = 0  # rows before `first` cannot take even the shortest piece
+    shortest = int(lengths.min()) if len(lengths) else 1
+    for index, length in enumerate(lengths.tolist()):
+        while first < opened and room[first] < shortest:
+            first += 1
+        fits = room[first:opened] >= length
+        at = int(fits.argmax()) if len(fits) else 0
+        if len(fits) and fits[at]:
+            at += first
+        else:
+            at = opened
+            room[at] = capacity
+            opened += 1
+        room[at] -= length
+        row[index] = at
+    return row
+
+
+def _greedy(lengths: IntArray, capacity: int) -> IntArray:
+    """Row of each piece: the open one, or the next where it does not fit (next-fit)."""
+    ends = np.cumsum(lengths)
+    starts: list[int] = []
+    at, used, total = 0, 0, len(lengths)
+    while at < total:
+        starts.append(at)
+        at = int(np.searchsorted(ends, used + capacity, side="right"))
+        used = int(ends[at - 1])
+    row = np.zeros(total, np.int64)
+    row[starts[1:]] = 1
+    return np.cumsum(row)
+
+
+def _wrapped(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Pieces of the joined stream, cut at the ends of documents and of rows."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = np.unique(np.concatenate([ends, np.arange(0, total + 1, capacity), [0, total]]))
+    begin, length = cuts[:-1], np.diff(cuts)
+    document = np.searchsorted(ends, begin, side="right")
+    start = begin - (ends - lengths)[document]
+    return document, start, length, begin // capacity
+
+
+_BINS: dict[str, Callable[[IntArray, int], IntArray]] = {
+    "bfd": _best_fit_decreasing,
+    "first_fit": _first_fit,
+    "greedy": _greedy,
+}
+STRATEGIES = (*_BINS, "wrapped")
