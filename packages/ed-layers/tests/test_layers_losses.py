@@ -64,7 +64,7 @@ def test_a_dropped_token_has_no_gradient(parts):
 
 
 def test_no_array_of_all_logits_exists():
-    """The compiled step of 4096 tokens keeps one chunk of logits, not all (4096 x 8192 = 128 MiB)."""
+    """The compiled step of 4096 tokens keeps a chunk of logits, not all 128 MiB of them."""
     n, d, v, chunk = 4096, 16, 8192, 128
 
     def step(hidden, head, targets, weights):

@@ -1,1 +1,49 @@
-"""Attention, caches, norms, rotary embeddings, scanned depth, remat and losses for JAX language models."""
+"""Attention, caches, norms, rotary embeddings, depth, remat and losses of JAX language models."""
+
+from typing import TYPE_CHECKING
+
+from ed_infra.lazy import attach
+
+if TYPE_CHECKING:
+    from ed_layers.attention import MECHANISMS as MECHANISMS
+    from ed_layers.attention import Mechanism as Mechanism
+    from ed_layers.attention import attend as attend
+    from ed_layers.cache import DenseCache as DenseCache
+    from ed_layers.cache import LayerCacheSpec as LayerCacheSpec
+    from ed_layers.cache import PagedCache as PagedCache
+    from ed_layers.cache import RaggedBatch as RaggedBatch
+    from ed_layers.context import Ctx as Ctx
+    from ed_layers.embed import Embed as Embed
+    from ed_layers.linear import Linear as Linear
+    from ed_layers.losses import cross_entropy_sum as cross_entropy_sum
+    from ed_layers.losses import token_logprobs as token_logprobs
+    from ed_layers.mlp import GatedMLP as GatedMLP
+    from ed_layers.norms import RMSNorm as RMSNorm
+    from ed_layers.rotary import apply_rotary as apply_rotary
+    from ed_layers.rotary import rope_tables as rope_tables
+    from ed_layers.stack import Stack as Stack
+    from ed_layers.stack import to_layout as to_layout
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "Ctx": "ed_layers.context",
+        "DenseCache": "ed_layers.cache",
+        "Embed": "ed_layers.embed",
+        "GatedMLP": "ed_layers.mlp",
+        "LayerCacheSpec": "ed_layers.cache",
+        "Linear": "ed_layers.linear",
+        "MECHANISMS": "ed_layers.attention",
+        "Mechanism": "ed_layers.attention",
+        "PagedCache": "ed_layers.cache",
+        "RMSNorm": "ed_layers.norms",
+        "RaggedBatch": "ed_layers.cache",
+        "Stack": "ed_layers.stack",
+        "apply_rotary": "ed_layers.rotary",
+        "attend": "ed_layers.attention",
+        "cross_entropy_sum": "ed_layers.losses",
+        "rope_tables": "ed_layers.rotary",
+        "to_layout": "ed_layers.stack",
+        "token_logprobs": "ed_layers.losses",
+    },
+)

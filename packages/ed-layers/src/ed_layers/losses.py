@@ -1,8 +1,8 @@
 """Log-probabilities and cross-entropy from hidden states, without the [n, v] array of logits.
 
-`token_logprobs` is the one function under every trainer's loss, `prompt_logprobs` and evaluation, so
-that they agree by construction. `cross_entropy_sum` is its special case for a weighted sum, whose
-gradient is computed in the forward pass: three matmuls instead of four.
+`token_logprobs` is the one function under every trainer's loss, `prompt_logprobs` and evaluation,
+so that they agree by construction. `cross_entropy_sum` is its special case for a weighted sum,
+whose gradient is computed in the forward pass: three matmuls instead of four.
 
 Legend: n tokens, d hidden, v vocabulary, c tokens in a chunk.
 """
