@@ -42,10 +42,9 @@ def make_batch(
     """
     inform, document, start, count, row_of, segment = _pieces(rows)
     ends = np.cumsum(count)
-    first = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(
-        np.bincount(row_of, weights=count, minlength=len(rows)).astype(np.int64), out=first[1:]
-    )
+    used = np.zeros(len(rows), np.int64)  # tokens of each row
+    np.add.at(used, row_of, count)
+    before = np.cumsum(used) - used
     width = seq_length
     if width_multiple is not None and len(rows):
         longest = int(used.max())

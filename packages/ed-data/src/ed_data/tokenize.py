@@ -51,8 +51,9 @@ class Encoder:
         Raises:
             DataError: there is no end-of-document id, or the chat template marks no answers.
         """
-        if eos is None:
-            eos = tokenizer.eos_token_id
+        own = tokenizer.eos_token_id
+        if eos is None and isinstance(own, int):
+            eos = own
         if eos is None:
             raise DataError(
                 "the tokenizer has no end-of-text token; set mixture.pack_eos_token_id to the id "
@@ -140,8 +141,8 @@ class Encoder:
                 f"inform {label!r} has chat messages, and the tokenizer has no chat template"
             )
         try:
-            found = self.tokenizer.apply_chat_template(
-                [document.content for document in documents],
+            found: Any = self.tokenizer.apply_chat_template(
+                [document.content for document in documents],  # pyright: ignore[reportArgumentType]
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=self.assistant_only_loss,
