@@ -1,1 +1,76 @@
-"""Configuration, device meshes, sharding, registry, rope and mask maths for JAX language models."""
+"""Configuration, device meshes, sharding, registry, rope and mask maths for JAX language models.
+
+Importing this package imports neither jax nor transformers; the names below do when they are used.
+"""
+
+from typing import TYPE_CHECKING
+
+from ed_infra.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "AXIS_NAMES": "ed_infra.axes",
+        "PARAM_AXES": "ed_infra.axes",
+        "PartitionAxis": "ed_infra.axes",
+        "EasyDeLBaseConfig": "ed_infra.config",
+        "EasyDeLBaseConfigDict": "ed_infra.config",
+        "canonical_dtype": "ed_infra.dtypes",
+        "EasyDeLBackends": "ed_infra.enums",
+        "EasyDeLGradientCheckPointers": "ed_infra.enums",
+        "EasyDeLPlatforms": "ed_infra.enums",
+        "EasyMethod": "ed_infra.enums",
+        "TaskType": "ed_infra.enums",
+        "CheckpointError": "ed_infra.errors",
+        "ConfigError": "ed_infra.errors",
+        "EasyDeLError": "ed_infra.errors",
+        "MeshError": "ed_infra.errors",
+        "RegistryError": "ed_infra.errors",
+        "MaskInfo": "ed_infra.masks",
+        "create_mesh": "ed_infra.mesh",
+        "Options": "ed_infra.options",
+        "BaseModelOutput": "ed_infra.outputs",
+        "CausalLMOutput": "ed_infra.outputs",
+        "Metric": "ed_infra.outputs",
+        "PartitionManager": "ed_infra.partition",
+        "get_config": "ed_infra.registry",
+        "get_module": "ed_infra.registry",
+        "register_config": "ed_infra.registry",
+        "register_module": "ed_infra.registry",
+        "AttnMaskDetail": "ed_infra.specs",
+        "BaseOperationConfig": "ed_infra.specs",
+        "EasyDeLQuantizationConfig": "ed_infra.specs",
+        "LoraSpec": "ed_infra.specs",
+    },
+)
+
+if TYPE_CHECKING:
+    from ed_infra.axes import AXIS_NAMES, PARAM_AXES, PartitionAxis
+    from ed_infra.config import EasyDeLBaseConfig, EasyDeLBaseConfigDict
+    from ed_infra.dtypes import canonical_dtype
+    from ed_infra.enums import (
+        EasyDeLBackends,
+        EasyDeLGradientCheckPointers,
+        EasyDeLPlatforms,
+        EasyMethod,
+        TaskType,
+    )
+    from ed_infra.errors import (
+        CheckpointError,
+        ConfigError,
+        EasyDeLError,
+        MeshError,
+        RegistryError,
+    )
+    from ed_infra.masks import MaskInfo
+    from ed_infra.mesh import create_mesh
+    from ed_infra.options import Options
+    from ed_infra.outputs import BaseModelOutput, CausalLMOutput, Metric
+    from ed_infra.partition import PartitionManager
+    from ed_infra.registry import get_config, get_module, register_config, register_module
+    from ed_infra.specs import (
+        AttnMaskDetail,
+        BaseOperationConfig,
+        EasyDeLQuantizationConfig,
+        LoraSpec,
+    )

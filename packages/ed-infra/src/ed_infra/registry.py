@@ -1,0 +1,175 @@
+"""Which class configures, and which computes, a model type. Names no model itself.
+
+Families register themselves when they are imported; they are imported when their model type is
+asked for, through the entry points of group `easydel.models` (name = model type, value = module).
+So a package adds a family by declaring an entry point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from ed_infra.enums import TaskType, canonical_task
+from ed_infra.errors import RegistryError, did_you_mean
+
+C = TypeVar("C", bound=type)
+
+GROUP = "easydel.models"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRegistration:
+    """A module class, and what belongs to it.
+
+    Attributes:
+        module: the class.
+        config: its configuration class.
+        embedding_layer_names: names of embeddings, for weight conversion.
+        layernorm_names: names of norms.
+    """
+
+    module: type
+    config: type
+    embedding_layer_names: tuple[str, ...] = ()
+    layernorm_names: tuple[str, ...] = ()
+
+
+_configs: dict[str, type] = {}
+_modules: dict[tuple[TaskType, str], ModuleRegistration] = {}
+
+
+def register_config(config_type: str) -> Callable[[C], C]:
+    """Decorate a configuration class: `@register_config("llama")`.
+
+    Raises:
+        RegistryError: another class has the model type.
+    """
+
+    def add(cls: C) -> C:
+        known = _configs.get(config_type)
+        if known is not None and not _same(known, cls):
+            raise RegistryError(
+                f"model type {config_type!r} is configured by {known.__module__}."
+                f"{known.__qualname__} already: choose another model type"
+            )
+        _configs[config_type] = cls
+        return cls
+
+    return add
+
+
+def register_module(
+    task_type: TaskType | str,
+    config: type,
+    model_type: str,
+    embedding_layer_names: Sequence[str] | None = None,
+    layernorm_names: Sequence[str] | None = None,
+) -> Callable[[C], C]:
+    """Decorate a module class: `@register_module(TaskType.CAUSAL_LM, LlamaConfig, "llama")`.
+
+    The class gets the attributes `config_class`, `model_type` and `model_task`.
+
+    Raises:
+        RegistryError: another class has the task and model type.
+    """
+    task = canonical_task(task_type)
+
+    def add(cls: C) -> C:
+        known = _modules.get((task, model_type))
+        if known is not None and not _same(known.module, cls):
+            raise RegistryError(
+                f"{task} of model type {model_type!r} is {known.module.__module__}."
+                f"{known.module.__qualname__} already: choose another model type"
+            )
+        _modules[task, model_type] = ModuleRegistration(
+            cls, config, tuple(embedding_layer_names or ()), tuple(layernorm_names or ())
+        )
+        cls.config_class, cls.model_type, cls.model_task = config, model_type, task  # type: ignore
+        return cls
+
+    return add
+
+
+def _same(a: type, b: type) -> bool:
+    # A module that is imported again (a notebook, a reload) defines its classes again.
+    return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
+
+
+@functools.cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _load(model_type: str) -> None:
+    """Import the module that an installed package names for a model type."""
+    point = _entry_points().get(model_type)
+    if point is None:
+        return
+    try:
+        point.load()
+    except ImportError as error:
+        raise RegistryError(
+            f"model type {model_type!r} is provided by {point.value}, which cannot be imported: "
+            f"{error}"
+        ) from error
+
+
+def model_types() -> list[str]:
+    """Return every model type that is registered or installed, sorted."""
+    return sorted({*_configs, *_entry_points()})
+
+
+def get_config(model_type: str) -> Any:
+    """Return the configuration class of a model type.
+
+    Raises:
+        RegistryError: no installed package provides it.
+    """
+    if model_type not in _configs:
+        _load(model_type)
+    if model_type not in _configs:
+        raise _unknown(model_type)
+    return _configs[model_type]
+
+
+def get_module_registration(task_type: TaskType | str, model_type: str) -> ModuleRegistration:
+    """Return what is registered for a task and model type.
+
+    Raises:
+        RegistryError: no installed package provides the model type, or not for this task.
+    """
+    task = canonical_task(task_type)
+    if (task, model_type) not in _modules:
+        _load(model_type)
+    if (task, model_type) in _modules:
+        return _modules[task, model_type]
+    tasks = sorted(t.value for t, name in _modules if name == model_type)
+    if tasks:
+        raise RegistryError(
+            f"model type {model_type!r} has no {task.value} module (it has: {', '.join(tasks)})"
+        )
+    raise _unknown(model_type)
+
+
+def get_module(task_type: TaskType | str, model_type: str) -> Any:
+    """Return the module class of a task and model type; errors as `get_module_registration`."""
+    return get_module_registration(task_type, model_type).module
+
+
+def tasks_of(model_type: str) -> list[TaskType]:
+    """Return the tasks that a model type has modules for."""
+    _load(model_type)
+    return [task for task, name in _modules if name == model_type]
+
+
+def _unknown(model_type: str) -> RegistryError:
+    known = model_types()
+    return RegistryError(
+        f"unknown model type {model_type!r}{did_you_mean(model_type, known)} "
+        f"(known: {', '.join(known) or 'none: is ed-models installed?'}). "
+        f"A package adds one by an entry point of group {GROUP!r}"
+    )

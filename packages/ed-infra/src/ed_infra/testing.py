@@ -1,0 +1,105 @@
+"""What the tests of several packages share. Not imported by the packages themselves."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+#: A Llama that is built and compiled in seconds; grouped-query attention, dimensions that divide
+#: over meshes of 2, 4 and 8 devices.
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+#: The scaling of Llama 3.1, with lengths that a tiny model reaches.
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def tiny_llama(**changes: Any) -> dict[str, Any]:
+    """Return the fields of a tiny Llama, some of them changed."""
+    return {**TINY_LLAMA, **changes}
+
+
+def require_torch() -> Any:
+    """Return torch, or skip the test that calls this (and count it: the marker is `torch`)."""
+    import pytest
+
+    return pytest.importorskip("torch", reason="torch is not installed: no comparison with it")
+
+
+def english_topics() -> dict[str, str]:
+    """Return English text that every Python brings: topic -> text, from `pydoc_data.topics`."""
+    from pydoc_data.topics import topics
+
+    return dict(topics)
+
+
+def random_hf_llama(
+    directory: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    max_shard_size: str | int = "5GB",
+    scale: float = 3.0,
+    **config: Any,
+) -> pathlib.Path:
+    """Save a Llama with random weights, made by torch transformers, and return its directory.
+
+    Args:
+        directory: where to; made if missing.
+        seed: of the weights.
+        max_shard_size: as in `transformers`; a small size makes several files and an index.
+        scale: factor of the weight matrices over the usual initialization, so that attention is
+            far from uniform and mistakes show.
+        config: fields of the tiny Llama to change.
+    """
+    torch = require_torch()
+    import transformers
+
+    torch.manual_seed(seed)
+    fields = tiny_llama(**config)
+    fields.pop("model_type")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # all ones at first: a norm that is ignored would not show
+                weight.add_(0.2 * torch.randn_like(weight))
+            else:
+                weight.mul_(scale)
+    path = pathlib.Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def hf_logits(directory: str | os.PathLike[str], input_ids: Any, **inputs: Any) -> Any:
+    """Return the float32 logits [b, s, v] of torch transformers on int [b, s], as numpy."""
+    torch = require_torch()
+    import numpy as np
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.eval()
+    tensors = {name: torch.tensor(np.asarray(value)) for name, value in inputs.items()}
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor(np.asarray(input_ids)), **tensors)
+    return output.logits.float().numpy()
