@@ -1,0 +1,145 @@
+"""`generate` against a plain loop without cache, and its independence of padding and batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra.errors import ConfigError
+from ed_models import generation
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from flax import nnx
+
+LENGTH, NEW = 12, 10
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=48,
+        eos_token_id=None,
+        bos_token_id=None,
+        initializer_range=0.3,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    return LlamaForCausalLM.create(config, seed=2)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return np.random.default_rng(0).integers(1, 64, (3, LENGTH))
+
+
+@pytest.fixture(scope="module")
+def greedy(model, prompt):
+    """[3, NEW], by running the whole sequence again for each token."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def best(state, ids, n):
+        return jnp.argmax(nnx.merge(graphdef, state)(ids).logits[:, n - 1], axis=-1)
+
+    ids = np.zeros((3, LENGTH + NEW), np.int32)
+    ids[:, :LENGTH] = prompt
+    for n in range(LENGTH, LENGTH + NEW):
+        ids[:, n] = best(state, ids, n)
+    return ids[:, LENGTH:]
+
+
+def test_equals_a_loop_without_cache(model, prompt, greedy):
+    out = model.generate(prompt, max_new_tokens=NEW)
+    np.testing.assert_array_equal(out.sequences[:, :LENGTH], prompt)
+    np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
+
+
+def test_padding_and_other_rows_change_nothing(model, prompt, greedy):
+    ids = np.full((2, LENGTH + 9), 63)
+    mask = np.zeros_like(ids)
+    ids[0, 9:], mask[0, 9:] = prompt[2], 1
+    ids[1, 3:-6], mask[1, 3:-6] = prompt[0], 1  # on the right, too
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW)
+    np.testing.assert_array_equal(out.sequences[:, LENGTH + 9 :], greedy[[2, 0]])
+
+
+def test_padding_is_recognized_where_it_is_known(model, prompt, greedy):
+    ids = np.zeros((1, LENGTH + 4), int)
+    ids[0, 4:] = prompt[1]
+    out = model.generate(ids, max_new_tokens=NEW, pad_token_id=0)
+    np.testing.assert_array_equal(out.sequences[0, LENGTH + 4 :], greedy[1])
+
+
+def test_draws_do_not_depend_on_padding_batch_or_length(model, prompt):
+    options = {"do_sample": True, "temperature": 1.5, "seed": 4, "top_k": 40, "top_p": 0.95}
+    whole = model.generate(prompt, max_new_tokens=NEW, **options).sequences[:, LENGTH:]
+    again = model.generate(prompt, max_new_tokens=NEW, **options).sequences[:, LENGTH:]
+    np.testing.assert_array_equal(whole, again)
+    ids = np.concatenate([np.zeros((1, 5), int), prompt[:1]], axis=1)
+    alone = model.generate(ids, max_new_tokens=NEW + 4, pad_token_id=0, **options).sequences
+    np.testing.assert_array_equal(alone[0, LENGTH + 5 :][:NEW], whole[0])
+    other = model.generate(prompt, max_new_tokens=NEW, **{**options, "seed": 5}).sequences
+    assert (other[:, LENGTH:] != whole).any()
+    # Row i draws with seed + i.
+    second = model.generate(prompt[1:], max_new_tokens=NEW, **{**options, "seed": 5}).sequences
+    np.testing.assert_array_equal(second[:, LENGTH:], whole[1:])
+
+
+def test_rows_end_at_an_end_token(model, prompt, greedy):
+    end = int(greedy[0, 3])
+    assert end not in greedy[0, :3]
+    out = model.generate(prompt, max_new_tokens=NEW, eos_token_id=[end], pad_token_id=0)
+    new = out.sequences[:, LENGTH:]
+    np.testing.assert_array_equal(new[0, :4], greedy[0, :4])
+    assert not new[0, 4:].any()
+    for row in (1, 2):
+        stop = [*greedy[row], end].index(end)
+        np.testing.assert_array_equal(new[row, :stop], greedy[row, :stop])
+
+
+def test_stops_when_every_row_has_ended(model, prompt, greedy):
+    out = model.generate(prompt[:1], max_new_tokens=NEW, eos_token_id=int(greedy[0, 3]))
+    assert out.sequences.shape == (1, LENGTH + 4)
+
+
+def test_unrolled_says_the_same(model, prompt, greedy):
+    out = model.to_layout("leaves").generate(prompt, max_new_tokens=NEW)
+    np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
+
+
+def test_eight_devices_say_the_same(model, prompt, greedy):
+    # 3 rows do not divide over 4 devices of fsdp, nor 2 key heads over... they do over tp = 2.
+    config = model.config.replace(sharding_axis_dims=(1, 4, 1, 2, 1))
+    sharded = LlamaForCausalLM.create(config, seed=2)
+    out = sharded.generate(prompt, max_new_tokens=NEW)
+    np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
+
+
+def test_lengths_share_programs(model, prompt):
+    generation._programs.cache_clear()
+    for cut, new in ((3, 4), (5, 16), (LENGTH, 9)):
+        model.generate(prompt[:, :cut], max_new_tokens=new)
+    assert generation._programs.cache_info().misses == 1
+
+
+class TestRefused:
+    def test_shape(self, model):
+        with pytest.raises(ConfigError, match=r"shape \[4\]; it must be \[rows, tokens\]"):
+            model.generate(np.ones(4, int))
+
+    def test_mask_of_another_shape(self, model, prompt):
+        with pytest.raises(ConfigError, match="they must be equal"):
+            model.generate(prompt, attention_mask=np.ones((3, 4)))
+
+    def test_a_row_of_padding(self, model, prompt):
+        mask = np.ones_like(prompt)
+        mask[1] = 0
+        with pytest.raises(ConfigError, match="row 1 of input_ids is nothing but padding"):
+            model.generate(prompt, attention_mask=mask)
+
+    def test_too_long(self, model, prompt):
+        with pytest.raises(ConfigError, match="ask for at most 36 new tokens"):
+            model.generate(prompt, max_new_tokens=40)

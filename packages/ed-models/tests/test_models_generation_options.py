@@ -1,0 +1,78 @@
+"""Where each option of `generate` comes from, and what is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from ed_infra.errors import ConfigError
+from ed_models.generation_options import GenerationOptions
+from ed_models.sampling import Sampling
+from transformers import GenerationConfig
+
+MODEL = SimpleNamespace(eos_token_id=2, pad_token_id=None, bos_token_id=1)
+
+
+def resolve(generation_config=None, checkpoint=None, model_config=MODEL, **given):
+    return GenerationOptions.resolve(
+        given=given,
+        generation_config=generation_config,
+        checkpoint=checkpoint and json.dumps(checkpoint),
+        model_config=model_config,
+        prompt_length=10,
+    )
+
+
+def test_defaults():
+    options = resolve()
+    assert options == GenerationOptions(128, (2,), 2, False, Sampling())
+
+
+def test_arguments_win_over_the_configuration_and_that_over_the_checkpoint():
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=[4, 5], do_sample=True, top_k=3)
+    checkpoint = {"eos_token_id": 9, "pad_token_id": 8, "do_sample": True, "temperature": 0.1}
+    options = resolve(config, checkpoint, max_new_tokens=5)
+    assert options.max_new_tokens == 5
+    assert options.eos_token_id == (4, 5)
+    assert (options.pad_token_id, options.pad_is_known) == (8, True)
+    assert options.sampling == Sampling(do_sample=True, top_k=3)
+
+
+def test_the_checkpoint_does_not_switch_drawing_on():
+    assert resolve(None, {"do_sample": True, "temperature": 0.6}).sampling == Sampling()
+
+
+def test_no_end_at_all():
+    assert resolve(None, {"eos_token_id": 9}, eos_token_id=[]).eos_token_id == ()
+
+
+def test_greedy_programs_do_not_differ_by_what_drawing_would_do():
+    config = {"temperature": 0.6, "top_p": 0.9}
+    assert resolve(config).sampling == Sampling()
+    assert resolve({"top_k": 0, "do_sample": True}).sampling.top_k is None
+
+
+def test_max_length_counts_the_prompt():
+    assert resolve({"max_length": 25}).max_new_tokens == 15
+    with pytest.raises(ConfigError, match="which has 10 tokens already"):
+        resolve({"max_length": 9})
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_an_option_without_effect_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} has no effect .* pass do_sample=True"):
+        resolve(**{name: 1})
+
+
+def test_what_is_not_supported_is_named():
+    with pytest.raises(ConfigError, match="num_beams=3, which generate does not support"):
+        resolve(GenerationConfig(num_beams=3))
+    with pytest.raises(ConfigError, match="did you mean 'temperature'"):
+        resolve({"temprature": 0.3})
+    with pytest.raises(ConfigError, match="or a mapping"):
+        resolve(3)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5])
+def test_new_tokens_are_a_positive_number(count):
+    with pytest.raises(ConfigError, match="max_new_tokens is"):
+        resolve(max_new_tokens=count)

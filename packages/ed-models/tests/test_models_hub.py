@@ -1,0 +1,345 @@
+"""Loading and saving directories: placement, dtypes, replacement, and every way to be wrong."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError, ConfigError, RegistryError
+from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM, hub, saving
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+ONE = (1, 1, 1, 1, 1)
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LlamaConfig(**SHAPE, sharding_axis_dims=ONE)
+    return LlamaForCausalLM.create(config, seed=1, dtype=jnp.float32, param_dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    """A directory in several files; tests that change it take a copy."""
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    model.save_pretrained(directory, max_shard_size="10KB")
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def load(directory, dims=ONE, **options):
+    return AutoEasyDeLModelForCausalLM.from_pretrained(
+        directory, sharding_axis_dims=dims, **options
+    )
+
+
+def tensors(directory):
+    merged = {}
+    for file in directory.glob("*.safetensors"):
+        merged |= load_file(file)
+    return merged
+
+
+def rewrite(directory, content):
+    """Replace all weights by one file."""
+    for file in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(content, directory / "model.safetensors")
+
+
+def equal(a, b):
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_layout_is_hugging_faces(saved):
+    names = sorted(p.name for p in saved.iterdir())
+    assert names[:2] == ["config.json", "generation_config.json"]
+    assert names[-1] == "model.safetensors.index.json"
+    assert all(n.startswith("model-0000") for n in names[2:-1])
+    config = json.loads((saved / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["model_type"], config["dtype"]) == ("llama", "float32")
+    stored = tensors(saved)
+    assert stored["model.layers.2.mlp.down_proj.weight"].shape == (16, 24)
+    assert len(stored) == 3 * 9 + 3
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
+def test_values_are_the_same_on_any_mesh(model, saved, dims, scan_layers):
+    again = load(saved, dims, config_kwargs={"scan_layers": scan_layers})
+    assert again.mesh.size == np.prod(dims)
+    want = model if scan_layers else model.to_layout("leaves")
+    assert equal(nnx.state(again), nnx.state(want))
+    kernel = again.lm_head.kernel.get_value()
+    parts = {s.data.shape for s in kernel.addressable_shards}
+    assert parts == {(16 // dims[1], 64 // dims[3])}
+
+
+def test_a_device_reads_only_its_slice(saved, monkeypatch):
+    from ed_models.tensor_files import TensorFiles
+
+    read, original = [], TensorFiles.read
+
+    def spy(self, name, index=()):
+        value = original(self, name, index)
+        read.append((name, value.size))
+        return value
+
+    monkeypatch.setattr(TensorFiles, "read", spy)
+    load(saved, (1, 2, 1, 4, 1))
+    of_head = [size for name, size in read if name == "lm_head.weight"]
+    assert of_head == [16 * 64 // 8] * 8
+
+
+def test_parameters_are_converted_once_and_directly(model, copy):
+    # bfloat16 reaches beyond float16: a detour through it would give infinities.
+    content = {n: v.astype(ml_dtypes.bfloat16) for n, v in tensors(copy).items()}
+    content["lm_head.weight"] = content["lm_head.weight"] * ml_dtypes.bfloat16(1e30)
+    rewrite(copy, content)
+    wide = load(copy, param_dtype=jnp.float32)
+    got = np.asarray(wide.lm_head.kernel.get_value())
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, content["lm_head.weight"].T.astype(np.float32))
+    narrow = load(copy, dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    assert narrow.lm_head.kernel.get_value().dtype == jnp.bfloat16
+    assert narrow.dtype == jnp.float32
+
+
+def test_unsharded(saved):
+    model = load(saved, (1, 8, 1, 1, 1), auto_shard_model=False)
+    assert {len(leaf.devices()) for leaf in jax.tree.leaves(nnx.state(model))} == {1}
+
+
+def test_partition_rules_override(saved):
+    rules = [("lm_head/kernel", (None, "fsdp"))]
+    model = load(saved, (1, 8, 1, 1, 1), partition_rules=rules)
+    kernel = model.lm_head.kernel.get_value()
+    assert {s.data.shape for s in kernel.addressable_shards} == {(16, 8)}
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        load(saved, partition_rules=[("lm_haed/kernel", (None, "fsdp"))])
+
+
+def test_a_class_loads_itself(saved, model):
+    again = LlamaForCausalLM.from_pretrained(saved, sharding_axis_dims=ONE)
+    assert equal(nnx.state(again), nnx.state(model))
+
+
+def test_unknown_options_are_errors(saved):
+    with pytest.raises(TypeError, match="dtyp"):
+        load(saved, dtyp=jnp.float32)
+    with pytest.raises(ConfigError, match="did you mean 'attn_mechanism'"):
+        load(saved, config_kwargs={"attn_mechansim": "vanilla"})
+
+
+def test_config_only(saved):
+    config = AutoEasyDeLConfig.from_pretrained(saved, scan_layers=False)
+    assert isinstance(config, LlamaConfig)
+    assert (config.hidden_size, config.scan_layers) == (16, False)
+
+
+def test_from_config_is_random_and_seeded():
+    config = LlamaConfig(**SHAPE, sharding_axis_dims=(1, 8, 1, 1, 1))
+    make = AutoEasyDeLModelForCausalLM.from_config
+    a, b, c = make(config, seed=3), make(config, rngs=nnx.Rngs(5)), make(config, rngs=nnx.Rngs(5))
+    assert a.lm_head.kernel.get_value().dtype == jnp.bfloat16
+    assert equal(nnx.state(b), nnx.state(c))
+    assert not equal(nnx.state(a), nnx.state(b))
+
+
+class TestBadCheckpoints:
+    def test_missing_and_left_over_with_the_nearest_name(self, copy):
+        content = tensors(copy)
+        content["model.layers.1.mlp.up_porj.weight"] = content.pop(
+            "model.layers.1.mlp.up_proj.weight"
+        )
+        rewrite(copy, content)
+        with pytest.raises(CheckpointError) as error:
+            load(copy)
+        text = str(error.value)
+        assert "missing (1):\n    model.layers.1.mlp.up_proj.weight; did you mean 'model.la" in text
+        assert "not in the model (1):\n    model.layers.1.mlp.up_porj.weight" in text
+
+    def test_shapes_are_both_said_and_all_listed(self, copy):
+        content = tensors(copy)
+        content["model.norm.weight"] = np.ones((17,), np.float32)
+        content["lm_head.weight"] = content["lm_head.weight"].T.copy()
+        rewrite(copy, content)
+        with pytest.raises(CheckpointError) as error:
+            load(copy)
+        text = str(error.value)
+        assert "model.norm.weight: the file has [17], the model [16]" in text
+        assert "lm_head.weight: the file has [16, 64], the model [64, 16]" in text
+
+    def test_too_few_layers(self, copy):
+        content = {n: v for n, v in tensors(copy).items() if ".layers.2." not in n}
+        rewrite(copy, content)
+        with pytest.raises(CheckpointError, match=r"missing \(9\)"):
+            load(copy)
+
+    def test_a_head_that_is_tied_may_lie_in_the_file(self, copy):
+        content = tensors(copy)
+        assert load(copy, config_kwargs={"tie_word_embeddings": True}) is not None
+        del content["lm_head.weight"]
+        rewrite(copy, content)
+        assert load(copy, config_kwargs={"tie_word_embeddings": True}) is not None
+        with pytest.raises(CheckpointError, match=r"missing \(1\):\n    lm_head\.weight"):
+            load(copy)
+
+    def test_buffers_of_old_checkpoints_are_no_leftovers(self, copy):
+        content = tensors(copy)
+        content["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones((2,), np.float32)
+        rewrite(copy, content)
+        load(copy)
+
+    def test_a_missing_file(self, copy):
+        next(copy.glob("model-00002*")).unlink()
+        with pytest.raises(CheckpointError, match="not there: model-00002"):
+            load(copy)
+
+    def test_no_configuration(self, copy):
+        (copy / "config.json").unlink()
+        with pytest.raises(CheckpointError, match=r"has no config\.json"):
+            load(copy)
+
+    def test_broken_configuration(self, copy):
+        (copy / "config.json").write_text("{")
+        with pytest.raises(CheckpointError, match="is not a JSON object"):
+            load(copy)
+        (copy / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match='does not say its "model_type"'):
+            load(copy)
+
+    def test_unknown_model_type(self, copy):
+        (copy / "config.json").write_text('{"model_type": "lama"}')
+        with pytest.raises(RegistryError, match="did you mean 'llama'"):
+            load(copy)
+
+
+class TestWhere:
+    def test_no_such_directory(self, tmp_path):
+        for name in (tmp_path / "absent", "./absent", "~/absent"):
+            with pytest.raises(CheckpointError, match="is not there; give the directory"):
+                hub.resolve(name)
+
+    def test_a_file(self, saved):
+        with pytest.raises(CheckpointError, match="is a file; give the directory"):
+            hub.resolve(saved / "config.json")
+
+    def test_a_repository_that_cannot_be_asked(self, tmp_path):
+        with pytest.raises(CheckpointError, match="not in the hub's local cache"):
+            hub.resolve("nobody/nothing", cache_dir=tmp_path, local_files_only=True)
+
+    def test_no_name_of_a_repository(self):
+        with pytest.raises(CheckpointError, match="neither a directory here nor a repository"):
+            hub.resolve("a/b/c")
+
+    def test_from_the_cache(self, saved, tmp_path):
+        repo = tmp_path / "models--org--tiny"
+        shutil.copytree(saved, repo / "snapshots" / "abc")
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text("abc")
+        model = load("org/tiny", cache_dir=tmp_path, local_files_only=True)
+        assert model.config.hidden_size == 16
+
+
+class TestSaving:
+    def test_one_file_and_another_dtype(self, model, tmp_path):
+        model.save_pretrained(tmp_path / "m", dtype="bfloat16")
+        stored = load_file(tmp_path / "m" / "model.safetensors")
+        assert {v.dtype for v in stored.values()} == {np.dtype(ml_dtypes.bfloat16)}
+        config = json.loads((tmp_path / "m" / "config.json").read_text())
+        assert config["dtype"] == "bfloat16"
+
+    def test_a_model_is_replaced_and_other_files_stay(self, model, copy):
+        (copy / "notes.txt").write_text("mine")
+        (copy / "checkpoints").mkdir()
+        model.save_pretrained(copy)
+        names = {p.name for p in copy.iterdir()}
+        assert names == {
+            "notes.txt",
+            "checkpoints",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+        }
+        assert equal(nnx.state(load(copy)), nnx.state(model))
+        assert [p.name for p in copy.parent.iterdir()] == ["copy"]
+
+    def test_a_failed_save_leaves_the_old_model(self, model, copy, monkeypatch):
+        def fail(*_, **__):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(saving, "write_tensors", fail)
+        before = {p.name: p.read_bytes() for p in copy.iterdir()}
+        with pytest.raises(OSError, match="disk full"):
+            model.save_pretrained(copy)
+        assert {p.name: p.read_bytes() for p in copy.iterdir()} == before
+        assert [p.name for p in copy.parent.iterdir()] == ["copy"]
+
+    def test_a_file_is_no_directory(self, model, tmp_path):
+        (tmp_path / "x").write_text("")
+        with pytest.raises(CheckpointError, match="is a file"):
+            model.save_pretrained(tmp_path / "x")
+
+    def test_generation_settings_survive(self, copy, tmp_path):
+        text = '{"eos_token_id": [5, 6], "temperature": 0.6, "do_sample": true}'
+        (copy / "generation_config.json").write_text(text)
+        load(copy).save_pretrained(tmp_path / "again")
+        assert (tmp_path / "again" / "generation_config.json").read_text() == text
+
+    def test_the_tokenizer_goes_with_it(self, model, tmp_path):
+        class Tokenizer:
+            def save_pretrained(self, directory):
+                (directory / "tokenizer.json").write_text("{}")
+
+        model.save_pretrained(tmp_path / "m", tokenizer=Tokenizer())
+        assert (tmp_path / "m" / "tokenizer.json").is_file()
+
+    def test_push_to_hub_uploads_a_saved_directory(self, model, monkeypatch):
+        import huggingface_hub
+
+        seen = {}
+
+        class Api:
+            def __init__(self, token):
+                seen["token"] = token
+
+            def create_repo(self, repo_id, private, exist_ok):
+                return type("Repo", (), {"repo_id": repo_id})
+
+            def upload_folder(self, repo_id, folder_path, revision, commit_message):
+                seen["files"] = sorted(p.name for p in folder_path.iterdir())
+                return f"https://hub/{repo_id}"
+
+        monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+        assert model.push_to_hub("me/tiny", token="t") == "https://hub/me/tiny"
+        assert seen["files"] == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_every_registered_family_says_its_task():
+    from ed_infra import registry
+
+    assert registry.get_module(TaskType.CAUSAL_LM, "llama") is LlamaForCausalLM
