@@ -8,6 +8,7 @@ name and renames at the end, so what a crash leaves half-written is not taken fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,12 @@ class Checkpoints:
         if self._open_manager is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._open_manager = ocp.CheckpointManager(
-                self.directory, item_names=("arrays", "run"), options=self._options
+                self.directory,
+                item_handlers={
+                    "arrays": ocp.StandardCheckpointHandler(),
+                    "run": ocp.JsonCheckpointHandler(),
+                },
+                options=self._options,
             )
         return self._open_manager
 
@@ -122,47 +128,46 @@ class Checkpoints:
                 checkpoints and none can be read.
         """
         steps = self.steps()
+        unreadable: list[tuple[int, Exception]] = []
         for step in reversed(steps):
+            where = str(self.path(step))
             try:
                 saved = dict(self._read(step, "run", ocp.args.JsonRestore()))
                 found = self._manager.item_metadata(step)["arrays"].tree
-                if not found:
-                    raise ValueError("the description of its arrays is missing")
-            except Exception as error:
-                self._set_aside(step, error)
+            except Exception as error:  # whatever a torn file makes of orbax
+                unreadable.append((step, error))
                 continue
-            where = str(self.path(step))
             self._compare(saved, run, where)
             wanted = flat_abstract(state)
             check_fit(wanted, found, where, dtypes=True)
             try:
                 arrays = self._read(step, "arrays", ocp.args.StandardRestore(wanted))
             except Exception as error:
-                self._set_aside(step, error)
+                unreadable.append((step, error))
                 continue
+            self._set_aside(unreadable)
             return step, from_flat(state, arrays), saved
         if steps:
             raise CheckpointError(
-                f"none of the checkpoints in {self.directory} can be read (steps "
-                f"{', '.join(map(str, steps))}): restore one from a copy, or start again with "
-                "another save_directory"
+                f"none of the checkpoints in {self.directory} can be read ("
+                + "; ".join(f"{step}: {_reason(error)}" for step, error in unreadable)
+                + "): restore one from a copy, or start again with another save_directory"
             )
         return None
 
     def _read(self, step: int, item: str, args: Any) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
-    def _set_aside(self, step: int, error: Exception) -> None:
-        reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
-        self._say(f"checkpoint {step} cannot be read and is skipped ({reason})")
+    def _set_aside(self, unreadable: list[tuple[int, Exception]]) -> None:
+        """Rename checkpoints that cannot be read, so that their steps can be saved again."""
+        for step, error in unreadable:
+            self._say(f"checkpoint {step} cannot be read and is skipped ({_reason(error)})")
+        if not unreadable:
+            return
         self.close()
         if jax.process_index() == 0:
-            target = self.directory / f"unreadable-{step}"
-            number = 1
-            while target.exists():
-                number += 1
-                target = self.directory / f"unreadable-{step}-{number}"
-            self.path(step).rename(target)
+            for step, _ in unreadable:
+                self.path(step).rename(_free(self.directory, f"unreadable-{step}"))
 
     def _compare(self, saved: Mapping[str, Any], run: Mapping[str, Any], where: str) -> None:
         before, now = saved["arguments"], run["arguments"]
@@ -223,10 +228,17 @@ def move_aside(directory: Path, names: tuple[str, ...]) -> Path | None:
     present = [directory / name for name in names if (directory / name).exists()]
     if not present:
         return None
-    number = 1
-    while (target := directory / f"earlier-{number}").exists():
-        number += 1
+    target = _free(directory, "earlier")
     target.mkdir()
     for path in present:
         path.rename(target / path.name)
     return target
+
+
+def _free(directory: Path, name: str) -> Path:
+    """Return `<directory>/<name>-<n>` for the first n that is not taken."""
+    return next(p for n in itertools.count(1) if not (p := directory / f"{name}-{n}").exists())
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:200] or type(error).__name__

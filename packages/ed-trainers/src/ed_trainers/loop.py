@@ -186,7 +186,8 @@ class TrainingLoop:
         if step % self.arguments.log_steps and step not in (1, self.total):
             return
         del figures["weight"]
-        row = {"step": step, **figures, "tokens": tokens, "time": time.time()}
+        row = {"step": step, "loss": figures.pop("loss"), **figures}
+        row |= {"tokens": tokens, "time": time.time()}
         if rate is not None:
             row["tokens_per_second"] = rate
         self._window = [0, 0.0]

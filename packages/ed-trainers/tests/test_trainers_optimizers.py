@@ -1,0 +1,144 @@
+"""The optimizer chain: schedules, decay masks by canonical name, masters, clipping."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ed_trainers.arguments import OPTIMIZERS, SFTArguments
+from ed_trainers.optimizers import apply_updates, build_optimizer, decays, global_norm
+from ed_trainers.schedules import build_schedule
+from jax.tree_util import DictKey, GetAttrKey
+
+
+def optimizer(total=10, **given):
+    arguments = SFTArguments(**given)
+    return build_optimizer(arguments, build_schedule(arguments, total))
+
+
+def params(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "q_proj": {"kernel": jax.random.normal(keys[0], (8, 4)).astype(dtype)},
+        "input_layernorm": {"weight": jnp.ones((2, 8), dtype)},
+        "o_proj": {"bias": jax.random.normal(keys[1], (4,)).astype(dtype)},
+    }
+
+
+def steps(tx, tree, count=3):
+    state = tx.init(tree)
+    for _ in range(count):
+        grads = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)), tree)
+        updates, state = tx.update(grads, state, tree)
+        tree = apply_updates(tree, updates, state)
+    return tree, state
+
+
+def rates(total, **given):
+    schedule = build_schedule(SFTArguments(**given), total)
+    return [float(schedule(i)) for i in range(total)]
+
+
+def test_schedules():
+    flat = rates(4, learning_rate=1.0, warmup_steps=2)
+    np.testing.assert_allclose(flat, [0.5, 1, 1, 1])
+    linear = rates(6, learning_rate=1.0, learning_rate_end=0.2, scheduler="linear", warmup_steps=2)
+    np.testing.assert_allclose(linear, [0.5, 1, 1, 0.8, 0.6, 0.4], rtol=1e-6)
+    cosine = rates(4, learning_rate=1.0, scheduler="cosine")
+    np.testing.assert_allclose(cosine, 0.5 * (1 + np.cos(np.pi * np.arange(4) / 4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (("model", "layers", "run_0_4_1", 0, "self_attn", "q_proj", "kernel"), True),
+        (("model", "layers", "run_0_4_1", 0, "self_attn", "q_proj", "bias"), False),
+        (("model", "layers", "run_0_4_1", 0, "input_layernorm", "weight"), False),
+        (("model", "layers", "layer_3", "self_attn", "q_norm", "weight"), False),
+        (("model", "norm", "weight"), False),
+        (("norm",), False),
+        (("model", "embed_tokens", "embedding"), True),
+        (("lm_head", "kernel"), True),
+        (("normalizer_proj", "kernel"), True),
+    ],
+)
+def test_norms_and_biases_do_not_decay(path, expected):
+    keys = tuple(DictKey(part) for part in path)
+    assert decays(keys) is expected
+    assert decays((*keys, GetAttrKey("value"))) is expected
+
+
+def test_adamw_is_optax_adamw_with_a_mask():
+    tree = params()
+    ours, _ = steps(optimizer(learning_rate=0.1, weight_decay=0.5), tree)
+    mask = {
+        "q_proj": {"kernel": True},
+        "input_layernorm": {"weight": False},
+        "o_proj": {"bias": False},
+    }
+    theirs, _ = steps(optax.adamw(0.1, weight_decay=0.5, mask=mask), tree)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("master", ["float32", None])
+def test_every_optimizer_moves_and_keeps_its_dtypes(name, dtype, master):
+    tree = params(dtype)
+    tx = optimizer(optimizer=name, learning_rate=0.1, clip_grad=1.0, master_dtype=master)
+    new, state = steps(tx, tree)
+    assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, tree)
+    kinds = jax.tree.map(lambda x: (x.shape, x.dtype), (tx.init(tree), state))
+    assert kinds[0] == kinds[1]
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), tree, new)
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "rmsprop", "sgd"])
+def test_decay_shrinks_only_what_decays(name):
+    tree = params()
+    given = {"optimizer": name, "learning_rate": 0.01}
+    plain, _ = steps(optimizer(**given, weight_decay=0.0), tree, count=1)
+    decayed, _ = steps(optimizer(**given, weight_decay=0.5), tree, count=1)
+    difference = jax.tree.map(lambda a, b: a - b, plain, decayed)
+    # The difference of two parameters near 2 is exact to float32's spacing there.
+    np.testing.assert_allclose(
+        difference["q_proj"]["kernel"], 0.01 * 0.5 * tree["q_proj"]["kernel"], atol=5e-7
+    )
+    assert not np.any(difference["input_layernorm"]["weight"])
+    assert not np.any(difference["o_proj"]["bias"])
+
+
+def test_masters_accumulate_what_bfloat16_would_lose():
+    # A step of 1e-3 is less than half a bfloat16 spacing at 1: without masters nothing moves.
+    start = {"kernel": jnp.ones((4,), jnp.bfloat16)}
+
+    def after(master):
+        tx = optimizer(optimizer="sgd", learning_rate=1e-3, weight_decay=0.0, master_dtype=master)
+        tree, state = start, tx.init(start)
+        for _ in range(100):
+            updates, state = tx.update({"kernel": jnp.ones((4,))}, state, tree)
+            tree = apply_updates(tree, updates, state)
+        return tree["kernel"], state
+
+    stuck, _ = after(None)
+    assert np.all(np.asarray(stuck, np.float32) == 1.0)
+    moved, state = after("float32")
+    np.testing.assert_allclose(np.asarray(moved, np.float32), 0.9, atol=4e-3)
+    np.testing.assert_allclose(state.masters["kernel"], 0.9, rtol=1e-5)
+    assert np.array_equal(moved, state.masters["kernel"].astype(jnp.bfloat16))
+
+
+def test_clipping_bounds_the_update_and_adds_no_state():
+    tree = params()
+    tx = optimizer(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, clip_grad=0.5)
+    grads = jax.tree.map(lambda p: 100.0 * jnp.ones_like(p), tree)
+    updates, _ = tx.update(grads, tx.init(tree), tree)
+    np.testing.assert_allclose(global_norm(updates), 0.5, rtol=1e-6)
+    small = jax.tree.map(lambda p: 1e-3 * jnp.ones_like(p), tree)
+    updates, _ = tx.update(small, tx.init(tree), tree)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g), updates, small)
+    free = optimizer(optimizer="sgd", learning_rate=1.0)
+    assert jax.tree.structure(tx.init(tree)) == jax.tree.structure(free.init(tree))
