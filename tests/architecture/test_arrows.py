@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tools.workspace import ROOT, packages, read_toml
@@ -60,6 +61,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             source = package.folder / "src" / module
             shutil.copytree(source, folder / module, ignore=shutil.ignore_patterns("*.pyc"))
     return folder
+
+
+def test_every_module_is_looked_at() -> None:
+    """A folder without `__init__.py` would be invisible to the contracts."""
+    seen = grimp.build_graph(*(m for p in packages() for m in p.modules), cache_dir=None).modules
+    assert set().union(*(package.submodules() for package in packages())) <= seen
 
 
 def test_contracts_hold() -> None:

@@ -11,6 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in Hugging Face layout: a random two-layer Llama, and a trained tokenizer."""
+    import jax.numpy as jnp
     from ed_data.tokenizer import train_bpe
     from ed_models.auto import AutoEasyDeLModelForCausalLM
     from ed_models.families.llama import LlamaConfig
@@ -28,6 +29,9 @@ def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
-    AutoEasyDeLModelForCausalLM.from_config(config, seed=0).save_pretrained(folder)
+    model = AutoEasyDeLModelForCausalLM.from_config(
+        config, dtype=jnp.float32, param_dtype=jnp.float32, seed=0
+    )
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

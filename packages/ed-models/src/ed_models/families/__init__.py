@@ -1,0 +1,1 @@
+"""Model families, one architecture a file. Entry points name them, so nothing is imported here."""
