@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP server over the engine.
 
-`create_app(engine)` builds the ASGI application; `serve(engine)` runs it under uvicorn.
+`create_app(engine)` builds the ASGI application; `serve(engine)` runs it under uvicorn until a
+signal, `background(engine)` while a block of code runs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
     from ed_esurge.server.app import create_app as create_app
+    from ed_esurge.server.launch import background as background
     from ed_esurge.server.launch import serve as serve
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "background": "ed_esurge.server.launch",
         "create_app": "ed_esurge.server.app",
         "serve": "ed_esurge.server.launch",
     },

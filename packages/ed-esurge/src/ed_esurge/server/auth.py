@@ -6,8 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
+from ed_esurge.server.asgi import ASGIApp, Receive, Scope, Send
 from ed_esurge.server.errors import APIError
 
 # What load balancers and Prometheus read; neither says anything about requests' contents.

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
 
 class APIError(Exception):
@@ -60,6 +59,19 @@ class APIError(Exception):
         return JSONResponse(self.envelope(), status_code=self.status, headers=headers)
 
 
+class Refusal(ValueError):
+    """A value that a request model does not accept.
+
+    Args:
+        message: as in `APIError`.
+        field: the field at fault, when a check of the whole model raises.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def engine_unavailable(reason: str = "the engine is not running") -> APIError:
     """503: nothing is wrong with the request; the process behind it cannot answer."""
     return APIError(
@@ -76,7 +88,10 @@ def from_validation(errors: Sequence[Any]) -> APIError:
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", error["msg"])
             return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
-        path = _path(error["loc"]) or error.get("ctx", {}).get("field")
+        path = _path(error["loc"])
+        refusal = error.get("ctx", {}).get("error")
+        if path is None and isinstance(refusal, Refusal):
+            path = refusal.field
         if path is None and error["type"] in ("model_attributes_type", "model_type"):
             return APIError(
                 "the request body is not a JSON object sent with Content-Type: application/json",
@@ -87,7 +102,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             code = "unknown_parameter" if error["type"] == "unknown_key" else "invalid_value"
             if error["type"] == "missing":
                 code = "missing_required_parameter"
-        message = error["msg"]
+        message = error["msg"].removeprefix("Value error, ")
         given = error.get("input")
         if error["type"] != "missing" and isinstance(given, str | int | float | bool):
             message = f"{message} (given {given!r:.80})"
@@ -123,12 +138,14 @@ def install(app: FastAPI) -> None:
         return from_validation(error.errors(include_url=False)).response()
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        message, code = str(error.detail), None
-        if error.status_code in (404, 405):
-            message = f"invalid URL ({request.method} {request.url.path})"
-            code = "unknown_url"
-        return APIError(message, status=error.status_code, code=code).response()
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        return APIError(str(error.detail), status=error.status_code).response()
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def _url(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"invalid URL ({request.method} {request.url.path})"
+        return APIError(message, status=error.status_code, code="unknown_url").response()
 
     @app.exception_handler(Exception)  # the ASGI server logs the traceback
     async def _unexpected(_: Request, __: Exception) -> JSONResponse:

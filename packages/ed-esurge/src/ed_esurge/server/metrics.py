@@ -12,10 +12,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
+from ed_esurge.server.asgi import ASGIApp, Message, Receive, Scope, Send
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _FIRST_TOKEN = (

@@ -12,17 +12,10 @@ from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+
+from ed_esurge.server.errors import Refusal
 
 MAX_LOGPROBS = 20
-
-
-def refuse(kind: str, message: str, field: str | None = None) -> PydanticCustomError:
-    """Build a validation error from plain text (braces in it are not a template).
-
-    `field` names the field at fault when a check of the whole model raises.
-    """
-    return PydanticCustomError(kind, "{why}", {"why": message, "field": field})  # type: ignore[arg-type]
 
 
 def _unsupported(why: str, *harmless: object) -> Any:
@@ -31,7 +24,7 @@ def _unsupported(why: str, *harmless: object) -> Any:
     def check(value: object) -> object:
         if value is None or value in harmless:
             return None
-        raise refuse("unsupported_parameter", f"not supported by this server: {why}")
+        raise Refusal(f"not supported by this server: {why}")
 
     return Annotated[Any, PlainValidator(check)]
 
@@ -41,17 +34,13 @@ def _prompts(value: object) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise refuse(
-            "prompt_type", "must be text, a list of texts, a list of token ids, or a list of those"
-        )
+        raise Refusal("must be text, a list of texts, a list of token ids, or a list of those")
     if all(type(item) is int for item in value):
         return [value]
     for place, item in enumerate(value):
         tokens = isinstance(item, list) and item and all(type(token) is int for token in item)
         if not (isinstance(item, str) or tokens):
-            raise refuse(
-                "prompt_type", f"item {place} is neither text nor a non-empty list of token ids"
-            )
+            raise Refusal(f"item {place} is neither text nor a non-empty list of token ids")
     return value
 
 
@@ -60,7 +49,7 @@ def _stops(value: object) -> object:
         return []
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list) and any(stop == "" for stop in stops):
-        raise refuse("stop_value", "an empty stop string would end every answer at once")
+        raise Refusal("an empty stop string would end every answer at once")
     return stops
 
 
@@ -71,9 +60,9 @@ def _bias(value: object) -> object:
     result = {}
     for key, bias in value.items():
         if not str(key).strip().lstrip("-").isdigit():
-            raise refuse("logit_bias_key", f"{key!r} is not a token id; POST /tokenize gives them")
+            raise Refusal(f"{key!r} is not a token id; POST /tokenize gives them")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise refuse("logit_bias_value", f"{bias!r} for token {key} is not within [-100, 100]")
+            raise Refusal(f"{bias!r} for token {key} is not within [-100, 100]")
         result[int(key)] = float(bias)
     return result or None
 
@@ -131,7 +120,7 @@ class Sampling(Options):
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise refuse("conflict", "needs stream: true", "stream_options")
+            raise Refusal("needs stream: true", "stream_options")
         return self
 
     @property
@@ -158,12 +147,11 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise refuse("conflict", "0 generates nothing: it needs echo: true", "max_tokens")
+            raise Refusal("0 generates nothing: it needs echo: true", "max_tokens")
         if self.best_of is not None and self.best_of < self.n:
-            raise refuse("conflict", f"{self.best_of} is below n ({self.n})", "best_of")
+            raise Refusal(f"{self.best_of} is below n ({self.n})", "best_of")
         if self.stream and (self.best_of or self.n) > self.n:
-            raise refuse(
-                "conflict",
+            raise Refusal(
                 "above n it chooses at the end, so it cannot stream: drop one",
                 "best_of",
             )
@@ -183,9 +171,7 @@ def _content(value: object) -> object:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind is not None and kind != "text":
-                raise refuse(
-                    "content_type", f"content part of type {kind!r}: this model takes text only"
-                )
+                raise Refusal(f"content part of type {kind!r}: this model takes text only")
     return value
 
 
@@ -248,20 +234,17 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise refuse("conflict", "needs logprobs: true", "top_logprobs")
+            raise Refusal("needs logprobs: true", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            raise refuse(
-                "conflict",
+            raise Refusal(
                 f"{both[0]} differs from max_completion_tokens {both[1]}: give one of both",
                 "max_tokens",
             )
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise refuse(
-                "conflict", "needs a last message of the assistant", "continue_final_message"
-            )
+            raise Refusal("needs a last message of the assistant", "continue_final_message")
         if self.continue_final_message and self.add_generation_prompt:
-            raise refuse("conflict", "needs add_generation_prompt: false", "continue_final_message")
+            raise Refusal("needs add_generation_prompt: false", "continue_final_message")
         return self
 
 
@@ -278,7 +261,7 @@ class TokenizeRequest(Options):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise refuse("conflict", "give either `prompt` or `messages`", "prompt")
+            raise Refusal("give either `prompt` or `messages`", "prompt")
         return self
 
 

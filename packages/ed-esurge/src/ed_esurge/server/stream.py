@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
+from ed_esurge.server.asgi import Receive, Scope, Send
 from ed_esurge.server.errors import APIError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,276 @@
+"""lm-evaluation-harness over the engine: `lm_eval.simple_evaluate(model=eSurgeLM(engine), ...)`.
+
+Scores follow lm-eval's own Hugging Face backend wherever the engine leaves a choice: the boundary
+between context and continuation, special tokens, the prefix of an empty context, disjoint windows
+of rolling likelihoods. A score that differs is then a difference of models, not of adapters.
+
+Needs the extra `ed-esurge[lm-eval]`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ed_infra.errors import ConfigError, did_you_mean
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(
+        "ed_esurge.lm_eval needs lm-evaluation-harness: install ed-esurge[lm-eval]"
+    ) from error
+
+from ed_esurge.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from ed_esurge.engine import eSurge
+
+# (context, continuation) texts to cache by, context tokens, continuation tokens
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+
+# Keywords of tasks in Hugging Face's words that cannot change what the engine gives.
+_IGNORED = frozenset({"do_sample", "use_cache", "pad_token_id", "cache_implementation"})
+
+
+class eSurgeLM(TemplateLM):
+    """A language model of lm-evaluation-harness.
+
+    Args:
+        engine: an `eSurge` with a tokenizer.
+        max_gen_toks: tokens to generate where a task does not say.
+        add_bos_token: whether texts begin with the tokenizer's special tokens; None leaves it to
+            the tokenizer, as the Hugging Face backend does.
+        prefix_token_id: what an empty context is replaced with; None: BOS, else EOS.
+        batch_size: requests handed to the engine at once, which schedules them as it sees fit. It
+            bounds host memory and sets how often progress shows, not results.
+
+    Raises:
+        ConfigError: the engine has no tokenizer, or that has neither BOS nor EOS.
+    """
+
+    def __init__(
+        self,
+        engine: eSurge,
+        *,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        batch_size: int = 512,
+    ) -> None:
+        super().__init__()
+        if engine.tokenizer is None:
+            raise ConfigError("lm-eval sends text: build the engine with a tokenizer")
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.max_gen_toks = max_gen_toks
+        self.add_bos_token = add_bos_token
+        self.batch_size = batch_size
+        known = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        prefix = next((token for token in known if token is not None), None)
+        if prefix is None:
+            raise ConfigError(
+                "the tokenizer has neither a BOS nor an EOS token to stand for an empty context: "
+                "give prefix_token_id"
+            )
+        self._prefix_token_id = prefix
+
+    # ---- what the harness asks about the model
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-sequence token."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self._prefix_token_id
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that the model sees before a token that is scored.
+
+        The engine's prompt holds the scored tokens too, and leaves room for one to generate.
+        """
+        return self.engine.max_model_len - 2
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the key under which the harness caches requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    # ---- text and tokens
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids; special tokens as asked, else as the model's options say, but never twice."""
+        if add_special_tokens is None:
+            add_special_tokens = self.add_bos_token
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            if prefix and string.startswith(prefix):
+                add_special_tokens = False
+        if add_special_tokens is None:
+            add_special_tokens = True
+        return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the text that the model was trained on.
+
+        Raises:
+            ConfigError: the tokenizer has no template.
+        """
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template: set tokenizer.chat_template, or evaluate "
+                "with apply_chat_template=False"
+            )
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    # ---- likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Sum of the continuation's log-probabilities, and whether it is the greedy one."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompts, lengths = [], []
+        for _key, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a continuation of {len(continuation)} tokens cannot be scored within "
+                    f"max_model_len {self.engine.max_model_len}: raise it"
+                )
+            prompts.append((context + continuation)[-(self.max_length + 1) :])
+            lengths.append(len(continuation))
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(prompts)
+        # Longest first: the time left is never underestimated, and equal prefixes lie together.
+        order = sorted(
+            range(len(prompts)), key=lambda place: (-len(prompts[place]), prompts[place])
+        )
+        with _progress(len(order), "loglikelihood", disable_tqdm) as progress:
+            for start in range(0, len(order), self.batch_size):
+                places = order[start : start + self.batch_size]
+                outputs = self.engine.generate([prompts[place] for place in places], params)
+                for place, output in zip(places, outputs, strict=True):
+                    prompt, length = prompts[place], lengths[place]
+                    scores = output.prompt_logprobs
+                    assert scores is not None, "prompt_logprobs were asked for"
+                    chosen = [
+                        position[token]
+                        for token, position in zip(
+                            prompt[-length:], scores[-length:] if length else (), strict=False
+                        )
+                        if position is not None
+                    ]
+                    total = float(sum(score.logprob for score in chosen))
+                    results[place] = total, all(score.rank == 1 for score in chosen)
+                    key = requests[place][0]
+                    if key is not None:  # windows of a rolling likelihood have none
+                        self.cache_hook.add_partial("loglikelihood", key, results[place])
+                progress.update(len(places))
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of whole texts: each token once, in windows of `max_length`."""
+        windows: list[Scored] = []
+        owners: list[int] = []
+        for place, request in enumerate(requests):
+            pairs = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for pair in pairs:
+                context, continuation = make_disjoint_window(pair)
+                windows.append((None, context, continuation))
+                owners.append(place)
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        for place, (score, _greedy) in zip(owners, scores, strict=True):
+            totals[place] += score
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    # ---- generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations, each cut at the first of its stop strings."""
+        prompts, options = [], []
+        for request in requests:
+            context, keywords = request.args
+            params = self._sampling(keywords)
+            room = self.engine.max_model_len - (params.max_tokens or 1)
+            if room < 1:
+                raise ConfigError(
+                    f"max_gen_toks {params.max_tokens} leaves no room for a prompt within "
+                    f"max_model_len {self.engine.max_model_len}"
+                )
+            prompts.append(self.tok_encode(context)[-room:])
+            options.append(params)
+        texts = [""] * len(prompts)
+        order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
+        with _progress(len(order), "generate_until", disable_tqdm) as progress:
+            for start in range(0, len(order), self.batch_size):
+                places = order[start : start + self.batch_size]
+                outputs = self.engine.generate(
+                    [prompts[place] for place in places], [options[place] for place in places]
+                )
+                for place, output in zip(places, outputs, strict=True):
+                    context, keywords = requests[place].args
+                    stops = list(options[place].stop)
+                    text = postprocess_generated_text(output.outputs[0].text, stops, None)
+                    texts[place] = text
+                    self.cache_hook.add_partial("generate_until", (context, keywords), text)
+                progress.update(len(places))
+        return texts
+
+    def _sampling(self, keywords: dict[str, Any]) -> SamplingParams:
+        """A task's generation keywords as the engine's options.
+
+        Raises:
+            ConfigError: a keyword that the engine does not have.
+        """
+        given: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
+        if given.pop("num_beams", 1) != 1:
+            raise ConfigError("the engine has no beam search: drop num_beams")
+        stops = [stop for stop in given.pop("until", ()) if stop]
+        length = given.pop("max_gen_toks")
+        given = {name: value for name, value in given.items() if name not in _IGNORED}
+        unknown = sorted(set(given) - set(SamplingParams.model_fields))
+        if unknown:
+            hint = did_you_mean(unknown[0], SamplingParams.model_fields)
+            raise ConfigError(f"generation keyword {unknown[0]!r} is not known{hint}")
+        eos = self.tokenizer.decode([self.eot_token_id]) if self.eot_token_id is not None else ""
+        if eos and eos not in stops:
+            stops.append(eos)
+        # As in the Hugging Face backend: tasks may look for markup in the text.
+        temperature = 1.0 if keywords.get("do_sample") else 0.0
+        options = {"skip_special_tokens": False, "temperature": temperature, **given}
+        return SamplingParams(max_tokens=length, stop=stops, **options)
+
+
+def _progress(total: int, what: str, disable: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, disable=True if disable else None)
