@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
-    from ed_esurge.async_engine import AsyncEngine as AsyncEngine
     from ed_esurge.config import EngineConfig as EngineConfig
+    from ed_esurge.engine import AsyncEngine as AsyncEngine
     from ed_esurge.engine import eSurge as eSurge
     from ed_esurge.lm_eval import eSurgeLM as eSurgeLM
     from ed_esurge.outputs import CompletionOutput as CompletionOutput
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "AsyncEngine": "ed_esurge.async_engine",
+        "AsyncEngine": "ed_esurge.engine",
         "CompletionOutput": "ed_esurge.outputs",
         "EngineConfig": "ed_esurge.config",
         "Logprob": "ed_esurge.outputs",

@@ -49,9 +49,9 @@ class PrefixCache:
         pool.hold(pages)
         return pages
 
-    def insert(self, request: Request, since: int = 0) -> None:
-        """Make the pages known that the request has filled after position `since`."""
-        first, full = since // self.page_size, request.num_computed // self.page_size
+    def insert(self, request: Request, since: int, until: int) -> None:
+        """Make the pages known that the request fills from position `since` to before `until`."""
+        first, full = since // self.page_size, until // self.page_size
         if first == full:
             return
         self._extend_keys(request, full)

@@ -135,6 +135,8 @@ class Scheduler:
             else:
                 rows[request.request_id] = _row(request, count)
                 budget -= count
+        for row in rows.values():
+            self._share(row)
         # Whoever was just preempted heads the queue: admitting it now would only undo that.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
@@ -143,7 +145,8 @@ class Scheduler:
             count = self._admit(request, budget)
             if count is None:
                 break
-            rows[request.request_id] = _row(request, count)
+            rows[request.request_id] = row = _row(request, count)
+            self._share(row)
             budget -= count
         if not rows:
             return None
@@ -166,8 +169,6 @@ class Scheduler:
             if request is None or request.status is not Status.RUNNING:
                 continue  # ended from outside while the step ran
             request.num_computed = row.start + row.count
-            if self.prefix_cache is not None:
-                self.prefix_cache.insert(request, since=row.start)
             if row.samples:
                 request.append(sampled[row.request_id])
                 grown.append(request)
@@ -196,6 +197,13 @@ class Scheduler:
         missing = request.num_tokens - request.num_computed
         chunk = self.limits.chunk
         return missing if chunk is None else min(missing, chunk)
+
+    def _share(self, row: PlanRow) -> None:
+        """Let others find the pages that this row fills, in this very step: on the device, every
+        layer writes the keys and values of all tokens before any of them reads."""
+        if self.prefix_cache is not None:
+            request = self.requests[row.request_id]
+            self.prefix_cache.insert(request, row.start, row.start + row.count)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

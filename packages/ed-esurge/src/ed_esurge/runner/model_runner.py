@@ -88,6 +88,14 @@ class ModelRunner:
             leaf.delete()
         self._cache = self._state = None
 
+    def cache_bytes(self) -> int:
+        """Bytes of all pages, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
+
+    def state_bytes(self) -> int:
+        """Bytes of the sampler's state on each device."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+
     @property
     def allocated(self) -> bool:
         return self._cache is not None

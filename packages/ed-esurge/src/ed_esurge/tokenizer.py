@@ -1,0 +1,184 @@
+"""Text in, text out: encoding prompts, incremental detokenization, stop strings.
+
+Tokens become text piece by piece: a token may end in the middle of a character, and a stop string
+may begin in one piece and end in another. What comes out, joined, is what decoding all tokens at
+once gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ed_infra.errors import ConfigError
+from tokenizers.decoders import DecodeStream
+
+# Tokens of context before new ones, so that word spaces and byte sequences come out right.
+CONTEXT = 8
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Turns the tokens of one completion into text, as they come.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        prompt: token ids before the completion; their text does not come out.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._rust = getattr(tokenizer, "_tokenizer", None)
+        self._ids = list(prompt[-CONTEXT:])
+        self._done = len(self._ids)
+        self._stream = self._new_stream() if self._rust is not None else None
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._ids.append(token)
+        piece = self._step(token) if self._stream is not None else self._whole_characters()
+        if piece:
+            self._trim()
+        return piece or ""
+
+    def flush(self) -> str:
+        """The text of tokens that are still held back: an incomplete character, as `�`."""
+        if self._done == len(self._ids):
+            return ""
+        piece = self._rest()
+        self._trim()
+        return piece
+
+    def _step(self, token: int) -> str | None:
+        assert self._stream is not None
+        try:
+            return self._stream.step(self._rust, token)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            if "Invalid prefix" not in str(error):
+                raise
+            # Some decoders change earlier text when more tokens come: start afresh from here.
+            piece = self._whole_characters()
+            self._done = len(self._ids) if piece else self._done
+            self._stream = self._new_stream()
+            return piece
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=list(self._ids), skip_special_tokens=self._skip)
+
+    def _whole_characters(self) -> str:
+        piece = self._rest()
+        return "" if piece.endswith(BROKEN) else piece
+
+    def _rest(self) -> str:
+        before = self._decode(self._ids[: self._done])
+        return self._decode(self._ids)[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+
+    def _trim(self) -> None:
+        self._ids = self._ids[-CONTEXT:]
+        self._done = len(self._ids)
+
+
+class StopStrings:
+    """Looks for stop strings in a stream of text, and holds back what might begin one.
+
+    Args:
+        stops: strings, none empty.
+        include: let the found string through.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self.stops = tuple(stops)
+        self.include = include
+        self.found: str | None = None
+        self._held = ""
+
+    def push(self, text: str, *, check: bool = True) -> str:
+        """Text that can go out now. After a match (`found`), nothing more comes.
+
+        Args:
+            check: False lets this text through whatever is in it (`min_tokens`).
+        """
+        if self.found is not None:
+            return ""
+        if not check:
+            out, self._held = self._held + text, ""
+            return out
+        self._held += text
+        first: tuple[int, str] | None = None
+        for stop in self.stops:
+            at = self._held.find(stop)
+            if at >= 0 and (first is None or at < first[0]):
+                first = (at, stop)
+        if first is not None:
+            at, self.found = first
+            out = self._held[: at + len(self.found) if self.include else at]
+            self._held = ""
+            return out
+        keep = max((overlap(self._held, stop) for stop in self.stops), default=0)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def flush(self) -> str:
+        """What was held back in vain."""
+        out, self._held = self._held, ""
+        return out
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` (and is not all of it)."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text."""
+    if tokenizer is None:
+        raise ConfigError(
+            "the engine has no tokenizer: give one to eSurge(model, tokenizer), or give token ids"
+        )
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Any], **options: Any) -> list[int]:
+    """Token ids of a conversation, by the tokenizer's chat template.
+
+    Args:
+        messages: `{"role": …, "content": …}`.
+        options: for `apply_chat_template` (`tools`, `chat_template`, …).
+
+    Raises:
+        ConfigError: there is no tokenizer, or no template.
+    """
+    if tokenizer is None:
+        raise ConfigError("chat needs a tokenizer: give one to eSurge(model, tokenizer)")
+    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in options:
+        raise ConfigError(
+            "the tokenizer has no chat template: use generate() with plain text, or give "
+            "chat_template="
+        )
+    options.setdefault("add_generation_prompt", True)
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    return encode(tokenizer, text, add_special_tokens=False)
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of words, with and without a space before them (as in vLLM)."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = encode(tokenizer, text, add_special_tokens=False)
+            if ids:
+                found[tuple(ids)] = None
+    return tuple(found)
