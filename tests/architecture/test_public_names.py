@@ -1,0 +1,50 @@
+"""The public names of each package exist, are documented, and are what type checkers are told."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tools.workspace import packages
+
+# The umbrella's table is EasyDeL's: tests of ed-elarge go through it.
+MODULES = [m for p in packages() for m in p.modules if m.startswith("ed_")]
+
+
+def told_to_type_checkers(init: Path) -> set[str]:
+    """Names imported under `if TYPE_CHECKING:`."""
+    tree = ast.parse(init.read_text(encoding="utf-8"))
+    guarded = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    )
+    imports = (node for block in guarded for node in ast.walk(block))
+    return {
+        alias.asname or alias.name
+        for node in imports
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names(module: str) -> None:
+    package = importlib.import_module(module)
+    assert package.__all__, "a package says what is public"
+    assert sorted(set(package.__all__)) == sorted(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    mute = [
+        name
+        for name in package.__all__
+        if callable(value := getattr(package, name)) and not getattr(value, "__doc__", None)
+    ]
+    assert not mute, "public classes and functions have docstrings"
+    assert told_to_type_checkers(Path(str(package.__file__))) == set(package.__all__)
+    with pytest.raises(AttributeError, match=f"did you mean '{package.__all__[0]}'"):
+        getattr(package, package.__all__[0] + "x")
