@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from ed_infra.errors import did_you_mean
 from ed_infra.options import Options, choice
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.sections import EvalSection, NotNegative, Positive
@@ -59,12 +59,29 @@ class ServeOptions(Options):
     """`serve`: the OpenAI-compatible server, until it is interrupted."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=1, le=65535)] = 11556
+    port: Annotated[int, Field(ge=0, le=65535)] = 11556
+    """0 takes a free one."""
     log_level: Annotated[
         str, choice("log level", ("critical", "error", "warning", "info", "debug", "trace"))
     ] = "info"
     served_model_name: str | None = None
     """What clients call the model; None: the last part of its path."""
+    require_api_key: bool = False
+    """Refuse to start without `api_key`."""
+    api_key: str | None = None
+    """The key that each request must bring; None: anybody may ask."""
+    cors_origins: tuple[str, ...] | None = None
+    """Web origins whose pages may call the server; `["*"]` is all."""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServeOptions:
+        if self.require_api_key and not self.api_key:
+            raise ValueError("require_api_key needs api_key: the key that clients must bring")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
+        return self
 
 
 class Spec(NamedTuple):

@@ -83,7 +83,12 @@ def dotted(path: Iterable[Any]) -> str:
 
 
 def from_pydantic(
-    error: pydantic.ValidationError, prefix: KeyPath, value: Any, aliases: dict[str, list[str]]
+    error: pydantic.ValidationError,
+    prefix: KeyPath,
+    value: Any,
+    aliases: dict[str, list[str]],
+    *,
+    partial: bool = False,
 ) -> list[Problem]:
     """Translate pydantic's errors into problems of the file.
 
@@ -92,6 +97,7 @@ def from_pydantic(
         prefix: where the validated value stands in the file.
         value: the validated value as the user gave it.
         aliases: canonical key -> other spellings, to find the key that the user really typed.
+        partial: leave out what is missing.
     """
     problems = []
     items = error.errors(include_url=False)
@@ -101,6 +107,8 @@ def from_pydantic(
             len(other["loc"]) > length and other["loc"][:length] == item["loc"] for other in items
         ):
             continue  # too short only because its wrong items were not counted
+        if partial and item["type"] == "missing":
+            continue
         path = _user_path(item["loc"], value, aliases)
         kind = item["type"]
         if kind == "missing":

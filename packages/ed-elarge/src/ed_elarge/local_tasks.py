@@ -31,12 +31,13 @@ WORDS = (6, 14)
 _SENTENCE = re.compile(r"[A-Z][^.!?]{40,400}[.!?](?=\s)")
 
 
-def write(texts: Sequence[str], directory: Path) -> Path:
-    """Write both tasks.
+def write(texts: Sequence[str], directory: Path, names: Sequence[str] = NAMES) -> Path:
+    """Write tasks.
 
     Args:
         texts: held-out texts.
         directory: where the task files (`*.yaml`) and their data (`*.jsonl`) go.
+        names: which of `NAMES`.
 
     Returns:
         The directory, to be given to lm-eval as `include_path`.
@@ -48,8 +49,10 @@ def write(texts: Sequence[str], directory: Path) -> Path:
     if not texts:
         raise ConfigError("the held-out part of the mixture holds no text")
     directory.mkdir(parents=True, exist_ok=True)
-    _task(directory, PERPLEXITY, [{"text": text} for text in texts], _PERPLEXITY)
-    _task(directory, CLOZE, questions(texts), _CLOZE)
+    if PERPLEXITY in names:
+        _task(directory, PERPLEXITY, [{"text": text} for text in texts], _PERPLEXITY)
+    if CLOZE in names:
+        _task(directory, CLOZE, questions(texts), _CLOZE)
     return directory
 
 

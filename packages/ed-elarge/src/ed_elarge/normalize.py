@@ -108,7 +108,7 @@ def _dump(value: Any) -> Any:
 
 
 def _dump_item(value: Any) -> Any:
-    """An entry of a list: what was given alone, since some keys may be given for some kinds only."""
+    """An entry of a list: only what was given, since some keys go with some kinds alone."""
     if isinstance(value, pydantic.BaseModel):
         fields = type(value).model_fields
         return {k: _dump(getattr(value, k)) for k in fields if k in value.model_fields_set}
@@ -136,10 +136,10 @@ def normalize(document: Document, *, require_actions: bool = False) -> Run:
     built: dict[str, Any] = {}
     for name, value in sections.items():
         if name in _SECTION_NAMES:
-            built[name], found = _section(name, value, (*prefix, name))
+            built[name], found = section(name, value, (*prefix, name))
             problems.extend(found)
         else:
-            problems.append(Problem((*prefix, name), _unknown_section(name), on_key=True))
+            problems.append(Problem((*prefix, name), unknown_section(name), on_key=True))
     actions = _actions(*raw_actions, require_actions, prefix, problems)
     for name in SECTIONS:
         if name not in built:
@@ -188,23 +188,27 @@ def _unwrap(
     return sections, prefix, (top.get("actions"), ("actions",))
 
 
-def _unknown_section(name: object) -> str:
+def unknown_section(name: object) -> str:
+    """The message for a section that does not exist."""
     if name in LATER:
         return f"the section {name!r} is not part of this version of ed-elarge"
     known = [*_SECTION_NAMES, "actions"]
     return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
 
 
-def _section(name: str, value: Any, path: KeyPath) -> tuple[Any | None, list[Problem]]:
+def section(
+    name: str, value: Any, path: KeyPath, *, partial: bool = False
+) -> tuple[Any | None, list[Problem]]:
+    """Check one section: `(instance, [])`, or `(None, problems)`. See `validation.validate`."""
     if name != "trainer":
-        return validate(SECTIONS[name](), value, path)
+        return validate(SECTIONS[name](), value, path, partial=partial)
     from ed_trainers.arguments import ARGUMENTS
 
     kind = value.get("trainer_type", "sft") if isinstance(value, Mapping) else "sft"
     if kind not in ARGUMENTS:
         problem = Problem((*path, "trainer_type"), str(unknown_name("trainer", kind, ARGUMENTS)))
         return None, [problem]
-    return validate(ARGUMENTS[kind], value, path)
+    return validate(ARGUMENTS[kind], value, path, partial=partial)
 
 
 def _actions(

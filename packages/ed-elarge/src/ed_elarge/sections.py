@@ -21,8 +21,8 @@ NotNegative = Annotated[int, Field(ge=0)]
 class TokenizerTraining(Options):
     """Train a byte-level BPE tokenizer on the training texts of the mixture."""
 
-    vocab_size: Annotated[int, Field(ge=257)]
-    """Tokens, special ones included; at least the 256 bytes and an end-of-text token."""
+    vocab_size: Annotated[int, Field(ge=259)]
+    """Tokens; at least the 256 bytes and the three special ones."""
     min_frequency: Positive = 2
     """Pairs seen less often are not merged."""
 
@@ -54,8 +54,9 @@ class LoadingExtras(Options):
     """`model.extra_kwargs`: arguments of loading that have no key of their own."""
 
     trust_remote_code: bool = False
+    """Let the tokenizer's repository run its own Python code."""
     revision: str | None = None
-    subfolder: str | None = None
+    """Branch, tag or commit of a hub repository."""
 
 
 class ModelSection(Options):
@@ -174,11 +175,12 @@ class EvalSection(Options):
     """None: as each task says."""
     max_new_tokens: Positive = 256
     """Bound of a generated answer, where the task sets none."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Used where a task samples (`do_sample`) without saying how."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    batch_size: Positive | None = None
-    """Requests handed to the engine at a time; None: all, the engine batches them itself."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Of generated answers, over what the tasks say; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of generated answers, over what the tasks say."""
+    batch_size: Positive = 512
+    """Requests handed to the engine at a time; it schedules them itself, so results are equal."""
     use_tqdm: bool = True
     limit: Annotated[float, Field(gt=0)] | None = None
     """Examples per task; below 1, the fraction of them."""

@@ -13,9 +13,9 @@ from ed_elarge.errors import KeyPath, Problem, from_pydantic, keys_to_drop
 
 
 def validate(
-    cls: type[pydantic.BaseModel], value: Any, path: KeyPath
+    cls: type[pydantic.BaseModel], value: Any, path: KeyPath, *, partial: bool = False
 ) -> tuple[Any | None, list[Problem]]:
-    """Build `cls` from `value`.
+    """Build `cls` from `value`; `partial` says that missing keys may still come.
 
     An unknown key stops pydantic before it looks at the values, so such keys are reported, taken
     out, and the rest is checked again: a file shows all its errors at once.
@@ -30,7 +30,7 @@ def validate(
         try:
             instance = cls.model_validate(rest)
         except pydantic.ValidationError as error:
-            found = from_pydantic(error, path, value, spellings(cls))
+            found = from_pydantic(error, path, value, spellings(cls), partial=partial)
             problems.extend(problem for problem in found if problem not in problems)
             drop = keys_to_drop(error)
             if not drop:

@@ -1,0 +1,127 @@
+"""lm-evaluation-harness over eSurge: tasks found before training starts, results kept as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ed_infra.errors import ConfigError, did_you_mean
+
+from ed_elarge import local_tasks
+
+if TYPE_CHECKING:
+    from ed_elarge.sections import EvalSection
+
+
+class Tasks:
+    """The tasks of one evaluation, loaded: a wrong name or a missing data set shows here.
+
+    Args:
+        options: names, and where else to look (`include_path`).
+        held_out: the run's held-out texts, for the tasks that are made from them.
+        directory: where those task files are written.
+
+    Raises:
+        ConfigError: lm-eval is not installed, a task does not exist, or its data cannot be had.
+    """
+
+    def __init__(self, options: EvalSection, held_out: Sequence[str], directory: Path) -> None:
+        if find_spec("lm_eval") is None:
+            raise ConfigError("eval needs lm-eval: pip install 'ed-esurge[lm-eval]'")
+        from lm_eval.tasks import TaskManager
+
+        local = [name for name in options.tasks if name in local_tasks.NAMES]
+        paths = [*options.include_path]
+        if local:
+            paths.append(str(local_tasks.write(held_out, directory, local)))
+        # lm-eval's own tasks are thousands of files: they are listed only when one is asked for
+        self.manager = TaskManager(include_path=paths or None, include_defaults=False)
+        if any(name not in self.manager.all_tasks for name in options.tasks):
+            self.manager = TaskManager(include_path=paths or None, include_defaults=True)
+        self.options = options
+        self._check_names()
+        self._check_data([name for name in options.tasks if name not in local])
+
+    def _check_names(self) -> None:
+        known = [*self.manager.all_tasks, *local_tasks.NAMES]
+        for name in self.options.tasks:
+            if name not in self.manager.all_tasks:
+                raise ConfigError(
+                    f"unknown task {name!r}{did_you_mean(name, known)} (lm-eval lists its "
+                    "tasks with: lm-eval ls tasks)"
+                )
+
+    def _check_data(self, names: list[str]) -> None:
+        """Load the data of tasks that are not ours, so that none is missing after training."""
+        for name in names:
+            try:
+                self.manager.load(name)
+            except Exception as error:  # whatever a task's data set raises
+                reason = str(error).strip().splitlines()
+                detail = f"{type(error).__name__}: {reason[0] if reason else ''}"
+                raise ConfigError(f"the task {name!r} cannot be loaded ({detail})") from error
+
+
+def run(engine: Any, tasks: Tasks) -> dict[str, Any]:
+    """Evaluate; returns what lm-eval returns, with JSON values only."""
+    from ed_esurge.lm_eval import eSurgeLM
+    from lm_eval import simple_evaluate
+
+    options = tasks.options
+    adapter = eSurgeLM(engine, max_gen_toks=options.max_new_tokens, batch_size=options.batch_size)
+    if not options.use_tqdm:
+        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+            setattr(adapter, name, functools.partial(getattr(adapter, name), disable_tqdm=True))
+    sampling = {"temperature": options.temperature, "top_p": options.top_p}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if options.temperature:
+        given["do_sample"] = True
+    given |= options.gen_kwargs or {}
+    results = simple_evaluate(
+        model=adapter,
+        tasks=list(options.tasks),
+        task_manager=tasks.manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        cache_requests=options.cache_requests,
+        check_integrity=options.check_integrity,
+        write_out=options.write_out,
+        log_samples=options.log_samples,
+        bootstrap_iters=options.bootstrap_iters,
+        apply_chat_template=options.apply_chat_template,
+        system_instruction=options.system_instruction,
+        fewshot_as_multiturn=options.fewshot_as_multiturn,
+        gen_kwargs=given or None,
+        predict_only=options.predict_only,
+        random_seed=options.random_seed,
+        numpy_random_seed=options.numpy_random_seed,
+        fewshot_random_seed=options.fewshot_random_seed,
+    )
+    return json.loads(json.dumps(results, default=_plain))
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Keep results as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Task -> metric -> value, without lm-eval's filters, aliases and missing errors."""
+    out: dict[str, dict[str, float]] = {}
+    for task, values in results.get("results", {}).items():
+        out[task] = {
+            name.split(",")[0]: value
+            for name, value in values.items()
+            if isinstance(value, float) and "," in name
+        }
+    return out
+
+
+def _plain(value: Any) -> Any:
+    """numpy numbers as numbers; anything else that JSON lacks as text."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,45 @@
+"""Run the actions of a checked file, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from ed_elarge import actions, preflight
+from ed_elarge.build import blame_at
+from ed_elarge.model import eLargeModel
+from ed_elarge.normalize import Run
+
+INTERRUPTED = 130
+_HEAVY = frozenset({"train", "eval", "generate", "serve"})
+
+
+def execute(run: Run, *, verbose: bool = False) -> int:
+    """Do what the file says; returns the exit code.
+
+    Raises:
+        InputError: something is wrong with the input; nothing was begun, or what was trained until
+            then is kept, and standard error says where.
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+    session = actions.Session(eLargeModel.from_run(run))
+    if any(action.name in _HEAVY for action in run.actions):
+        from ed_infra import distributed
+
+        distributed.initialize()
+    preflight.check(session.elm, run.actions)
+    for action in run.actions:
+        try:
+            with blame_at(run, action.path):
+                actions.perform(session, action)
+        except BaseException:
+            session.summary.say_what_is_kept()
+            raise
+        if session.stopped is not None:
+            skipped = run.actions[run.actions.index(action) + 1 :]
+            if skipped:
+                names = ", ".join(a.name for a in skipped)
+                print(f"not done: {names}", file=sys.stderr)
+            return INTERRUPTED if session.stopped.startswith("SIG") else 0
+    session.summary.show()
+    return 0

@@ -1,0 +1,137 @@
+"""The end of a run: what was learned, how it scores, where everything is, what to type next."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ed_elarge import evaluation
+
+if TYPE_CHECKING:
+    from ed_trainers.trainer import TrainerOutput
+
+    from ed_elarge.learned import Learned
+
+
+class Summary:
+    """Collects what the actions found, and shows it once."""
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self.metrics: dict[str, float] = {}
+        self.learned: Learned | None = None
+        self.evaluation: dict[str, dict[str, float]] = {}
+        self.results: Path | None = None
+        self.samples: list[tuple[str, str]] = []
+        self._shown = False
+
+    @property
+    def model(self) -> Path | None:
+        """Where the trained model is, if it was saved."""
+        path = self.directory / "model" if self.directory is not None else None
+        return path if path is not None and (path / "config.json").is_file() else None
+
+    def trained(self, output: TrainerOutput, directory: Path) -> None:
+        """Training ended."""
+        self.directory = directory
+        self.metrics = dict(output.metrics)
+
+    def evaluated(self, results: dict[str, Any], path: Path) -> None:
+        """An evaluation ended."""
+        self.evaluation.update(evaluation.figures(results))
+        self.results = path
+
+    def say_what_is_kept(self) -> None:
+        """After an error: nothing that was trained is lost."""
+        if self.model is not None:
+            print(f"what was trained is kept: {self.model}", file=sys.stderr)
+
+    def print_evaluation(self, results: dict[str, Any]) -> None:
+        """One line for each metric of an evaluation."""
+        for task, metrics in evaluation.figures(results).items():
+            for name, value in metrics.items():
+                print(f"{task}: {name} {value:.4f}")
+
+    def show(self) -> None:
+        """Print the summary, and keep its figures in the run's directory."""
+        if self._shown or not (self.directory or self.evaluation):
+            return
+        self._shown = True
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(highlight=False)
+        table = Table(title="Summary", show_header=False, title_justify="left")
+        for name, value, note in self._rows():
+            table.add_row(name, value, note)
+        console.print(table)
+        if self.directory is not None:
+            self._keep(self.directory)
+            console.print(self._places(self.directory), soft_wrap=True, markup=False)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = []
+        if "steps" in self.metrics:
+            rows.append(("steps", f"{self.metrics['steps']:.0f}", ""))
+        if "train_loss" in self.metrics:
+            rows.append(("training loss", f"{self.metrics['train_loss']:.4f}", "nats per token"))
+        found = self.learned
+        if found is not None:
+            of = f"nats per token, over {found.tokens:,} held-out tokens"
+            below, better = (
+                found.unigram - found.cross_entropy,
+                found.one_token - found.cross_entropy,
+            )
+            rows += [
+                ("held-out cross-entropy", f"{found.cross_entropy:.4f}", of),
+                ("  of the unigram distribution", f"{found.unigram:.4f}", f"{below:.2f} above"),
+                ("  with one token of context", f"{found.one_token:.4f}", f"{better:.2f} above"),
+                ("  bits per byte", f"{found.bits_per_byte:.4f}", ""),
+            ]
+        for task, metrics in self.evaluation.items():
+            rows += [(f"{task}: {name}", f"{v:.4f}", "lm-eval") for name, v in metrics.items()]
+        return rows
+
+    def _keep(self, directory: Path) -> None:
+        """Write the figures, and a run file that serves the model."""
+        figures = {
+            "metrics": self.metrics,
+            "learned": self.learned.to_dict() if self.learned is not None else None,
+            "evaluation": self.evaluation,
+            "samples": [{"prompt": p, "completion": c} for p, c in self.samples],
+        }
+        text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+        (directory / "summary.json").write_text(text, "utf-8")
+        if self.model is not None:
+            serve = {"model": {"name_or_path": str(self.model)}, "actions": ["serve"]}
+            (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
+
+    def _places(self, directory: Path) -> str:
+        lines = ["Where everything is"]
+        if self.model is not None:
+            lines.append(f"  model (Hugging Face layout)  {self.model}")
+        for label, name in (
+            ("metrics", "metrics.jsonl"),
+            ("TensorBoard", "tensorboard"),
+            ("checkpoints", "checkpoints"),
+            ("this summary", "summary.json"),
+        ):
+            if (directory / name).exists():
+                lines.append(f"  {label:<29}{directory / name}")
+        if self.results is not None:
+            lines.append(f"  {'evaluation':<29}{self.results}")
+        if self.model is not None:
+            uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
+            ask = json.dumps({"prompt": "The", "max_tokens": 32})
+            lines += [
+                "What to type next",
+                f"  serve it:  {uv}elarge {directory / 'serve.yaml'}",
+                "  ask it:    curl -s http://127.0.0.1:11556/v1/completions "
+                f"-H 'Content-Type: application/json' -d '{ask}'",
+            ]
+        return "\n".join(lines)

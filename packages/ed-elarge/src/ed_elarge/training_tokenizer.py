@@ -1,0 +1,72 @@
+"""A tokenizer of the run's own: trained once on the training texts, then read back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ed_elarge.normalize import Run
+
+_RECORD = "trained_on.json"
+
+
+def load_or_train(run: Run, directory: Path) -> Any:
+    """Return the tokenizer of `model.tokenizer.train`.
+
+    It is kept in `directory` with a record of what it was trained on; when options or data have
+    changed since, it is trained again. Held-out texts are not read.
+
+    Raises:
+        DataError: there is no text, or a source cannot be read.
+    """
+    assert run.model is not None
+    assert run.mixture is not None
+    options = run.model.tokenizer.train
+    record = _record(run, options)
+    found = directory / _RECORD
+    if found.is_file() and found.read_text() == record:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+
+    from ed_data import texts, train_bpe
+
+    print(f"training a tokenizer of {options.vocab_size} tokens", flush=True)
+    tokenizer = train_bpe(
+        texts(run.mixture, "train"), options.vocab_size, min_frequency=options.min_frequency
+    )
+    _publish(tokenizer, record, directory)
+    return tokenizer
+
+
+def _record(run: Run, options: Any) -> str:
+    """Everything that the tokenizer depends on, as text."""
+    from ed_data.sources import open_source
+    from ed_data.transforms import fingerprint
+
+    def of(informs: Any) -> list[Any]:
+        return [fingerprint(inform, open_source(inform)) for inform in informs]
+
+    mixture = run.mixture
+    facts = {
+        "informs": of(mixture.informs),
+        "held_out": [mixture.eval_fraction, of(mixture.eval_informs)],
+        "options": options.model_dump(mode="json"),
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
+
+
+def _publish(tokenizer: Any, record: str, directory: Path) -> None:
+    """Write beside the target and rename, so that a crash leaves no half of a tokenizer."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    tokenizer.save_pretrained(part)
+    (part / _RECORD).write_text(record)
+    part.chmod(0o755)  # mkdtemp makes it private
+    shutil.rmtree(directory, ignore_errors=True)
+    part.rename(directory)
