@@ -3,6 +3,7 @@
 Importing this package imports neither jax nor transformers; the names below do when they are used.
 """
 
+# ruff: noqa: F401 - names for type checkers
 from typing import TYPE_CHECKING
 
 from ed_infra.lazy import attach

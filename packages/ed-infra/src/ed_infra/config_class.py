@@ -3,14 +3,62 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from ed_infra.fields import FIELD_ALIASES, ExecutionFields
 
-def inherit_architecture(cls: type, base: type) -> None:
-    """Let `cls` take its fields from the Hugging Face class where both bases declare them.
+#: Architecture fields that a class without a Hugging Face class knows, and their defaults.
+BARE_FIELDS: dict[str, Any] = {
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": None,
+    "rope_parameters": None,
+}
+
+# Keywords that transformers reads out of **kwargs in one place or another.
+_COMMON = frozenset(
+    {
+        "name_or_path",
+        "_name_or_path",
+        "_commit_hash",
+        "num_labels",
+        "torch_dtype",
+        "output_attentions",
+        "attn_implementation",
+        "experts_implementation",
+        "per_layer_config",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "tie_word_embeddings",
+        "use_cache",
+    }
+)
+
+
+def architecture_classes(cls: type) -> list[type]:
+    """Return the Hugging Face classes, the common base left out, that a class builds on."""
+    return [
+        base
+        for base in cls.__mro__
+        if issubclass(base, PretrainedConfig)
+        and base is not PretrainedConfig
+        and not issubclass(base, ExecutionFields)
+    ]
+
+
+def inherit_architecture(cls: type) -> None:
+    """Let `cls` take its fields from the Hugging Face class where both of its bases declare them.
 
     `class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig)`: dataclasses collect fields
     from base to base, the first one last. So what the common `PretrainedConfig` declares would
@@ -19,24 +67,45 @@ def inherit_architecture(cls: type, base: type) -> None:
 
     Args:
         cls: the class that is being made, before it becomes a dataclass.
-        base: `EasyDeLBaseConfig`.
     """
     annotations: dict[str, Any] = dict(inspect.get_annotations(cls))
-    own = PretrainedConfig.__dataclass_fields__
+    common = PretrainedConfig.__dataclass_fields__
     settled = set(annotations)
     for parent in cls.__mro__[1:]:
-        if parent is PretrainedConfig or not issubclass(parent, PretrainedConfig):
-            continue
-        if issubclass(parent, base):
+        if issubclass(parent, ExecutionFields):
             settled |= set(inspect.get_annotations(parent))
-            continue
-        for name, field in parent.__dataclass_fields__.items():
-            shadowed = name in own and field is not own[name]
-            # A property of the base would otherwise catch the assignment of a plain field.
-            shadowed |= isinstance(getattr(base, name, None), property)
-            if shadowed and name not in settled:
-                settled.add(name)
-                annotations[name] = field.type
-                setattr(cls, name, copy.copy(field))
+        elif issubclass(parent, PretrainedConfig) and parent is not PretrainedConfig:
+            for name, field in parent.__dataclass_fields__.items():
+                shadowed = name in common and field is not common[name]
+                # rope_theta: the base's property would catch the assignment of a plain field.
+                shadowed |= isinstance(getattr(cls, name, None), property)
+                if shadowed and name not in settled:
+                    settled.add(name)
+                    annotations[name] = field.type
+                    setattr(cls, name, copy.copy(field))
     if annotations:
         cls.__annotations__ = annotations
+
+
+def known_names(cls: type) -> set[str]:
+    """Return every keyword that a configuration class knows.
+
+    Its fields, their aliases, the parameters of each `__init__` and `__post_init__` that it
+    inherits, and what transformers reads from the keywords of any configuration.
+    """
+    names = {f.name for f in dataclasses.fields(cls)} | _COMMON | set(FIELD_ALIASES)
+    names |= set(getattr(cls, "known_keywords", ())) | set(getattr(cls, "attribute_map", ()))
+    if not architecture_classes(cls):
+        names |= set(BARE_FIELDS)
+    for base in cls.__mro__:
+        if not issubclass(base, PretrainedConfig):
+            continue
+        for method in ("__init__", "__post_init__"):
+            function = base.__dict__.get(method)
+            if function is not None:
+                names |= {
+                    p.name
+                    for p in inspect.signature(inspect.unwrap(function)).parameters.values()
+                    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+                }
+    return names - {"self"}

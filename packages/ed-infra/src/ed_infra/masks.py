@@ -1,6 +1,6 @@
 """Who may attend to whom: `MaskInfo`, and masks as arrays.
 
-Shapes: `b` batch, `s` query positions, `t` key positions.
+Shapes: `b` batch, `s` query positions, `t` key positions, `n` segments.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 
-def segment_index(segment_ids: Any) -> jax.Array:
+def segment_index(segment_ids: Any) -> Int[jax.Array, "b s"]:
     """Return each position's place inside its segment: int32 [b, s], from 0.
 
     Padding (segment 0) inside a segment counts, so that order is kept; ids are expected to grow
@@ -44,10 +45,10 @@ class MaskInfo:
         causal: static.
     """
 
-    q_segment_ids: jax.Array
-    kv_segment_ids: jax.Array
-    q_index: jax.Array
-    kv_index: jax.Array
+    q_segment_ids: Int[jax.Array, "b s"]
+    kv_segment_ids: Int[jax.Array, "b t"]
+    q_index: Int[jax.Array, "b s"]
+    kv_index: Int[jax.Array, "b t"]
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
@@ -82,7 +83,7 @@ class MaskInfo:
         """Make the mask of self-attention over rows without padding."""
         return cls.from_segments(jnp.ones((batch, length), jnp.int32), causal)
 
-    def allowed(self, window: Any = None, chunk: Any = None) -> jax.Array:
+    def allowed(self, window: Any = None, chunk: Any = None) -> Bool[jax.Array, "b s t"]:
         """Return the mask as bool [b, s, t], True where attention is allowed.
 
         Args:
@@ -105,22 +106,24 @@ class MaskInfo:
 
     def create_bias(
         self, dtype: Any = jnp.float32, window: Any = None, chunk: Any = None
-    ) -> jax.Array:
+    ) -> Float[jax.Array, "b 1 s t"]:
         """Return the mask as an additive bias [b, 1, s, t]: 0, or the least finite number."""
         return to_bias(self.allowed(window, chunk)[:, None], dtype)
 
 
-def to_bias(mask: Any, dtype: Any = jnp.float32) -> jax.Array:
+def to_bias(mask: Any, dtype: Any = jnp.float32) -> Float[jax.Array, ...]:
     """Turn a boolean mask into an additive bias: 0 where True, else the least finite number."""
     return jnp.where(mask, jnp.zeros((), dtype), jnp.finfo(dtype).min)
 
 
-def causal_mask(length: int) -> np.ndarray:
+def causal_mask(length: int) -> Bool[np.ndarray, "1 1 s s"]:
     """Return the causal mask as bool [1, 1, length, length], True on and below the diagonal."""
     return np.tril(np.ones((length, length), bool))[None, None]
 
 
-def forgetful_mask(key: jax.Array, shape: tuple[int, ...], ratio: Any) -> jax.Array:
+def forgetful_mask(
+    key: jax.Array, shape: tuple[int, ...], ratio: Any
+) -> Bool[jax.Array, "b ... s t"]:
     """Return a forgetful causal mask: bool of `shape`, True where attention is kept.
 
     Each key is dropped with probability `ratio`, alike for all queries of a row (FCM, Liu et al.,

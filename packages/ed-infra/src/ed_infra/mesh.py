@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +13,9 @@ from jax.sharding import AxisType, Mesh
 
 from ed_infra.axes import AXIS_NAMES
 from ed_infra.errors import MeshError
+
+# jax.Device is a variable to type checkers.
+Device = Any
 
 __all__ = ["AXIS_NAMES", "create_mesh", "resolve_axis_dims"]
 
@@ -65,7 +69,7 @@ def create_mesh(
     dims: Sequence[int] = (1, -1, 1, 1, 1),
     names: Sequence[str] = AXIS_NAMES,
     dcn_dims: Sequence[int] | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     backend: str | None = None,
 ) -> Mesh:
     """Make a mesh with automatic axis types.
@@ -93,7 +97,7 @@ def create_mesh(
     return Mesh(array, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
-def _devices(backend: str | None) -> list[jax.Device]:
+def _devices(backend: str | None) -> list[Device]:
     try:
         return list(jax.devices(backend or None))
     except RuntimeError as error:
@@ -104,7 +108,7 @@ def _devices(backend: str | None) -> list[jax.Device]:
         ) from None
 
 
-def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+def _arrange(shape: tuple[int, ...], devices: list[Device]) -> np.ndarray:
     count = math.prod(shape)
     if count < len(devices) and jax.process_count() > 1:
         raise MeshError(
@@ -118,7 +122,7 @@ def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def _hybrid(
-    dims: Sequence[int], names: Sequence[str], dcn_dims: Sequence[int], devices: list[jax.Device]
+    dims: Sequence[int], names: Sequence[str], dcn_dims: Sequence[int], devices: list[Device]
 ) -> np.ndarray:
     if len(dcn_dims) != len(names):
         raise MeshError(
@@ -144,14 +148,14 @@ def _hybrid(
     return array
 
 
-def _block(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+def _block(shape: tuple[int, ...], devices: list[Device]) -> np.ndarray:
     if devices[0].platform == "tpu":
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return np.asarray(devices, dtype=object).reshape(shape)
 
 
-def _granules(devices: list[jax.Device], wanted: int, free: bool) -> list[list[jax.Device]]:
-    groups: dict[int, list[jax.Device]] = {}
+def _granules(devices: list[Device], wanted: int, free: bool) -> list[list[Device]]:
+    groups: dict[int, list[Device]] = {}
     for key in ("slice_index", "process_index"):
         groups = {}
         for device in devices:

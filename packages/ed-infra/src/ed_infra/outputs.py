@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 T = TypeVar("T")
 
 
+@dataclass_transform(frozen_default=True)
 def _pytree(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 

@@ -1,7 +1,8 @@
 """Rotary position embeddings: inverse frequencies of every scaling, and the tables they make.
 
 The formulas are those of `transformers/modeling_rope_utils.py`, and the results are compared with
-them in the tests. Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `s` positions.
+them in the tests. Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `r2` = r / 2,
+`s` positions, `h` query heads, `g` key heads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from ed_infra.errors import ConfigError, unknown_name
 
@@ -238,7 +240,7 @@ def inv_frequencies(
     head_dim: int | None = None,
     seq_len: int | None = None,
     layer_type: str | None = None,
-) -> tuple[np.ndarray, float]:
+) -> tuple[Float[np.ndarray, r2], float]:
     """Return the inverse frequencies and the factor of cos and sin.
 
     Args:
@@ -263,7 +265,7 @@ def inv_frequencies(
 
 def angles(
     positions: Any, frequencies: Any, attention_scaling: float = 1.0, dtype: Any = jnp.float32
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[jax.Array, "*p r2"], Float[jax.Array, "*p r2"]]:
     """Return cos and sin of positions.
 
     Args:
@@ -282,7 +284,9 @@ def angles(
     )
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False) -> jax.Array:
+def rotate(
+    x: Float[jax.Array, "*p k"], cos: jax.Array, sin: jax.Array, interleaved: bool = False
+) -> Float[jax.Array, "*p k"]:
     """Turn the first r dimensions of the last axis; the rest pass unchanged.
 
     Args:

@@ -239,7 +239,7 @@ def make_global(batch: Any, sharding: NamedSharding | Any) -> Any:
         return jax.make_array_from_callback(array.shape, fitted, lambda index: array[index])
 
     if isinstance(sharding, jax.sharding.Sharding):
-        return jax.tree.map(lambda array: place(array, sharding), batch)
+        return jax.tree.map(lambda array: place(array, sharding), batch)  # type: ignore
     return jax.tree.map(place, batch, sharding)
 
 

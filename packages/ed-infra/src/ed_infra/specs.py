@@ -199,8 +199,8 @@ def to_json(value: Any) -> Any:
         return to_json(value.to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_json(dataclasses.asdict(value))
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return to_json(value.item())
+    if getattr(value, "shape", None) == ():  # a scalar of numpy or jax
+        return to_json(value.item())  # type: ignore[attr-defined]
     try:
         return canonical_dtype(value)
     except ConfigError:

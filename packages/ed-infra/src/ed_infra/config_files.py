@@ -1,0 +1,146 @@
+"""The part of a configuration that is written and read: dictionaries and config.json."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+import fsspec
+
+from ed_infra.config_class import known_names
+from ed_infra.config_runtime import Held
+from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.fields import FIELDS, canonical_field
+from ed_infra.frozen import thaw
+from ed_infra.specs import to_json
+
+#: Key of config.json under which execution fields are saved, apart from Hugging Face's own.
+SECTION = "easydel"
+
+# Keywords of from_pretrained that say how the hub is read.
+_HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+
+#: Set while the keys of a file are turned into a configuration: they are not checked.
+reading_file: contextvars.ContextVar[bool] = contextvars.ContextVar("reading_file", default=False)
+
+
+class FileMethods(Held):
+    """Methods of `EasyDeLBaseConfig` about dictionaries and files."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON values, execution fields among them."""
+        data = super().to_dict()  # type: ignore[misc]
+        data.pop("_runtime", None)
+        return {name: to_json(value) for name, value in data.items()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is saved: Hugging Face's keys, and changed execution fields in a section."""
+        data = super().to_diff_dict()  # type: ignore[misc]
+        data = {name: to_json(value) for name, value in data.items()}
+        section = {}
+        for name, field in FIELDS.items():
+            value = data.pop(name, None)
+            if (
+                name == "quantization_config"
+                and isinstance(value, dict)
+                and "quant_method" in value
+            ):
+                data[name] = value  # of the checkpoint, and read by transformers
+            elif value != to_json(field.default):
+                section[name] = value
+        if section:
+            data[SECTION] = section
+        return data
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration of the keys of a file, with fields given as keywords on top.
+
+        Keys of `config_dict` that are not known are kept; keywords are checked.
+
+        Raises:
+            ConfigError: a keyword is unknown, or a value is not allowed.
+        """
+        unused_wanted = kwargs.pop("return_unused_kwargs", False)
+        for name in ("_from_auto", "_from_pipeline"):
+            kwargs.pop(name, None)
+        data = dict(config_dict)
+        section = dict(data.pop(SECTION, None) or {})
+        for name in section:
+            if name not in FIELDS:
+                hint = did_you_mean(name, FIELDS)
+                raise ConfigError(f"config.json: unknown key {name!r} in {SECTION!r}{hint}")
+        data.update(section)
+        data.pop("model_type", None)
+        known = known_names(cls) | set(data)
+        unused = {name: value for name, value in kwargs.items() if name not in known}
+        if unused and not unused_wanted:
+            name = next(iter(unused))
+            raise ConfigError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+        _merge(cls, data, {k: v for k, v in kwargs.items() if k not in unused})
+        token = reading_file.set(True)
+        try:
+            config = cls(**data)
+        finally:
+            reading_file.reset(token)
+        return (config, unused) if unused_wanted else config
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read config.json from a directory, the hub, or an fsspec address (`gs://bucket/model`).
+
+        Returns:
+            The keys of the file, and the keywords that are not about reading it.
+        """
+        address = str(pretrained_model_name_or_path)
+        if "://" not in address:
+            return super().get_config_dict(address, **kwargs)  # type: ignore[misc]
+        for name in _HUB_KEYWORDS:
+            kwargs.pop(name, None)
+        with fsspec.open(f"{address.rstrip('/')}/config.json", "rt") as file:
+            return json.load(file), kwargs  # type: ignore[arg-type]
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write config.json into a directory, or to an fsspec address (`gs://bucket/model`)."""
+        address = str(save_directory)
+        if "://" not in address:
+            super().save_pretrained(address, push_to_hub, **kwargs)  # type: ignore[misc]
+            return
+        if push_to_hub:
+            raise ConfigError(f"push_to_hub needs a local directory, not {address!r}")
+        with fsspec.open(f"{address.rstrip('/')}/config.json", "wt") as file:
+            file.write(self.to_json_string())  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike) -> Self:
+        """Make a configuration of a JSON file."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))  # type: ignore[attr-defined]
+
+
+def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Put `changes` over `data`, where old and new spellings of a field may meet."""
+    rope = thaw(dict(changes.get("rope_parameters", data.get("rope_parameters")) or {}))
+    if changes.get("rope_scaling"):
+        rope = {"rope_theta": rope.get("rope_theta"), **changes["rope_scaling"]}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in changes:
+            rope[name] = changes[name]
+    for name, value in changes.items():
+        if name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+            data.pop(name, None)
+            if name in {f.name for f in dataclasses.fields(cls)}:
+                data[name] = value
+            continue
+        field = getattr(cls, "attribute_map", {}).get(canonical_field(name), canonical_field(name))
+        data.pop(name, None)
+        data[field] = value
+    if rope:
+        data["rope_parameters"] = {k: v for k, v in rope.items() if v is not None}
