@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo, segment_index
 from ed_infra.rope import inv_frequencies
+from ed_infra.sharding import constrain
 from ed_layers.cache import RaggedBatch
 from ed_layers.context import Ctx, Mode
 from ed_layers.rotary import rope_tables
@@ -69,6 +70,11 @@ def layer_context(
         mask_info = MaskInfo.from_segments(segment_ids)
     elif position_ids is None:
         position_ids = mask_info.q_index
+    # Whole on every device along the sequence: they are small, and partitioned scans over a sequence
+    # that is split (sp > 1) were seen to give wrong positions.
+    position_ids = constrain(position_ids, ("batch", None), config)
+    if mask_info is not None:
+        mask_info = jax.tree.map(lambda x: constrain(x, ("batch", None), config), mask_info)
     inv_freq, scaling = inv_frequencies(config, config.head_dim, seq_len=s)
     rope = rope_tables(position_ids, jnp.asarray(inv_freq, jnp.float32), scaling)
     ctx = Ctx(

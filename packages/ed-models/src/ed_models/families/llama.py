@@ -33,12 +33,13 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.norms import RMSNorm
 from ed_layers.rotary import apply_rotary
 from ed_layers.stack import Stack
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
 from ed_models.heads import CausalLM
 from ed_models.inputs import layer_context
 from ed_models.module import EasyDeLBaseModule
 from ed_models.weights import STANDARD
-from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 
 @register_config("llama")
@@ -144,6 +145,7 @@ class LlamaModel(EasyDeLBaseModule):
         self.embed_tokens = Embed(
             config.vocab_size,
             config.hidden_size,
+            config=config,
             dtype=dtype,
             param_dtype=param_dtype,
             embedding_init=jax.nn.initializers.normal(config.initializer_range),
@@ -172,7 +174,6 @@ class LlamaModel(EasyDeLBaseModule):
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        x = constrain(x, ("batch", "sequence", "hidden"), self.config)
         ctx, cache = layer_context(self.config, x.shape[:2], cache=past_key_values, **inputs)
         x, cache, aux, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
         return self.output(self.norm(x), ctx, cache, aux, hidden)
