@@ -255,7 +255,7 @@ def build_loader(
         batch_size=rows,
         seq_length=length,
         split=split,
-        pad_id=encoder.eos if pad is None else pad,
+        pad_id=pad if isinstance(pad, int) else encoder.eos,
         details=details,
     )
     if mixture.save is not None and split == "train":

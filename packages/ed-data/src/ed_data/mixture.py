@@ -123,12 +123,13 @@ class DocumentOrder:
         begin = block * self._block
         end = min(begin + self._block, self.epoch_size)
         if self._one_after_another:
-            ends = np.cumsum(self._sizes)
+            sizes = np.array(self._sizes, np.int64)
+            ends = np.cumsum(sizes)
             position = np.arange(begin, end)
             inform = np.searchsorted(ends, position, side="right")
-            return inform, position - (ends - self._sizes)[inform]
+            return inform, position - (ends - sizes)[inform]
         before = self._counts(begin)
-        counts = np.array(self._counts(end)) - before
+        counts = np.array(self._counts(end), np.int64) - np.array(before, np.int64)
         inform = np.repeat(np.arange(len(counts)), counts)
         rank = np.arange(len(inform)) - np.repeat(np.cumsum(counts) - counts, counts)
         document = np.empty(len(inform), np.int64)

@@ -127,7 +127,7 @@ def _take(row: dict[str, Any], name: str, key: str, inform: Inform, index: int) 
     if name not in row:
         raise DataError(
             f"inform {inform.label!r}, row {index}: there is no field {name!r} "
-            f"(fields: {listing(row)}){did_you_mean(name, row)}; set {key}"
+            f"(fields: {listing(row)}){did_you_mean(name, row)}; correct {key}"
         )
     return row[name]
 

@@ -30,6 +30,7 @@ class HubSource:
 
 def _load(inform: Inform) -> Any:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     where, label = str(inform.dataset_id), inform.label
     split = inform.split
@@ -49,7 +50,7 @@ def _load(inform: Inform) -> Any:
         return datasets.load_dataset(where, config, split=split)
     except DataError:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"inform {label!r}: cannot load dataset {where!r}, split {split!r}: {error}"
         ) from error

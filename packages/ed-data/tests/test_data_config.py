@@ -1,0 +1,175 @@
+"""Options: the seeds' names are taken, everything else is refused with the nearest name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from ed_data import Inform, Mixture, SaveOptions, Tokenization
+from pydantic import ValidationError
+
+JSON = {"type": "json", "data_files": "train/*.json"}
+
+
+def problem(make) -> str:
+    with pytest.raises(ValidationError) as error:
+        make()
+    return str(error.value)
+
+
+def test_importing_the_options_imports_nothing_heavy():
+    code = (
+        "import sys, ed_data, ed_data.config; ed_data.Mixture; "
+        "heavy = {'jax', 'transformers', 'datasets', 'tokenizers', 'numpy', 'pyarrow', 'fsspec'}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_lists_its_names_and_knows_a_slip():
+    import ed_data
+
+    assert set(ed_data.__all__) <= set(dir(ed_data))
+    for name in ed_data.__all__:
+        assert getattr(ed_data, name) is not None
+    with pytest.raises(AttributeError, match="did you mean 'build_loader'"):
+        ed_data.build_loadr  # noqa: B018
+
+
+def test_the_reference_block_of_the_seeds():
+    mixture = Mixture(
+        informs=[
+            {**JSON, "content_field": "text", "split": "train"},
+            {
+                "type": "parquet",
+                "data_files": ["data/part1.parquet", "data/part2.parquet"],
+                "content_field": "content",
+                "additional_fields": ["metadata", "source"],
+            },
+            {
+                "type": "databricks/dolly-15k",
+                "dataset_split_name": "train",
+                "content_field": "text",
+                "num_rows": 10000,
+                "format_fields": {"question": "prompt", "answer": "response"},
+            },
+        ],
+        batch_size=32,
+        shuffle_buffer_size=10000,
+        seed=42,
+        pack_tokens=True,
+        pack_seq_length=2048,
+        pack_eos_token_id=2,
+        pack_shuffle=True,
+        pack_shuffle_buffer_factor=10,
+        pack_on_the_fly=True,
+        block_mixture=True,
+        mixture_block_size=1000,
+        stop_strategy="first_exhausted",
+        prefetch_workers=4,
+        prefetch_buffer_size=100,
+        cache_remote_files=True,
+        tokenization={"max_length": 2048, "truncation": True, "padding": "max_length"},
+        save={"path": "./processed_dataset", "format": "parquet"},
+    )
+    assert [inform.label for inform in mixture.informs] == [
+        "train",
+        "part1",
+        "databricks/dolly-15k",
+    ]
+    assert mixture.informs[2].kind == "huggingface"
+
+
+def test_aliases():
+    assert Mixture(informs=[JSON], stop_strategy="longest").stop_strategy == "all_exhausted"
+    assert SaveOptions(output_path="x").path == "x"
+    assert Tokenization(padding=True).padding == "longest"
+    assert Inform(type="jsonl", data_files="a").kind == "json"
+    assert Inform(type="hf", data_files="squad").dataset_id == "squad"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("a.json", "json"),
+        ("a.jsonl.gz", "json"),
+        ("a.parquet", "parquet"),
+        ("a.CSV", "csv"),
+        ("a.tsv.gz", "tsv"),
+        ("a.txt", "txt"),
+        ("a.arrow", "arrow"),
+    ],
+)
+def test_the_suffix_says_the_type(path, kind):
+    assert Inform(data_files=path).kind == kind
+
+
+def test_unknown_keys_name_the_nearest():
+    assert "unknown key 'pack_token'; did you mean 'pack_tokens'?" in problem(
+        lambda: Mixture(informs=[JSON], pack_token=True)
+    )
+    text = problem(lambda: Mixture(informs=[{**JSON, "content_fild": "text"}]))
+    assert "informs.0.content_fild" in text
+    assert "did you mean 'content_field'?" in text
+    assert "tokenization.max_lenght" in problem(
+        lambda: Mixture(informs=[JSON], tokenization={"max_lenght": 3})
+    )
+    assert "keep one" in problem(lambda: SaveOptions(path="a", output_path="a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"informs": []}, "at least 1 item"),
+        ({"informs": [{"type": "jsn", "data_files": "a"}]}, "did you mean 'json'"),
+        ({"informs": [{"data_files": "a.xyz"}]}, "set type"),
+        ({"informs": [{"type": "json"}]}, "needs data_files"),
+        ({"informs": [{"type": "huggingface"}]}, "needs its id"),
+        ({"informs": [{"type": "python", "data_files": "a.b"}]}, "module:attribute"),
+        ({"informs": [{**JSON, "split": "test"}]}, "files have one split"),
+        (
+            {"informs": [{"type": "json", "data_files": {"train": "a"}, "split": "trian"}]},
+            "did you mean 'train'",
+        ),
+        ({"informs": [{**JSON, "dataset_split_name": "train"}]}, "Hugging Face"),
+        ({"informs": [{**JSON, "sample_by": "line"}]}, "type txt"),
+        ({"informs": [JSON], "eval_fraction": 1.5}, "less than 1"),
+        ({"informs": [JSON], "mixture_weights": {"trian": 1}}, "did you mean 'train'"),
+        ({"informs": [JSON], "mixture_weights": {"train": 0}}, "above 0"),
+        ({"informs": [JSON, JSON], "mixture_weights": {"train": 1}}, "its own name"),
+        (
+            {"informs": [JSON, {**JSON, "name": "b"}], "mixture_weights": {"b": 1}},
+            "'train' has no weight",
+        ),
+        (
+            {
+                "informs": [JSON],
+                "pack_tokens": True,
+                "pack_seq_length": 8,
+                "tokenization": {"max_length": 9},
+            },
+            "above pack_seq_length 8",
+        ),
+        (
+            {"informs": [JSON], "pack_tokens": True, "tokenization": {"padding": "longest"}},
+            "no place",
+        ),
+        ({"informs": [JSON], "tokenization": {"padding": False}}, "a rectangle"),
+        (
+            {"informs": [JSON], "tokenization": {"max_length": 3, "truncation": False}},
+            "forbids it",
+        ),
+        ({"informs": [JSON], "save": {"path": "x", "compression": "gzp"}}, "did you mean 'gzip'"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(options, says):
+    assert says in problem(lambda: Mixture(**options))
+
+
+def test_options_are_immutable_and_replaceable():
+    mixture = Mixture(informs=[JSON])
+    with pytest.raises(ValidationError):
+        mixture.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert mixture.replace(seed=3).seed == 3

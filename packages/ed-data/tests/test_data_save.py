@@ -1,0 +1,105 @@
+"""Saved data: what trainers see, or documents that can be read again as an inform."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from ed_data import DataError, Inform, build_loader, read_rows, save_mixture
+
+ROWS = [{"content": f"text {i}", "id": i, "unused": "x"} for i in range(20)]
+
+
+def documents_options(jsonl, tmp_path, **save):
+    return {
+        "informs": [{"data_files": jsonl(ROWS), "additional_fields": ["id"], "name": "mine"}],
+        "pack_tokens": False,
+        "save": {"path": tmp_path / "out", **save},
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "parquet"},
+        {"format": "parquet", "compression": "zstd"},
+        {"format": "json"},
+        {"format": "jsonl", "compression": "gzip"},
+        {"format": "arrow", "compression": "lz4"},
+    ],
+)
+def test_documents_can_be_read_again(mixture, jsonl, tmp_path, tokenizer, options):
+    made = mixture(**documents_options(jsonl, tmp_path, **options))
+    (path,) = save_mixture(made, tokenizer)
+    rows = list(read_rows(Inform(data_files=path, content_field="text")))
+    assert [row["text"] for row in rows] == [row["content"] for row in ROWS]
+    assert rows[3] == {
+        "text": "text 3",
+        "id": 3,
+        "source": "mine",
+        "input_ids": [*tokenizer("text 3")["input_ids"], tokenizer.eos_token_id],
+    }
+    again = mixture(informs=[{"data_files": path, "content_field": "input_ids"}])
+    first = mixture(ROWS)
+    assert np.array_equal(
+        build_loader(again, tokenizer).batch_at(0)["input_ids"],
+        build_loader(first, tokenizer).batch_at(0)["input_ids"],
+    )
+
+
+def test_names_of_the_columns(mixture, jsonl, tmp_path, tokenizer):
+    made = mixture(
+        **documents_options(jsonl, tmp_path),
+        text_target_field="body",
+        tokenization={"output_field": "tokens"},
+    )
+    (path,) = save_mixture(made, tokenizer)
+    assert pq.read_table(path).column_names == ["body", "id", "source", "tokens"]
+
+
+def test_packed_rows_are_what_the_loader_gives(mixture, tokenizer, tmp_path):
+    made = mixture(save={"path": tmp_path / "out"})
+    loader = build_loader(made, tokenizer, batch_size=4)  # building a training loader saves
+    table = pq.read_table(tmp_path / "out" / "train-00000-of-00001.parquet")
+    assert table.num_rows == loader.stats["rows"]
+    for name, values in loader.batch_at(0).items():
+        assert table[name].to_pylist()[:4] == values.tolist()
+
+
+def test_an_equal_save_is_kept_and_another_refused(mixture, tokenizer, tmp_path):
+    out = {"path": tmp_path / "out"}
+    build_loader(mixture(save=out), tokenizer, batch_size=4)
+    (file,) = (tmp_path / "out").glob("*.parquet")
+    before = file.stat().st_mtime_ns
+    build_loader(mixture(save=out), tokenizer, batch_size=4)
+    assert file.stat().st_mtime_ns == before
+    with pytest.raises(DataError, match="overwrite: true"):
+        build_loader(mixture(save=out, seed=3), tokenizer, batch_size=4)
+    build_loader(mixture(save={**out, "overwrite": True}, seed=3), tokenizer, batch_size=4)
+    assert json.loads((tmp_path / "out" / "ed_data.json").read_text())["files"] == [file.name]
+
+
+def test_shards(mixture, tmp_path, tokenizer):
+    texts = [f"text {i}" for i in range(200)]
+    made = mixture(texts, pack_tokens=False, save={"path": tmp_path / "out", "num_shards": 3})
+    paths = save_mixture(made)
+    assert len(paths) == 3
+    rows = [row for path in paths for row in read_rows(Inform(data_files=path))]
+    assert sorted(row["text"] for row in rows) == sorted(texts)
+
+
+def test_nothing_is_left_of_a_save_that_failed(mixture, tmp_path, tokenizer):
+    rows = [{"content": "a", "k": 1}, {"content": "b", "k": "one"}]
+    made = mixture(
+        rows,
+        pack_tokens=False,
+        save={"path": tmp_path / "out"},
+    )
+    made = made.replace(informs=[made.informs[0].replace(additional_fields=["k"])])
+    with pytest.raises(DataError, match="use format json"):
+        save_mixture(made)
+    assert not list(tmp_path.glob("out*"))
+    with pytest.raises(DataError, match=r"mixture\.save\.path"):
+        save_mixture(mixture())

@@ -1,0 +1,195 @@
+"""Every reader, read back from what the format's own library wrote; and what is not there."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from types import SimpleNamespace
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ed_data import DataError, Inform, read_rows
+from ed_data.sources import OpenOptions, open_source
+
+ROWS = [{"text": f"line {i}\nwith “more”", "id": i} for i in range(5)]
+
+
+def rows_of(**inform):
+    return list(read_rows(Inform(**inform)))
+
+
+def error_of(**inform) -> str:
+    with pytest.raises(DataError) as error:
+        rows_of(**inform)
+    return str(error.value)
+
+
+def test_json_lines_plain_and_compressed(tmp_path):
+    text = "\n".join(json.dumps(row) for row in ROWS) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
+        stream.write(text)
+    assert rows_of(data_files=tmp_path / "a.jsonl") == ROWS
+    assert rows_of(data_files=tmp_path / "a.jsonl.gz") == ROWS
+
+
+def test_json_list_with_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_text("\n " + json.dumps(ROWS, indent=1), encoding="utf-8-sig")
+    assert rows_of(data_files=tmp_path / "a.json") == ROWS
+
+
+def test_globs_are_sorted_and_lists_keep_their_order(tmp_path):
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    assert [r["text"] for r in rows_of(data_files=f"{tmp_path}/*.jsonl")] == ["a", "b", "c"]
+    files = [f"{tmp_path}/c.jsonl", f"{tmp_path}/a.jsonl"]
+    assert [r["text"] for r in rows_of(data_files=files)] == ["c", "a"]
+    named = {"train": files[0], "test": files[1]}
+    assert [r["text"] for r in rows_of(data_files=named, split="test")] == ["a"]
+
+
+def test_num_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert rows_of(data_files=tmp_path / "a.jsonl", num_rows=2) == ROWS[:2]
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t")])
+def test_csv_and_tsv(tmp_path, suffix, delimiter):
+    before = csv.field_size_limit()
+    long = [*ROWS, {"text": "x" * 200_000, "id": 9}]
+    with open(tmp_path / f"a{suffix}", "w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["text", "id"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(long)
+    found = rows_of(data_files=tmp_path / f"a{suffix}")
+    assert found == [{"text": r["text"], "id": str(r["id"])} for r in long]
+    assert csv.field_size_limit() == before
+
+
+def test_txt_by_line_paragraph_and_document(tmp_path):
+    text = "one\ntwo\n\nthree\n"
+    (tmp_path / "a.txt").write_text(text)
+
+    def texts(**options):
+        rows = rows_of(data_files=tmp_path / "a.txt", content_field="t", **options)
+        return [row["t"] for row in rows]
+
+    assert texts() == ["one", "two", "", "three"]
+    assert texts(sample_by="paragraph") == ["one\ntwo", "three"]
+    assert texts(sample_by="document") == [text]
+
+
+def test_parquet_and_both_layouts_of_arrow(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    for name in ("a.parquet", "file.arrow", "stream.arrow"):
+        inform = Inform(data_files=tmp_path / name)
+        assert list(read_rows(inform)) == ROWS
+        only = list(open_source(inform).rows(["id"]))
+        assert only == [{"id": row["id"]} for row in ROWS]
+
+
+def test_hugging_face_folders(tmp_path):
+    import datasets
+
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=data, test=data.select([3])).save_to_disk(tmp_path / "two")
+    assert rows_of(type="huggingface", data_files=tmp_path / "one") == ROWS
+    two = {"type": "huggingface", "data_files": tmp_path / "two"}
+    assert rows_of(**two) == ROWS
+    assert rows_of(**two, split="test") == [ROWS[3]]
+    assert rows_of(**two, dataset_split_name="test") == [ROWS[3]]
+    assert "did you mean 'train'" in error_of(**two, split="trian")
+    assert "cannot load dataset" in error_of(type=f"{tmp_path}/three")
+
+
+def test_python_objects(monkeypatch):
+    import sys
+
+    module = SimpleNamespace(
+        text="one", many=["a", "b"], named={"x": "y"}, rows=[{"content": "c", "k": 1}], wrong=3
+    )
+    monkeypatch.setitem(sys.modules, "some_texts", module)
+
+    def rows(name):
+        return rows_of(type="python", data_files=f"some_texts:{name}")
+
+    assert rows("text") == [{"content": "one"}]
+    assert rows("many") == [{"content": "a"}, {"content": "b"}]
+    assert rows("named") == [{"name": "x", "content": "y"}]
+    assert rows("rows") == [{"content": "c", "k": 1}]
+    assert "it is a int" in error_of(type="python", data_files="some_texts:wrong")
+    assert "cannot import" in error_of(type="python", data_files="some_texts:absent")
+    assert "cannot import" in error_of(type="python", data_files="no_such_module:x")
+
+
+def test_the_text_that_every_python_ships():
+    topics = rows_of(type="python", data_files="pydoc_data.topics:topics")
+    assert len(topics) > 50
+    assert all(len(row["content"]) > 100 for row in topics)
+
+
+def test_remote_files_are_read_and_copied_once(tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/ed_data_test/a.jsonl", b'{"text": "far"}\n')
+    inform = Inform(data_files="memory://ed_data_test/*.jsonl")
+    try:
+        assert list(read_rows(inform)) == [{"text": "far"}]
+        kept = OpenOptions(str(tmp_path / "files"))
+        source = open_source(inform, kept)
+        assert list(source.rows()) == [{"text": "far"}]
+        copies = list((tmp_path / "files").rglob("*.jsonl"))
+        assert len(copies) == 1
+        copies[0].write_text('{"text": "near"}\n')  # proves that the copy is what is read
+        assert list(source.rows()) == [{"text": "near"}]
+        fs.pipe("/ed_data_test/a.jsonl", b'{"text": "changed"}\n')
+        assert list(read_rows(inform, kept)) == [{"text": "changed"}]
+    finally:
+        fs.rm("/ed_data_test", recursive=True)
+
+
+def test_a_rewritten_file_has_another_fingerprint(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = open_source(Inform(data_files=path)).fingerprint
+    assert open_source(Inform(data_files=path)).fingerprint == first
+    path.write_text("three")
+    assert open_source(Inform(data_files=path)).fingerprint != first
+
+
+def test_missing_files_say_what_is_there(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    text = error_of(data_files=tmp_path / "trian.jsonl")
+    assert "no file matches" in text
+    assert "did you mean 'train.jsonl'" in text
+    assert "there is no folder" in error_of(data_files=tmp_path / "no" / "x.jsonl")
+    assert "is a folder" in error_of(type="json", data_files=tmp_path)
+    assert "cannot open" in error_of(data_files="nowhere://x/a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', r"a\.jsonl:2: a list"),
+        ("a.json", b'[{"a": 1}, 3]', "item 1 is a int"),
+        ("a.json", b"[{]", r"a\.json:1: not JSON"),
+        ("a.csv", b"a,b\n1,2,3\n", r"a\.csv:2: more values than the 2 columns"),
+        ("a.txt", b"\xff\xfe\x00x", "not UTF-8"),
+        ("a.parquet", b"not parquet at all", "not a parquet file"),
+        ("a.arrow", b"not arrow at all", "not an arrow file"),
+        ("a.jsonl.gz", b"not gzip", "cannot be read"),
+    ],
+)
+def test_broken_files_say_where(tmp_path, name, data, says):
+    (tmp_path / name).write_bytes(data)
+    assert re.search(says, error_of(data_files=tmp_path / name))

@@ -1,0 +1,193 @@
+"""Tokens on disk: the same as the tokenizer's, kept, made anew when something changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ed_data import DataError, Tokenization
+from ed_data.prepare import prepare
+from ed_data.store import TokenStore, write_store
+from ed_data.tokenize import Encoder
+from ed_data.transforms import Document
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello there"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "so long"},
+]
+
+
+def encoder_of(tokenizer, eos=None, **options) -> Encoder:
+    return Encoder.create(tokenizer, Tokenization(**options), eos)
+
+
+def tokens_of(parts) -> list[list[int]]:
+    store = parts[0].tokens
+    numbers = np.arange(len(store.hashes))
+    lengths = store.lengths(numbers)
+    flat, _ = store.gather(numbers, np.zeros_like(numbers), lengths)
+    return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
+
+
+@pytest.mark.parametrize("on_the_fly", [False, True])
+def test_tokens_are_the_tokenizers_with_an_end(mixture, tokenizer, on_the_fly):
+    texts = ["one", "two sheep", "and goats"]
+    options = mixture(texts, pack_on_the_fly=on_the_fly, tokenization={"batch_size": 2})
+    parts = prepare(options, encoder_of(tokenizer, batch_size=2), "train", options.cache_dir)
+    expected = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts]
+    assert tokens_of(parts) == expected
+    assert Path(options.cache_dir).exists() != on_the_fly
+
+
+def test_pieces_can_be_read_alone(mixture, tokenizer):
+    options = mixture(["one two three", "four five"])
+    for on_the_fly in (False, True):
+        given = options.replace(pack_on_the_fly=on_the_fly)
+        parts = prepare(given, encoder_of(tokenizer), "train", options.cache_dir)
+        whole = tokens_of(parts)
+        found, _ = parts[0].tokens.gather(np.array([1, 0]), np.array([2, 1]), np.array([1, 3]))
+        assert found.tolist() == whole[1][2:3] + whole[0][1:4]
+
+
+def test_options_of_the_encoder(mixture, tokenizer):
+    plain = encoder_of(tokenizer, add_special_tokens=False).encode([Document("ab")], "x")[0][0]
+    assert plain.tolist() == [
+        *tokenizer("ab", add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
+    assert encoder_of(tokenizer, eos=7).encode([Document("ab")], "x")[0][0][-1] == 7
+    ids = encoder_of(tokenizer).encode([Document([5, 6])], "x")[0][0]
+    assert ids.tolist() == [5, 6, tokenizer.eos_token_id]
+    ended = encoder_of(tokenizer, eos=6).encode([Document([5, 6])], "x")[0][0]
+    assert ended.tolist() == [5, 6]
+
+
+def test_truncation_set_by_someone_else_changes_nothing(tokenizer):
+    before = encoder_of(tokenizer)
+    whole, fingerprint = before.encode([Document("sheep and goats")], "x")[0][0], before.fingerprint
+    tokenizer("sheep and goats", truncation=True, max_length=3)
+    after = encoder_of(tokenizer)
+    assert after.fingerprint == fingerprint
+    assert after.encode([Document("sheep and goats")], "x")[0][0].tolist() == whole.tolist()
+
+
+def test_chat_messages_go_through_the_template(tokenizer):
+    ids, masks, _ = encoder_of(tokenizer).encode([Document("text"), Document(CHAT)], "x")
+    assert masks is None
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(ids[1]) == text  # it ends with the end token: none is added
+    assert ids[0].tolist() == [*tokenizer("text")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_loss_on_answers_only(tokenizer):
+    encoder = encoder_of(tokenizer, assistant_only_loss=True)
+    ids, masks, _ = encoder.encode([Document(CHAT), Document("text")], "x")
+    assert masks is not None
+    answers = tokenizer.decode(ids[0][masks[0].astype(bool)])
+    assert answers == "hello there<|eos|>so long<|eos|>"
+    assert masks[1].all()  # a plain text has no turns: all of it counts
+
+
+def test_what_the_tokenizer_lacks_is_said(tokenizer):
+    import copy
+
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        encoder_of(bare).encode([Document(CHAT)], "x")
+    with pytest.raises(DataError, match=r"\{% generation %\}"):
+        encoder_of(bare, assistant_only_loss=True)
+    bare.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(DataError, match="no such role"):
+        encoder_of(bare).encode([Document(CHAT)], "x")
+    bare.eos_token = None
+    with pytest.raises(DataError, match="pack_eos_token_id"):
+        encoder_of(bare)
+    with pytest.raises(DataError, match=f"0 to {len(tokenizer) - 1}"):
+        encoder_of(tokenizer, eos=len(tokenizer))
+    with pytest.raises(DataError, match="token id 99999"):
+        encoder_of(tokenizer).encode([Document([3, 99999])], "x")
+
+
+def test_the_cache_knows_what_it_was_made_from(mixture, tokenizer, jsonl, tmp_path):
+    def stores_after(options) -> int:
+        encoder = encoder_of(tokenizer, eos=options.pack_eos_token_id)
+        prepare(options, encoder, "train", options.cache_dir)
+        return len(list((tmp_path / "cache" / "tokens").iterdir()))
+
+    made = mixture(["one", "two"])
+    assert stores_after(made) == 1
+    assert stores_after(made.replace(seed=3, pack_seq_length=32)) == 1  # other rows, same tokens
+    assert stores_after(made.replace(pack_eos_token_id=5)) == 2
+    limited = made.informs[0].replace(num_rows=1)
+    assert stores_after(made.replace(informs=[limited])) == 3
+    jsonl(["one", "three"])
+    assert stores_after(made) == 4
+
+
+def test_reading_again_does_not_tokenize(mixture, tokenizer, monkeypatch):
+    made = mixture()
+    first = tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir))
+    monkeypatch.setattr(Encoder, "encode", None)
+    assert tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir)) == first
+
+
+def test_a_function_with_other_values_is_another_cache(mixture, tokenizer, jsonl):
+    def add(what):
+        return lambda text: text + what
+
+    def run(what):
+        informs = [{"data_files": jsonl(["a"]), "preprocessing_fn": add(what)}]
+        made = mixture(informs=informs)
+        return tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir))
+
+    assert run("x") != run("y")
+
+
+def test_a_broken_store_is_made_again(mixture, tokenizer, tmp_path, caplog):
+    made = mixture()
+    first = tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir))
+    (store,) = (tmp_path / "cache" / "tokens").iterdir()
+    with open(store / "tokens.bin", "r+b") as stream:
+        stream.truncate(100)
+    assert tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir)) == first
+    assert "cut short" in caplog.text
+
+
+def test_a_store_appears_whole_or_not_at_all(tmp_path):
+    def batches():
+        yield [np.array([1, 2])], None, [11]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_store(tmp_path / "s", batches(), vocab_size=10, encoder="e", about={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_writers_one_wins(tmp_path):
+    def batches(inner):
+        yield [np.array([1, 2])], None, [11]
+        if inner:
+            write_store(tmp_path / "s", batches(False), vocab_size=10, encoder="e", about={})
+
+    store = write_store(tmp_path / "s", batches(True), vocab_size=10, encoder="e", about={})
+    assert store.lengths(np.array([0])).tolist() == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_ids_take_no_more_bytes_than_they_need(tmp_path, vocab_size, dtype):
+    batch = [np.array([vocab_size - 1])], None, [1]
+    store = write_store(tmp_path / "s", [batch], vocab_size=vocab_size, encoder="e", about={})
+    assert json.loads((tmp_path / "s" / "meta.json").read_text())["dtype"] == dtype
+    found, _ = store.gather(np.array([0]), np.array([0]), np.array([1]))
+    assert found.tolist() == [vocab_size - 1]
+
+
+def test_a_folder_that_is_no_store(tmp_path):
+    with pytest.raises(DataError, match="not a complete token store"):
+        TokenStore(tmp_path)

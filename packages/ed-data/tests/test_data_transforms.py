@@ -1,0 +1,78 @@
+"""Rows to documents: fields, functions, what is dropped, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from ed_data import DataError, Inform, documents
+
+ROWS = [
+    {"question": "q0", "answer": "a0", "id": 0},
+    {"question": "q1", "answer": "a1", "id": 1},
+    {"question": "q2", "answer": "a2", "id": 2},
+]
+
+
+@pytest.fixture
+def contents(jsonl):
+    def read(rows=ROWS, **options):
+        return [d.content for d in documents(Inform(data_files=jsonl(rows), **options))]
+
+    return read
+
+
+def test_functions_and_renames_come_in_their_order(contents):
+    assert contents(
+        format_callback=lambda row: None if row["id"] == 1 else {**row, "old": row["answer"] + "!"},
+        format_fields={"old": "new"},
+        content_field="new",
+        preprocessing_fn=str.upper,
+    ) == ["A0!", "A2!"]
+
+
+def test_functions_by_name(contents):
+    assert contents(content_field="answer", preprocessing_fn="builtins:str.upper") == [
+        "A0",
+        "A1",
+        "A2",
+    ]
+    with pytest.raises(DataError, match=r"cannot import 'no\.module:f'"):
+        contents(content_field="answer", preprocessing_fn="no.module:f")
+
+
+def test_additional_fields_are_kept(jsonl):
+    inform = Inform(data_files=jsonl(ROWS), content_field="question", additional_fields=["id"])
+    assert [d.extra for d in documents(inform)] == [{"id": 0}, {"id": 1}, {"id": 2}]
+
+
+def test_empty_contents_are_left_out(contents):
+    assert contents(["a", "", "  \n", "b"]) == ["a", "b"]
+    assert contents([{"content": None}, {"content": []}, {"content": "c"}]) == ["c"]
+
+
+def test_messages_and_token_ids_are_contents(contents):
+    chat = [{"role": "user", "content": "hi"}]
+    assert contents([{"content": chat}, {"content": [1, 2]}]) == [chat, [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"content_field": "anser"}, "fields: question, answer, id.*did you mean 'answer'"),
+        ({"content_field": "question", "additional_fields": ["idd"]}, "did you mean 'id'"),
+        ({"format_fields": {"quest": "x"}, "content_field": "x"}, "did you mean 'question'"),
+        ({"content_field": "id"}, "'id' is a int"),
+        ({"content_field": "answer", "format_callback": lambda row: 3}, "returned a int"),
+        ({"content_field": "answer", "preprocessing_fn": lambda text: [text]}, "neither chat"),
+    ],
+)
+def test_what_does_not_fit_is_named(contents, options, says):
+    with pytest.raises(DataError, match=says):
+        contents(**options)
+
+
+def test_equal_contents_have_equal_digests(jsonl):
+    chat = [{"role": "user", "content": "hi"}]
+    other = [{"content": "hi", "role": "user"}]
+    rows = [{"content": chat}, {"content": other}, {"content": "hi"}]
+    first, second, third = documents(Inform(data_files=jsonl(rows)))
+    assert first.digest == second.digest != third.digest
