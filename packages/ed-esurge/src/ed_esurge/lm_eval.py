@@ -23,6 +23,7 @@ except ImportError as error:
         "ed_esurge.lm_eval needs lm-evaluation-harness: install ed-esurge[lm-eval]"
     ) from error
 
+from ed_esurge.progress import Counter
 from ed_esurge.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class eSurgeLM(TemplateLM):
         order = sorted(
             range(len(prompts)), key=lambda place: (-len(prompts[place]), prompts[place])
         )
-        with _progress(len(order), "loglikelihood", disable_tqdm) as progress:
+        with Counter("loglikelihood", quiet=disable_tqdm) as counter:
             for start in range(0, len(order), self.batch_size):
                 places = order[start : start + self.batch_size]
                 outputs = self.engine.generate([prompts[place] for place in places], params)
@@ -184,7 +185,7 @@ class eSurgeLM(TemplateLM):
                     key = requests[place][0]
                     if key is not None:  # windows of a rolling likelihood have none
                         self.cache_hook.add_partial("loglikelihood", key, results[place])
-                progress.update(len(places))
+                counter.show(start + len(places), len(order))
         return results
 
     def loglikelihood_rolling(
@@ -230,7 +231,7 @@ class eSurgeLM(TemplateLM):
             options.append(params)
         texts = [""] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
-        with _progress(len(order), "generate_until", disable_tqdm) as progress:
+        with Counter("generate_until", quiet=disable_tqdm) as counter:
             for start in range(0, len(order), self.batch_size):
                 places = order[start : start + self.batch_size]
                 outputs = self.engine.generate(
@@ -242,7 +243,7 @@ class eSurgeLM(TemplateLM):
                     text = postprocess_generated_text(output.outputs[0].text, stops, None)
                     texts[place] = text
                     self.cache_hook.add_partial("generate_until", (context, keywords), text)
-                progress.update(len(places))
+                counter.show(start + len(places), len(order))
         return texts
 
     def _sampling(self, keywords: dict[str, Any]) -> SamplingParams:
@@ -268,9 +269,3 @@ class eSurgeLM(TemplateLM):
         temperature = 1.0 if keywords.get("do_sample") else 0.0
         options = {"skip_special_tokens": False, "temperature": temperature, **given}
         return SamplingParams(max_tokens=length, stop=stops, **options)
-
-
-def _progress(total: int, what: str, disable: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=what, disable=True if disable else None)

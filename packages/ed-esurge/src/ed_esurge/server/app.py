@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -40,7 +41,7 @@ def create_app(
 
     Args:
         engine: an `eSurge`, which is then driven by a thread that starts and stops with the
-            application, or something like an `AsyncEngine`, which its owner starts and stops.
+            application, or something like an `AsyncEngine`, which its owner stops.
         served_model_name: what clients call the model; several names are aliases, and answers
             carry the first. None: the model's own name.
         api_key: a key, or several, one of which each request must bring. None: anybody may.
@@ -50,22 +51,23 @@ def create_app(
     Raises:
         ConfigError: the engine has no tokenizer.
     """
-    own = not isinstance(engine, ServedEngine)
-    if own:
+    own = None
+    if not isinstance(engine, ServedEngine):
         from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
 
-        engine = AsyncEngine(engine)
+        own = engine = AsyncEngine(engine)
     served = _serve(engine, served_model_name, chat_template)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if own:
-            engine.start()
+        start = getattr(engine, "start", None)
+        if start is not None:  # which does nothing where its owner has done it
+            start()
         try:
             yield
         finally:
-            if own:
-                engine.shutdown()
+            if own is not None:
+                await asyncio.to_thread(own.shutdown)
 
     app = FastAPI(title="ed-esurge", version=_version(), lifespan=lifespan)
     app.state.served = served

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ed_infra.errors import did_you_mean
+from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
@@ -124,7 +124,8 @@ class Served:
         """Deltas of one request, counted; whoever stops listening aborts it.
 
         Raises:
-            APIError: 503 when the engine is down, or gives the request up.
+            APIError: 400 when the engine cannot run the request as it is, 503 when it is down or
+                gives the request up.
         """
         if not self.engine.is_healthy:
             raise engine_unavailable()
@@ -140,6 +141,10 @@ class Served:
                 yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
+        except ConfigError as error:
+            raise APIError(str(error)) from error
+        except EasyDeLError as error:
+            raise engine_unavailable(str(error)) from error
         finally:
             if not finished:
                 timer.aborted()
