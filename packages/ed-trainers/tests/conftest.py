@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ed_infra import sharding
 from ed_infra.mesh import create_mesh
 from ed_infra.outputs import CausalLMOutput
 from ed_infra.partition import PartitionManager
@@ -27,9 +28,10 @@ class ToyConfig:
 class ToyModel(nnx.Module):
     """Embedding, mean over the past, norm, head: has what optimizers tell apart."""
 
-    def __init__(self, config: ToyConfig, *, param_dtype=jnp.float32, seed: int = 0):
+    def __init__(self, config: ToyConfig, *, param_dtype=jnp.float32, seed: int = 0, dropout=0.0):
         keys = jax.random.split(jax.random.key(seed), 2)
         self.config = config
+        self.dropout = dropout
 
         def normal(key, shape):
             return jax.random.normal(key, shape, param_dtype) * 0.1
@@ -42,6 +44,9 @@ class ToyModel(nnx.Module):
     def split_module(self):
         return nnx.split(self, nnx.Param, ...)
 
+    def shard_model(self):
+        return sharding.shard(self, self.config.partition_manager, mesh=self.config.mesh)
+
     def lm_head_weight(self):
         return self.kernel[...]
 
@@ -52,8 +57,8 @@ class ToyModel(nnx.Module):
         past = jnp.where(same & jnp.tri(s, dtype=bool), 1.0, 0.0)
         x = x + past @ x / jnp.sum(past, -1, keepdims=True)
         x = x * self.norm[...] + self.bias[...] + 0.01 * position_ids[..., None]
-        if key is not None:
-            x = x * jax.random.bernoulli(key, 0.9, x.shape)
+        if key is not None and self.dropout:
+            x = x * jax.random.bernoulli(key, 1 - self.dropout, x.shape)
         return CausalLMOutput(last_hidden_state=x)
 
     def save_pretrained(self, directory):
@@ -90,7 +95,7 @@ class ToyLoader:
 def toy():
     """The toy's parts: `toy.model(dims)`, `toy.loader(...)`, `toy.Model`, `toy.Config`."""
     return SimpleNamespace(
-        model=lambda dims=(1, 1, 1, 1, 1), **kw: ToyModel(ToyConfig(dims), **kw),
+        model=lambda dims=(1, 1, 1, 1, 1), **kw: ToyModel(ToyConfig(dims), **kw).shard_model(),
         loader=ToyLoader,
         Model=ToyModel,
         Config=ToyConfig,

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from ed_infra.paths import normalize
 from ed_infra.sharding import make_global
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
@@ -20,6 +21,14 @@ def replicated(sharding: Sharding) -> Sharding:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
+
+
+def place_model(model: Any) -> None:
+    """Shard a model, in place, whose parameters are not on the devices of its mesh yet."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    devices = set(model.config.mesh.devices.flat)
+    if any(leaf.sharding.device_set != devices for leaf in leaves):
+        nnx.update(model, nnx.state(model.shard_model()))
 
 
 def shardings_like(shapes: Any, params: Any) -> Any:

@@ -103,7 +103,8 @@ def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
     targets[:, :-1] = np.where(learned[:, :-1], labels[:, 1:], 0)
     weights = learned.astype(np.float32)
     if "loss_weights" in batch:
-        weights[:, :-1] *= np.asarray(batch["loss_weights"], np.float32)[:, 1:]
+        given = np.asarray(batch["loss_weights"], np.float32)
+        weights[:, :-1] = np.where(learned[:, :-1], given[:, 1:], 0.0)
     return {
         "input_ids": inputs,
         "segment_ids": segments,

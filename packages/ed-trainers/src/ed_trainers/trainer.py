@@ -19,7 +19,7 @@ from ed_trainers.callbacks import Callback, CallbackList
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
 from ed_trainers.loop import TrainingLoop
-from ed_trainers.placement import Placement
+from ed_trainers.placement import Placement, place_model
 from ed_trainers.state import EasyDeLState
 
 
@@ -84,6 +84,7 @@ class Trainer(ABC):
         self.arguments = arguments
         self.state = model if isinstance(model, EasyDeLState) else None
         self.model = model.model if isinstance(model, EasyDeLState) else model
+        place_model(self.model)
         self.feed = None if train_dataset is None else Feed(train_dataset)
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class

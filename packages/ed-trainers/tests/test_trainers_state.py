@@ -1,0 +1,94 @@
+"""EasyDeLState: a pytree that is created, stepped, saved and restored onto another mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_trainers.state import EasyDeLState, flat_arrays, leaf_names
+
+
+def equal(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_apply_gradients_is_the_optimizer_and_counts(toy):
+    model = toy.model()
+    state = EasyDeLState.create(model=model, tx=optax.sgd(0.5), init_opt_state=True)
+    grads = jax.tree.map(jnp.ones_like, state.graphstate)
+    new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+    assert int(new.step) == 1
+    assert int(state.step) == 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a - 0.5, b), state.graphstate, new.graphstate
+    )
+    batch = toy.loader().batch_at(0)
+    del batch["labels"]
+    hidden = [s.model(**batch).last_hidden_state for s in (state, new)]
+    assert not np.allclose(*hidden)
+
+
+def test_optimizer_state_lives_with_its_parameters(toy):
+    state = EasyDeLState.create(
+        model=toy.model((1, 8, 1, 1, 1)), tx=optax.adamw(1e-3), init_opt_state=True
+    )
+    params = flat_arrays(state.graphstate)
+    moments = {n: a for n, a in flat_arrays(state.opt_state).items() if "/mu/" in n or "/nu/" in n}
+    assert len(moments) == 2 * len(params)
+    for name, leaf in moments.items():
+        assert leaf.sharding == params[name.split("u/", 1)[1]].sharding
+    abstract = state.replace(opt_state=None).abstract(state.tx)
+    assert leaf_names(abstract) == leaf_names(state)
+    for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+
+
+def test_save_and_load_onto_another_mesh(toy, tmp_path):
+    state = EasyDeLState.create(
+        model=toy.model((1, 8, 1, 1, 1)), tx=optax.adamw(1e-1), init_opt_state=True
+    )
+    state = state.apply_gradients(grads=state.graphstate)
+    state.save_state(tmp_path / "s")
+    other = EasyDeLState.create(
+        model=toy.model((2, 2, 1, 2, 1), seed=1), tx=optax.adamw(1e-1), init_opt_state=True
+    )
+    loaded = other.load_state(tmp_path / "s")
+    equal(loaded, state)
+    assert int(loaded.step) == 1
+    wanted = [leaf.sharding for leaf in jax.tree.leaves(other)]
+    assert [leaf.sharding for leaf in jax.tree.leaves(loaded)] == wanted
+    with pytest.raises(CheckpointError, match="is not empty"):
+        state.save_state(tmp_path / "s")
+
+
+def test_save_without_optimizer(toy, tmp_path):
+    state = EasyDeLState.create(model=toy.model(), tx=optax.adamw(1e-1), init_opt_state=True)
+    state.save_state(tmp_path / "s", save_optimizer=False)
+    other = EasyDeLState.create(model=toy.model(seed=1))
+    equal(other.load_state(tmp_path / "s").graphstate, state.graphstate)
+
+
+def test_what_does_not_fit_is_named(toy, tmp_path):
+    state = EasyDeLState.create(model=toy.model())
+    state.save_state(tmp_path / "s")
+    model = toy.model()
+    model.kernel.set_value(jnp.zeros((16, 64)))
+    with pytest.raises(CheckpointError, match=r"graphstate/kernel has shape \(16, 32\).*\(16, 64"):
+        EasyDeLState.create(model=model).load_state(tmp_path / "s")
+    with pytest.raises(CheckpointError, match="no complete saved state"):
+        state.load_state(tmp_path / "nothing")
+
+
+def test_contradictions_are_errors(toy):
+    model = toy.model()
+    with pytest.raises(ConfigError, match="either model, or graphdef"):
+        EasyDeLState.create()
+    with pytest.raises(ConfigError, match="come together"):
+        EasyDeLState.create(graphdef=model.split_module()[0])
+    state = EasyDeLState.create(model=model)
+    with pytest.raises(ConfigError, match="init_tx"):
+        state.apply_gradients(grads=state.graphstate)
