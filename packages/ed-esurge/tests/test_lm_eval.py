@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -57,19 +58,25 @@ def adapter(engine):
     return eSurgeLM(engine, max_gen_toks=8)
 
 
+@functools.cache
+def plain_forward(model):
+    """A jitted forward of one padded row: ids [s] -> log-probabilities [s, v]."""
+    graphdef, *state = model.split_module()
+
+    @jax.jit
+    def forward(state, ids):
+        logits = type(model).merge_module(graphdef, *state)(ids[None]).logits[0]
+        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+
+    return functools.partial(forward, state)
+
+
 def plain(model, tokens):
     """log-probabilities [s-1, v] of a plain forward: row i predicts token i + 1.
 
     Padded to one length on the right, where a causal model does not look.
     """
-    graphdef, *state = model.split_module()
-
-    @jax.jit
-    def forward(state, ids):
-        logits = type(model).merge_module(graphdef, *state)(ids).logits[0]
-        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-
-    rows = forward(state, jnp.asarray([tokens + [0] * (CONTEXT - len(tokens))]))
+    rows = plain_forward(model)(jnp.asarray(tokens + [0] * (CONTEXT - len(tokens))))
     return np.asarray(rows)[: len(tokens) - 1]
 
 

@@ -1,0 +1,218 @@
+"""The server over the real engine: what clients get is what the model says."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from ed_esurge.engine import AsyncEngine, eSurge
+from ed_esurge.server.launch import background
+from ed_esurge.testing import byte_tokenizer
+from ed_infra.testing import tiny_llama
+
+CONTEXT = 128
+PROMPTS = ["a", "The cat", "Grüße 世界", "x" * 20, "1 2 3 4 5 6 7", "??", "The cat sat", "y" * 50]
+
+
+@pytest.fixture(scope="module")
+def model():
+    from ed_models import AutoEasyDeLModelForCausalLM
+    from ed_models.families.llama import LlamaConfig
+
+    fields = tiny_llama(
+        vocab_size=258, num_hidden_layers=2, initializer_range=0.3, eos_token_id=257
+    )
+    fields.pop("model_type")
+    config = LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
+    return AutoEasyDeLModelForCausalLM.from_config(
+        config, dtype=jnp.float32, param_dtype=jnp.float32, seed=0
+    )
+
+
+def build(model):
+    """An engine with few shapes to compile, each at its first use."""
+    return eSurge(
+        model,
+        byte_tokenizer(),
+        model_name="tiny",
+        max_model_len=CONTEXT,
+        max_num_seqs=8,
+        max_num_seq_buckets=(8,),
+        max_num_batched_tokens=32,
+        min_input_pad=32,
+        page_size=16,
+        compile_runner=False,
+        silent_mode=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return build(model)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with background(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def greedy(model, prompts, count):
+    """Tokens of the model's own greedy generate: one left-padded batch."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = np.zeros((len(prompts), longest), np.int32)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    out = model.generate(
+        jnp.asarray(ids),
+        attention_mask=jnp.asarray(mask),
+        max_new_tokens=count,
+        eos_token_id=257,
+        pad_token_id=0,
+    )
+    return np.asarray(out.sequences)[:, longest:].tolist()
+
+
+def test_eight_concurrent_requests_give_the_models_own_tokens(model, url):
+    tokenizer = byte_tokenizer()
+    lengths = [4, 9, 16, 7, 12, 20, 5, 10]
+
+    async def one(client, prompt, count):
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=count, temperature=0, logprobs=0
+        )
+        stream = await client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=count, temperature=0, stream=True
+        )
+        joined = "".join([chunk.choices[0].text async for chunk in stream])
+        return answer, joined
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            jobs = [one(client, *pair) for pair in zip(PROMPTS, lengths, strict=True)]
+            return await asyncio.gather(*jobs)
+
+    answers = asyncio.run(everyone())
+    whole = greedy(model, [tokenizer(prompt)["input_ids"] for prompt in PROMPTS], max(lengths))
+    for expected, count, (answer, joined) in zip(whole, lengths, answers, strict=True):
+        expected = expected[:count]
+        if 257 in expected:
+            expected = expected[: expected.index(257) + 1]
+        choice = answer.choices[0]
+        assert answer.usage.completion_tokens == len(expected)
+        assert choice.text == tokenizer.decode(expected, skip_special_tokens=True)
+        assert joined == choice.text
+        assert choice.finish_reason == ("stop" if expected[-1] == 257 else "length")
+        assert len(choice.logprobs.tokens) == len(expected)
+
+
+def test_chat_streams_what_it_answers(client):
+    messages = [{"role": "user", "content": "hello"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**options)
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts[0] != texts[1]
+
+
+def test_echo_scores_are_those_of_the_engine(client, engine, model):
+    answer = client.completions.create(
+        model="tiny", prompt="The cat sat", max_tokens=0, echo=True, logprobs=1
+    )
+    tokens = byte_tokenizer()("The cat sat")["input_ids"]
+    logits = model(jnp.asarray([tokens])).logits[0].astype(jnp.float32)
+    rows = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    expected = rows[np.arange(len(tokens) - 1), tokens[1:]]
+    scores = answer.choices[0].logprobs.token_logprobs
+    assert scores[0] is None
+    np.testing.assert_allclose(scores[1:], expected, atol=1e-5)
+
+
+def test_what_the_engine_refuses_is_a_400(client):
+    with pytest.raises(openai.BadRequestError, match="min_tokens"):
+        client.completions.create(
+            model="tiny", prompt="a" * 120, extra_body={"min_tokens": 16}, max_tokens=None
+        )
+
+
+def test_a_client_that_leaves_frees_its_place(client, engine):
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 10
+    while engine.stats()["num_requests_running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_metrics_show_the_engine(client, url):
+    client.completions.create(model="tiny", prompt="The cat" * 4, max_tokens=2)
+    text = httpx.get(url.replace("/v1", "/metrics")).text
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+    ):
+        assert f'{name}{{model_name="tiny"}}' in text
+
+
+def test_health_follows_the_engines_thread(model):
+    engine = AsyncEngine(build(model))
+    with background(engine) as url:
+        health = url.replace("/v1", "/health")
+        assert httpx.get(health).status_code == 200
+        engine.shutdown()
+        assert httpx.get(health).status_code == 503
+        answer = httpx.post(f"{url}/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        engine.start()
+        assert httpx.get(health).status_code == 200
+        engine.shutdown()
+
+
+def test_a_stuck_step_and_a_failed_one_are_unhealthy(model, monkeypatch):
+    release = threading.Event()
+
+    def step():
+        release.wait(10)
+        raise RuntimeError("the device is gone")
+
+    inner = build(model)
+    monkeypatch.setattr(inner, "step", step)
+    engine = AsyncEngine(inner, stuck_after=0.2)
+    with background(engine) as url:
+        health = url.replace("/v1", "/health/live")
+        assert httpx.get(health).status_code == 200
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": "a", "stream": True}
+            asked = pool.submit(httpx.post, f"{url}/completions", json=body, timeout=20)
+            time.sleep(0.5)
+            assert httpx.get(health).status_code == 503
+            release.set()
+            answer = asked.result()
+        assert answer.status_code == 503
+        assert "the device is gone" in answer.json()["error"]["message"]
+        assert httpx.get(health).status_code == 503
