@@ -70,8 +70,8 @@ def layer_context(
         mask_info = MaskInfo.from_segments(segment_ids)
     elif position_ids is None:
         position_ids = mask_info.q_index
-    # Whole on every device along the sequence: they are small, and partitioned scans over a sequence
-    # that is split (sp > 1) were seen to give wrong positions.
+    # Whole along the sequence on every device: they are small, and the partitioner was seen to give
+    # wrong positions for scans over a sequence that is split (sp > 1).
     position_ids = constrain(position_ids, ("batch", None), config)
     if mask_info is not None:
         mask_info = jax.tree.map(lambda x: constrain(x, ("batch", None), config), mask_info)
