@@ -1,4 +1,4 @@
-"""One Llama: trained, generated from and served by the same `__call__`, on any mesh, at any depth."""
+"""One Llama: trained, generated from and served by one `__call__`, on any mesh, at any depth."""
 
 import jax
 import jax.numpy as jnp
