@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,9 @@ from ed_esurge.runner.sampler import (
     SamplerRows,
     SamplerState,
     adjust,
+    cutoff,
+    cutoff_of_best,
     sample,
-    threshold,
 )
 
 VOCAB = 300  # more than the sampler's candidates
@@ -40,18 +43,25 @@ def rows(n: int, **given) -> SamplerRows:
     return SamplerRows(**out)
 
 
+NAMES = list(SamplerRows.__dataclass_fields__)
+
+
+@partial(jax.jit, static_argnames="alternatives")
+def run(logits, flat, state, alternatives):
+    out, state = sample(logits, SamplerRows(*flat), state, alternatives)
+    return [getattr(out, name) for name in Sampled.__dataclass_fields__], state
+
+
 def draw(logits, given, state=None, alternatives=5):
-    state = SamplerState.create(4, logits.shape[1]) if state is None else state
-    names = list(SamplerRows.__dataclass_fields__)
-    flat = [getattr(given, name) for name in names]
-
-    @jax.jit
-    def run(logits, flat, state):
-        out, state = sample(logits, SamplerRows(*flat), state, alternatives)
-        return [getattr(out, name) for name in Sampled.__dataclass_fields__], state
-
-    out, state = run(jnp.asarray(logits), flat, state)
-    return Sampled(*out), state
+    """Sample, in one of two shapes, so that the tests compile twice and not a dozen times."""
+    n = logits.shape[0]
+    extra = (8 if n <= 8 else 4000) - n
+    state = SamplerState.create(4, VOCAB) if state is None else state
+    logits = jnp.pad(jnp.asarray(logits), ((0, extra), (0, 0)))
+    padding = rows(extra)
+    flat = [jnp.concatenate([getattr(given, k), getattr(padding, k)]) for k in NAMES]
+    out, state = run(logits, flat, state, alternatives)
+    return Sampled(*(x[:n] for x in out)), state
 
 
 def random_logits(n: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
@@ -92,7 +102,7 @@ def test_greedy_takes_the_first_of_equals():
 def test_support_is_exactly_what_the_filters_leave(temperature, top_k, top_p, min_p):
     logits = random_logits(1)
     expected = reference_support(logits[0], temperature, top_k, top_p, min_p)
-    n = 4000
+    n = 4000  # chi-square needs many
     given = rows(
         n,
         seed=np.arange(n),
@@ -114,14 +124,18 @@ def test_support_is_exactly_what_the_filters_leave(temperature, top_k, top_p, mi
     assert chi < len(likely) + 6 * np.sqrt(2 * len(likely)) + 10
 
 
-def test_thresholds_equal_from_candidates_and_from_all():
-    scaled = jnp.asarray(random_logits(8, 3))
+def test_cutoff_is_the_same_from_candidates_and_from_all():
+    scaled = random_logits(8, 3)
+    odds = jnp.exp(jnp.asarray(scaled - scaled.max(axis=1, keepdims=True)))
     given = rows(8, top_k=[0, 3, 0, 0, 9, 40, 0, 1], top_p=[0.5, 1, 0.9, 1, 0.8, 0.99, 0.7, 1])
-    logz = jax.nn.logsumexp(scaled, axis=-1)
-    few = threshold(jax.lax.top_k(scaled, 128)[0], given, logz, VOCAB)
-    every = threshold(-jnp.sort(-scaled, axis=-1), given, logz, VOCAB)
-    unfiltered = np.asarray((given.top_k == 0) & (given.top_p >= 1))
-    np.testing.assert_array_equal(np.asarray(few)[~unfiltered], np.asarray(every)[~unfiltered])
+    few = cutoff_of_best(jax.lax.top_k(odds, 128)[0], jnp.sum(odds, axis=-1), given)
+    every = cutoff(odds, jnp.sum(odds, axis=-1), given)
+    unfiltered = (given.top_k == 0) & (given.top_p >= 1)
+    np.testing.assert_array_equal(np.where(unfiltered, 0, few), every)
+    for row, bound in enumerate(np.asarray(every)):
+        top_k, top_p = int(given.top_k[row]), float(given.top_p[row])
+        expected = reference_support(scaled[row], 1.0, top_k, top_p, 0.0)
+        assert set(np.flatnonzero(np.asarray(odds[row]) >= bound).tolist()) == expected
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():
@@ -140,13 +154,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     )
     among, _ = draw(np.concatenate([logits, others]), given)
     assert among.tokens[0] == alone.tokens[0]
-    moved, _ = draw(np.repeat(logits, 64, 0), rows(64, **{**mine, "position": np.arange(64)}))
-    assert len(set(moved.tokens.tolist())) > 3
+    moved, _ = draw(np.repeat(logits, 8, 0), rows(8, **{**mine, "position": np.arange(8)}))
+    assert len(set(moved.tokens.tolist())) > 1
 
 
 def test_penalties_and_bias_against_the_formula():
     logits = random_logits(2, 7)
-    state = SamplerState.create(3, VOCAB)
+    state = SamplerState.create(4, VOCAB)
     bias = np.zeros(VOCAB, np.float32)
     bias[4], bias[5] = 2.5, -np.inf
     seen = np.zeros(VOCAB, np.int32)
@@ -166,13 +180,14 @@ def test_penalties_and_bias_against_the_formula():
     np.testing.assert_array_equal(out[1], logits[1])
     sampled, after = draw(logits, given, state)
     change = np.asarray(after.seen - state.seen)
+    assert change[0].sum() == change[1].sum() == change[3].sum() == 0
     assert change.sum() == 2
     assert change[2, int(sampled.tokens[0])] == 2
 
 
 def test_logprobs_are_the_models_own():
     logits = random_logits(3, 9)
-    state = SamplerState.create(1, VOCAB)
+    state = SamplerState.create(4, VOCAB)
     state = state.put(jnp.int32(0), jnp.full(VOCAB, -np.inf).at[17].set(0), state.seen[0])
     out, _ = draw(logits, rows(3, num_logprobs=[4, -1, -1], slot=[0, 99, 99]), state)
     exact = logits[0].astype(np.float64)

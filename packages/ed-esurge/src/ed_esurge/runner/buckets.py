@@ -26,14 +26,14 @@ class Shape:
 
 
 class Buckets:
-    """All shapes of an engine: for decoding as many tokens as sequences, in powers of two; for
+    """All shapes of an engine: for decoding as many tokens as sequences, 1, 4, 8, 16, …; for
     prefill token counts in steps of four.
 
     Args:
         max_num_seqs, max_num_tokens: the largest step.
         pages: pages of the longest sequence.
         min_tokens: smallest shape made for prefill.
-        seq_buckets: numbers of sequences for decoding, ascending, instead of powers of two.
+        seq_buckets: numbers of sequences for decoding, ascending, instead of those.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Buckets:
         seq_buckets: Sequence[int] | None = None,
     ) -> None:
         if seq_buckets is None:
-            seq_buckets = geometric(1, max_num_seqs, 2)
+            seq_buckets = sorted({1, *geometric(min(4, max_num_seqs), max_num_seqs, 2)})
         else:
             seq_buckets = [min(s, max_num_seqs) for s in seq_buckets]
         self.prefill_tokens = tuple(geometric(min(min_tokens, max_num_tokens), max_num_tokens, 4))

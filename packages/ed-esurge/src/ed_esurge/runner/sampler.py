@@ -1,7 +1,7 @@
 """From logits to tokens, on the device. What a request gets never depends on the other rows.
 
-Each row has its own key, `fold_in(key(seed), position)`, and each token its own noise out of that
-key, so a token is chosen by the same numbers whether the row looks at a few candidates or at the
+Each row has its own key, made of seed and position, and each token its own noise out of that key,
+so a token is chosen by the same numbers whether the row looks at a few candidates or at the
 whole vocabulary (Gumbel-max, https://arxiv.org/abs/1611.01144). Which of these happens is decided
 at run time by what the rows of the batch need: sorting a vocabulary costs a hundred times more
 than its maximum.
@@ -154,70 +154,112 @@ def first_max(x: Float[Array, "n v"]) -> Int[Array, " n"]:
 def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
     """Sample every row at its temperature, within its filters."""
     vocab = logits.shape[1]
-    # Greedy rows come along at temperature 1; their result is not used.
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    keys = jax.vmap(row_key)(rows.seed, rows.position)
-    unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
-    values, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
-    logz = jax.nn.logsumexp(scaled, axis=-1)
-    lowest = threshold(values, rows, logz, vocab)
-    # Equal logits are kept or dropped together, so the last candidate must lie below the threshold;
-    # and top-p within a larger top-k needs the sum over all of that.
-    sums_known = (rows.top_k <= values.shape[1]) | (rows.top_k >= vocab)
-    complete = ((values[:, -1] < lowest) & sums_known) | (values.shape[1] == vocab)
     random = rows.temperature > 0
+    unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
+    # Greedy rows come along at temperature 1; their result is not used.
+    scaled = logits / jnp.where(random, rows.temperature, 1.0)[:, None]
+    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    odds = jnp.exp(scaled)  # relative to the most probable token
+    mass = jnp.sum(odds, axis=-1)
+    few, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
+    few_odds = jnp.exp(few)
+    least = cutoff_of_best(few_odds, mass, rows)
+    # Equals are kept or dropped together, so the last candidate must be one that is dropped; and
+    # top-p within a larger top-k needs the sum over all of that.
+    sums_known = (rows.top_k <= few.shape[1]) | (rows.top_k >= vocab)
+    complete = ((few_odds[:, -1] < least) & sums_known) | (few.shape[1] == vocab)
 
     def among_candidates() -> jax.Array:
-        noise = jax.vmap(token_noise)(keys, ids)
-        best = first_max(jnp.where(values >= lowest[:, None], values + noise, -jnp.inf))
+        noise = token_noise(rows, ids)
+        best = first_max(jnp.where(few_odds >= least[:, None], few + noise, -jnp.inf))
         return jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0]
 
     def among_all() -> jax.Array:
         bounds = jax.lax.cond(
             jnp.any(random & ~unfiltered & ~complete),
-            lambda: threshold(-jnp.sort(-scaled, axis=-1), rows, logz, vocab),
-            lambda: lowest,
+            lambda: cutoff(odds, mass, rows),
+            lambda: least,
         )
-        bounds = jnp.where(complete, lowest, bounds)
-        bounds = jnp.where(unfiltered, -jnp.inf, bounds)[:, None]
-        every = jnp.arange(vocab, dtype=jnp.int32)
-        noise = jax.vmap(token_noise, in_axes=(0, None))(keys, every)
-        return first_max(jnp.where(scaled >= bounds, scaled + noise, -jnp.inf))
+        bounds = jnp.where(complete, least, bounds)
+        bounds = jnp.where(unfiltered, 0, bounds)[:, None]
+        every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
+        noise = token_noise(rows, every)
+        return first_max(jnp.where(odds >= bounds, scaled + noise, -jnp.inf))
 
-    enough = complete & ~unfiltered
-    return jax.lax.cond(jnp.all(enough | ~random), among_candidates, among_all)
+    enough = (complete & ~unfiltered) | ~random
+    return jax.lax.cond(jnp.all(enough), among_candidates, among_all)
 
 
-def threshold(
-    values: Float[Array, "n c"], rows: SamplerRows, logz: Float[Array, " n"], vocab: int
+def cutoff_of_best(
+    odds: Float[Array, "n c"], mass: Float[Array, " n"], rows: SamplerRows
 ) -> Float[Array, " n"]:
-    """The smallest logit that the filters leave, from the largest `c` logits, descending.
+    """The smallest odds that a row's filters leave among its best, given in descending order.
 
-    top-k first; top-p over what it left; min-p relative to the most probable token.
+    Args:
+        odds: probabilities relative to the row's largest; the largest `c` of them.
+        mass: the sum over the whole vocabulary.
     """
-    rank = jnp.arange(values.shape[1])
-    limit = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None]
-    within = jnp.where(rank < limit, values, -jnp.inf)
-    total = jnp.where(limit[:, 0] <= values.shape[1], jax.nn.logsumexp(within, axis=-1), logz)
-    probability = jnp.exp(within - total[:, None])
-    before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (rank < limit) & ((before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None])
-    floor = values[:, :1] + jnp.log(rows.min_p)[:, None]
-    keep &= (values >= floor) | (rank == 0)
-    kept = jnp.sum(keep, axis=-1)
-    return jnp.take_along_axis(values, kept[:, None] - 1, axis=1)[:, 0]
+    count = odds.shape[1]
+    rank = jnp.arange(count)
+    has_k = rows.top_k > 0
+    within = (rank < rows.top_k[:, None]) | ~has_k[:, None]
+    # Sums of what comes before each, and of all within top-k. Exact products also on TPUs.
+    earlier = jnp.asarray(rank[:, None] < rank, odds.dtype)
+    before = jnp.dot(odds, earlier, precision=jax.lax.Precision.HIGHEST)
+    inside = jnp.where(has_k, jnp.sum(jnp.where(within, odds, 0.0), axis=-1), mass)
+    nucleus = (before < (rows.top_p * inside)[:, None]) | (rows.top_p >= 1)[:, None]
+    kept = within & nucleus & (odds >= rows.min_p[:, None])
+    return jnp.min(jnp.where(kept, odds, jnp.inf), axis=-1)
 
 
-def row_key(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """The key of one token of one request. The generator is fixed, whatever jax's default is."""
-    bits = jax.lax.bitcast_convert_type(seed, jnp.uint32)
-    return jax.random.fold_in(jax.random.key(bits, impl="threefry2x32"), position)
+def cutoff(
+    odds: Float[Array, "n v"], mass: Float[Array, " n"], rows: SamplerRows
+) -> Float[Array, " n"]:
+    """The same from all odds, in any order.
+
+    Found by bisection over the bits of float32 (non-negative floats are ordered as their bits
+    are): exact, and on a CPU an eighth of the time of a sort. The first phase finds top-k's bound
+    by counting, the second top-p's by summing what the first left.
+    """
+    bits = jax.lax.bitcast_convert_type(odds, jnp.int32)
+    one = jnp.full(odds.shape[0], jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))
+    has_k, has_p = rows.top_k > 0, rows.top_p < 1
+
+    def phase(i: int, by_k: jax.Array) -> jax.Array:
+        first = i == 0
+        inside = jnp.sum(jnp.where(bits >= by_k[:, None], odds, 0.0), axis=-1)
+        inside = jnp.where(has_k, inside, mass)
+        weight = jnp.where(first, jnp.ones_like(odds), odds)
+        wanted = jnp.where(first, rows.top_k.astype(odds.dtype), rows.top_p * inside)
+        active = jnp.where(first, has_k, has_p)
+
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds  # enough weight lies at or above low, too little above high
+            middle = low + (high - low + 1) // 2
+            total = jnp.sum(jnp.where(bits >= middle[:, None], weight, 0.0), axis=-1)
+            enough = active & (total >= wanted)
+            return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+        found, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(by_k), one))
+        return jnp.maximum(by_k, found)
+
+    bound = jax.lax.fori_loop(0, 2, phase, jnp.zeros_like(one))
+    return jnp.maximum(jax.lax.bitcast_convert_type(bound, jnp.float32), rows.min_p)
 
 
-def token_noise(key: jax.Array, token_ids: Int[Array, " c"]) -> Float[Array, " c"]:
-    """Standard Gumbel noise of tokens: a function of key and token id alone."""
-    folded = jax.vmap(partial(jax.random.fold_in, key))(token_ids)
-    bits = jax.random.key_data(folded)[:, 0]
+def token_noise(rows: SamplerRows, token_ids: Int[Array, "n c"]) -> Float[Array, "n c"]:
+    """Standard Gumbel noise of tokens: a function of seed, position and token id alone.
+
+    The generator is fixed (Threefry), whatever jax's default is.
+    """
+
+    def of_row(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
+        words = jnp.stack([seed, position])
+        data = jax.lax.bitcast_convert_type(words, jnp.uint32)
+        key = jax.random.wrap_key_data(data, impl="threefry2x32")
+        return jax.random.key_data(jax.vmap(partial(jax.random.fold_in, key))(ids))[:, 0]
+
+    bits = jax.vmap(of_row)(rows.seed, rows.position, token_ids)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
