@@ -10,6 +10,8 @@ import os
 import pathlib
 import sys
 
+import hypothesis
+
 ROOT = pathlib.Path(__file__).parent
 CACHE = ROOT / ".cache" / "jax"
 
@@ -31,3 +33,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+# The same examples on each run, and no limit on a call that may compile.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("default")

@@ -21,6 +21,9 @@ from ed_infra.specs import to_json
 #: Key of config.json under which execution fields are saved, apart from Hugging Face's own.
 SECTION = "easydel"
 
+# Spellings of older files for what is in rope_parameters now.
+_ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+
 # Keywords of from_pretrained that say how the hub is read.
 _HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 
@@ -126,21 +129,28 @@ class FileMethods(Held):
 
 
 def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Put `changes` over `data`, where old and new spellings of a field may meet."""
-    rope = thaw(dict(changes.get("rope_parameters", data.get("rope_parameters")) or {}))
-    if changes.get("rope_scaling"):
-        rope = {"rope_theta": rope.get("rope_theta"), **changes["rope_scaling"]}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in changes:
-            rope[name] = changes[name]
+    """Put `changes` over the keys of a file, where old and new spellings of a field may meet."""
+    attributes = getattr(cls, "attribute_map", {})
+    declared = {field.name for field in dataclasses.fields(cls)}
+    rope = {n: changes[n] for n in _ROPE_NAMES if n in changes and n not in declared}
     for name, value in changes.items():
-        if name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+        if name not in rope:
             data.pop(name, None)
-            if name in {f.name for f in dataclasses.fields(cls)}:
-                data[name] = value
-            continue
-        field = getattr(cls, "attribute_map", {}).get(canonical_field(name), canonical_field(name))
-        data.pop(name, None)
-        data[field] = value
-    if rope:
-        data["rope_parameters"] = {k: v for k, v in rope.items() if v is not None}
+            field = canonical_field(name)
+            data[attributes.get(field, field)] = value
+    if not rope:
+        return
+    parameters = data.pop("rope_parameters", None) or data.pop("rope_scaling", None) or {}
+    parameters = thaw(dict(parameters))
+    data.pop("rope_scaling", None)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name not in declared and name in data:
+            parameters.setdefault(name, data.pop(name))
+    if "rope_scaling" in rope:
+        kept = {n: parameters[n] for n in ("rope_theta",) if n in parameters}
+        parameters = {**kept, **(rope.pop("rope_scaling") or {})}
+    # One entry for each layer type: a base given now goes into all of them.
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for target in nested or [parameters]:
+        target.update(rope)
+    data["rope_parameters"] = parameters

@@ -54,7 +54,7 @@ def option(default: Any, doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, repr=False, eq=False)
 class ExecutionFields:
     """How a model is placed, computed and kept in memory; the same for every family."""
 

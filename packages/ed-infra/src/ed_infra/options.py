@@ -63,9 +63,8 @@ class Options(BaseModel):
 
 
 def _problem(key: object, value: object, kind: str, message: str) -> InitErrorDetails:
-    # Braces would be taken for a template by pydantic.
-    text = message.replace("{", "{{").replace("}", "}}")
-    error = PydanticCustomError(kind, text)  # type: ignore[arg-type]
+    # As a value of the template: braces in a key are not fields.
+    error = PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
     return InitErrorDetails(type=error, loc=(str(key),), input=value)
 
 

@@ -1,0 +1,171 @@
+"""Options, fields, dtypes, errors: names that are wrong are refused, and say what is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import pytest
+from ed_infra import errors, fields, specs
+from ed_infra.axes import PartitionAxis
+from ed_infra.dtypes import canonical_dtype
+from ed_infra.enums import TaskType, canonical_task
+from ed_infra.options import Options, choice, dtype_name, explain
+
+
+class Inner(Options):
+    ALIASES: ClassVar = {"lr": "learning_rate"}
+    learning_rate: float = 1e-3
+    optimizer: Annotated[str, choice("optimizer", ["adamw", "lion"], {"adam": "adamw"})] = "adamw"
+    dtype: Annotated[str, dtype_name] = "float32"
+
+
+class Outer(Options):
+    trainer: Inner = Inner()
+
+
+def test_an_unknown_key_is_reported_where_it_is_with_the_nearest_name():
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Outer(trainer={"learning_ratee": 1})
+    (problem,) = caught.value.errors()
+    assert problem["loc"] == ("trainer", "learning_ratee")
+    assert explain(caught.value) == (
+        "trainer.learning_ratee: unknown key 'learning_ratee'; did you mean 'learning_rate'?"
+    )
+
+
+def test_every_unknown_key_is_reported_at_once_and_braces_are_literal():
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Inner(**{"{a}": 1, "lrr": 2})
+    assert [p["loc"] for p in caught.value.errors()] == [("{a}",), ("lrr",)]
+    assert "unknown key '{a}'" in explain(caught.value)
+
+
+def test_an_alias_works_alone_and_not_beside_its_field():
+    assert Inner(lr=2).learning_rate == 2
+    with pytest.raises(pydantic.ValidationError, match="'lr' and 'learning_rate' are two names"):
+        Inner(lr=2, learning_rate=2)
+
+
+def test_names_out_of_a_list():
+    assert Inner(optimizer="adam").optimizer == "adamw"
+    with pytest.raises(pydantic.ValidationError, match="unknown optimizer 'adamv'; did you mean"):
+        Inner(optimizer="adamv")
+    assert Inner(dtype="bf16").dtype == "bfloat16"
+    with pytest.raises(pydantic.ValidationError, match="did you mean 'bf16'"):
+        Inner(dtype="bf61")
+
+
+def test_options_do_not_change_but_are_replaced_and_checked_again():
+    options = Inner(lr=2)
+    with pytest.raises(pydantic.ValidationError):
+        options.learning_rate = 3  # type: ignore[misc]
+    assert options.replace(lr=3, dtype="fp16") == Inner(learning_rate=3, dtype="float16")
+    with pytest.raises(pydantic.ValidationError, match="unknown key 'l_rate'"):
+        options.replace(l_rate=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("bf16", "bfloat16"),
+        ("fp32", "float32"),
+        ("torch.float16", "float16"),
+        (jnp.bfloat16, "bfloat16"),
+        (jnp.dtype("float32"), "float32"),
+        (np.float64, "float64"),
+        (np.dtype("int8"), "int8"),
+    ],
+)
+def test_dtypes_have_one_name(given: object, name: str):
+    assert canonical_dtype(given) == name
+
+
+@pytest.mark.parametrize("given", ["float33", object(), 3, None])
+def test_what_is_no_dtype_is_refused(given: object):
+    with pytest.raises(errors.ConfigError, match="unknown dtype"):
+        canonical_dtype(given)
+
+
+def test_the_defaults_of_the_table_are_canonical():
+    for field in fields.FIELDS.values():
+        assert fields.normalize(field.name, field.default) == field.default, field.name
+        assert field.doc, field.name
+        json.dumps(specs.to_json(field.default))
+    assert set(fields.FIELD_ALIASES.values()) <= set(fields.FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "canonical"),
+    [
+        ("attn_mechanism", "flash", "flash_attn2"),
+        ("attn_mechanism", "splash", "blocksparse"),
+        ("attn_mechanism", "standard", "vanilla"),
+        ("moe_method", "einsum", "standard_moe"),
+        ("backend", "", None),
+        ("sharding_axis_dims", [1, -1, 1, 1, 1], (1, -1, 1, 1, 1)),
+        ("attn_dtype", jnp.bfloat16, "bfloat16"),
+        ("gradient_checkpointing_targets", ["mlp_up"], ("mlp_up",)),
+        ("partition_axis", {"head_axis": ["tp", "sp"]}, PartitionAxis(head_axis=("tp", "sp"))),
+        (
+            "kv_cache_quantization_config",
+            {"quantization_method": "8bit", "group_size": 128},
+            specs.EasyDeLQuantizationConfig("int8", 128),
+        ),
+    ],
+)
+def test_values_take_their_canonical_form(field: str, given: object, canonical: object):
+    assert fields.normalize(field, given) == canonical
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "says"),
+    [
+        ("attn_mechanism", "flsh", "did you mean 'flash'"),
+        ("gradient_checkpointing", "nothing_savable", "did you mean 'nothing_saveable'"),
+        ("gradient_checkpointing_targets", ["mlp_upp"], "gradient_checkpointing_targets"),
+        ("backend", "quantum", "unknown backend"),
+        ("sharding_axis_dims", [1, "x"], r"sharding_axis_dims\[1\]"),
+        ("blocksize_q", "wide", "integer"),
+        ("kv_cache_quantization_config", {"dtyp": "nf4"}, "did you mean 'dtype'"),
+        ("quantization_config", {"dtype": "nf5"}, "did you mean 'nf4'"),
+        ("partition_axis", {"heads_axis": "tp"}, "did you mean 'head_axis'"),
+        ("sharding_rules", [3], "pairs of a regular expression"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(field: str, given: object, says: str):
+    with pytest.raises(errors.ConfigError, match=says):
+        fields.normalize(field, given)
+
+
+def test_tasks_have_aliases():
+    for spelling in ("causal_lm", "causal-lm", "lm", "causal-language-model", "CAUSAL_LM"):
+        assert canonical_task(spelling) is TaskType.CAUSAL_LM
+    with pytest.raises(errors.ConfigError, match="did you mean"):
+        canonical_task("causal-lmm")
+
+
+def test_specs_check_themselves_and_go_through_json():
+    spec = specs.EasyDeLQuantizationConfig("a4q")
+    assert (spec.dtype, spec.bits, spec.quantizes_activations) == ("w4a8", 4, True)
+    assert specs.from_mapping(type(spec), json.loads(json.dumps(spec.to_dict()))) == spec
+    assert specs.LoraSpec(rank=8, alpha=16).scale == 2.0
+    with pytest.raises(errors.ConfigError, match="rank"):
+        specs.LoraSpec(rank=0)
+    with pytest.raises(errors.ConfigError, match="takes a size"):
+        specs.AttnMaskDetail("sliding")
+    for spec_type in (PartitionAxis, specs.BaseOperationConfig, specs.EasyDeLQuantizationConfig):
+        assert dataclasses.is_dataclass(spec_type)
+        hash(spec_type())
+
+
+def test_to_json_refuses_what_cannot_be_read_back():
+    assert specs.to_json({"a": (1, jnp.float32, np.int64(3), {2, 1})}) == {
+        "a": [1, "float32", 3, [1, 2]]
+    }
+    with pytest.raises(errors.ConfigError, match="cannot be written to JSON"):
+        specs.to_json({"a": object()})
