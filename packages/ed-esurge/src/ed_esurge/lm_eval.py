@@ -10,9 +10,10 @@ Needs the extra `ed-esurge[lm-eval]`. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ed_infra.errors import ConfigError, did_you_mean
+from tqdm import tqdm
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -23,7 +24,6 @@ except ImportError as error:
         "ed_esurge.lm_eval needs lm-evaluation-harness: install ed-esurge[lm-eval]"
     ) from error
 
-from ed_esurge.progress import Counter
 from ed_esurge.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ class eSurgeLM(TemplateLM):
         add_bos_token: whether texts begin with the tokenizer's special tokens; None leaves it to
             the tokenizer, as the Hugging Face backend does.
         prefix_token_id: what an empty context is replaced with; None: BOS, else EOS.
-        batch_size: requests handed to the engine at once, which schedules them as it sees fit. It
-            bounds host memory and sets how often progress shows, not results.
+        batch_size: requests handed to the engine at once, which schedules them as it sees fit: it
+            bounds host memory and sets how often progress shows, not results. None: four times
+            the sequences that run together.
 
     Raises:
         ConfigError: the engine has no tokenizer, or that has neither BOS nor EOS.
@@ -61,7 +62,7 @@ class eSurgeLM(TemplateLM):
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
-        batch_size: int = 512,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
         if engine.tokenizer is None:
@@ -70,7 +71,7 @@ class eSurgeLM(TemplateLM):
         self.tokenizer = engine.tokenizer
         self.max_gen_toks = max_gen_toks
         self.add_bos_token = add_bos_token
-        self.batch_size = batch_size
+        self.batch_size = batch_size or 4 * engine.config.max_num_seqs
         known = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         prefix = next((token for token in known if token is not None), None)
         if prefix is None:
@@ -165,7 +166,7 @@ class eSurgeLM(TemplateLM):
         order = sorted(
             range(len(prompts)), key=lambda place: (-len(prompts[place]), prompts[place])
         )
-        with Counter("loglikelihood", quiet=disable_tqdm) as counter:
+        with _progress("loglikelihood", len(order), disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 places = order[start : start + self.batch_size]
                 outputs = self.engine.generate([prompts[place] for place in places], params)
@@ -185,7 +186,7 @@ class eSurgeLM(TemplateLM):
                     key = requests[place][0]
                     if key is not None:  # windows of a rolling likelihood have none
                         self.cache_hook.add_partial("loglikelihood", key, results[place])
-                counter.show(start + len(places), len(order))
+                bar.update(len(places))
         return results
 
     def loglikelihood_rolling(
@@ -219,7 +220,7 @@ class eSurgeLM(TemplateLM):
         """Continuations, each cut at the first of its stop strings."""
         prompts, options = [], []
         for request in requests:
-            context, keywords = request.args
+            context, keywords = cast("tuple[str, dict[str, Any]]", request.args)
             params = self._sampling(keywords)
             room = self.engine.max_model_len - (params.max_tokens or 1)
             if room < 1:
@@ -231,19 +232,18 @@ class eSurgeLM(TemplateLM):
             options.append(params)
         texts = [""] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
-        with Counter("generate_until", quiet=disable_tqdm) as counter:
+        with _progress("generate_until", len(order), disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 places = order[start : start + self.batch_size]
                 outputs = self.engine.generate(
                     [prompts[place] for place in places], [options[place] for place in places]
                 )
                 for place, output in zip(places, outputs, strict=True):
-                    context, keywords = requests[place].args
                     stops = list(options[place].stop)
                     text = postprocess_generated_text(output.outputs[0].text, stops, None)
                     texts[place] = text
-                    self.cache_hook.add_partial("generate_until", (context, keywords), text)
-                counter.show(start + len(places), len(order))
+                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
+                bar.update(len(places))
         return texts
 
     def _sampling(self, keywords: dict[str, Any]) -> SamplingParams:
@@ -268,4 +268,9 @@ class eSurgeLM(TemplateLM):
         # As in the Hugging Face backend: tasks may look for markup in the text.
         temperature = 1.0 if keywords.get("do_sample") else 0.0
         options = {"skip_special_tokens": False, "temperature": temperature, **given}
-        return SamplingParams(max_tokens=length, stop=stops, **options)
+        return SamplingParams(max_tokens=length, stop=tuple(stops), **options)
+
+
+def _progress(what: str, total: int, disable: bool) -> tqdm[NoReturn]:
+    """A bar with the time left; silent where stderr is no terminal."""
+    return tqdm(total=total, desc=what, disable=True if disable else None)
