@@ -343,3 +343,41 @@ def test_defaults_of_batch_size_seed_and_cache(mixture, tokenizer, tmp_path):
     assert seeded.fingerprint == build_loader(mixture(), tokenizer, seed=5).fingerprint
     build_loader(mixture(cache_dir=None), tokenizer, cache_dir=str(tmp_path / "other"))
     assert (tmp_path / "other" / "tokens").exists()
+
+
+def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
+    from ed_data.prefetch import Prefetcher
+
+    def make(step):
+        if step == 2:
+            raise DataError("at step 2")
+        return step
+
+    ahead = Prefetcher(make, workers=2, depth=2)
+    assert [ahead.get(0), ahead.get(1)] == [0, 1]
+    with pytest.raises(DataError, match="at step 2"):
+        ahead.get(2)
+    assert ahead.get(7) == 7
+    ahead.close()
+
+
+def test_prefetching_makes_batches_before_they_are_asked_for():
+    import threading
+
+    from ed_data.prefetch import Prefetcher
+
+    made, reached = [], threading.Event()
+
+    def make(step):
+        made.append(step)
+        if step == 3:
+            reached.set()
+        return step
+
+    ahead = Prefetcher(make, workers=1, depth=3)
+    assert ahead.get(0) == 0
+    assert reached.wait(10)
+    assert sorted(made) == [0, 1, 2, 3]
+    ahead.close()
+    assert Prefetcher(make, workers=0, depth=3).get(9) == 9
+    assert sorted(made) == [0, 1, 2, 3, 9]

@@ -191,3 +191,30 @@ def test_ids_take_no_more_bytes_than_they_need(tmp_path, vocab_size, dtype):
 def test_a_folder_that_is_no_store(tmp_path):
     with pytest.raises(DataError, match="not a complete token store"):
         TokenStore(tmp_path)
+
+
+def test_what_a_killed_process_left_is_cleared_in_time(tmp_path):
+    import os
+
+    old, young = tmp_path / ".s.1.aa.part", tmp_path / ".s.2.bb.part"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(b"x")
+    for path in (old / "tokens.bin", old):
+        os.utime(path, (0, 0))
+    batch = [np.array([1])], None, [1]
+    write_store(tmp_path / "s", [batch], vocab_size=10, encoder="e", about={})
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_class_that_encodes_in_its_own_way_is_asked(tokenizer):
+    class Shouting(type(tokenizer)):
+        def _encode_plus(self, text, *args, **options):
+            text = [t.upper() for t in text] if isinstance(text, list) else text.upper()
+            return super()._encode_plus(text, *args, **options)
+
+    own = Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|eos|>")
+    ids = encoder_of(own, eos=1).encode([Document("ab")], "x")[0][0]
+    plain = encoder_of(tokenizer, eos=1).encode([Document("AB")], "x")[0][0]
+    assert ids.tolist() == plain.tolist()

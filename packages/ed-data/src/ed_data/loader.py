@@ -15,7 +15,7 @@ from ed_data.mixture import DocumentOrder
 from ed_data.plan import WINDOW, RowOptions, RowPlan
 from ed_data.prefetch import Prefetcher
 from ed_data.prepare import Part, default_cache_dir, prepare
-from ed_data.tokenize import Encoder, tokenizer_fingerprint
+from ed_data.tokenize import Encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -237,7 +237,7 @@ def build_loader(
     }
     details = {
         "data": data_details,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "tokenizer": encoder.fingerprint,
         "order": order_details,
         "batch_size": rows,
     }

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ed_data.errors import DataError, did_you_mean
 
 IntArray = NDArray[np.int64]
+_OPEN = 256  # rows that first-fit looks at before it forgets the full ones
 
 
 @dataclass(frozen=True)
@@ -171,22 +172,30 @@ def _put(rooms: dict[int, list[IntArray]], present: int, room: int, rows: IntArr
 def _first_fit(lengths: IntArray, capacity: int) -> IntArray:
     """Row of each piece: the first, in order of opening, with room."""
     row = np.empty(len(lengths), np.int64)
-    room = np.zeros(max(len(lengths), 1), np.int64)
-    opened = first = 0  # rows before `first` cannot take even the shortest piece
-    shortest = int(lengths.min()) if len(lengths) else 1
+    # The shortest piece from each one on: a row with less room than that will not be needed again.
+    shortest = np.minimum.accumulate(lengths[::-1])[::-1]
+    opened = used = 0  # rows opened; rows still looked at, at the front of the next two arrays
+    room = np.zeros(_OPEN, np.int64)
+    number = np.zeros(_OPEN, np.int64)
     for index, length in enumerate(lengths.tolist()):
-        while first < opened and room[first] < shortest:
-            first += 1
-        fits = room[first:opened] >= length
-        at = int(fits.argmax()) if len(fits) else 0
-        if len(fits) and fits[at]:
-            at += first
-        else:
-            at = opened
-            room[at] = capacity
+        if length == capacity:
+            row[index] = opened
+            opened += 1
+            continue
+        fits = room[:used] >= length
+        at = int(fits.argmax()) if used else 0
+        if not (used and fits[at]):
+            if used == len(room):
+                keep = np.flatnonzero(room >= shortest[index])
+                size = max(_OPEN, 2 * len(keep))
+                room, number = np.resize(room[keep], size), np.resize(number[keep], size)
+                used = len(keep)
+            at = used
+            room[at], number[at] = capacity, opened
+            used += 1
             opened += 1
         room[at] -= length
-        row[index] = at
+        row[index] = number[at]
     return row
 
 

@@ -7,10 +7,12 @@ reader never sees half of one, and of two processes that fill the same store one
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from ed_data.errors import DataError
 
 #: Raised when the layout, or the meaning of the files, changes: old caches are then not read.
 VERSION = 1
+_DAY = 86_400.0
 
 
 class Tokens(Protocol):
@@ -110,6 +113,7 @@ def write_store(
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    _remove_abandoned(folder)
     part.mkdir()
     try:
         _fill(part, batches, vocab_size, encoder, about)
@@ -164,6 +168,15 @@ def _fill(
         **about,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, default=str))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete what a killed process left of this store; a day is longer than a pause in writing."""
+    for part in folder.parent.glob(f".{folder.name}.*.part"):
+        with contextlib.suppress(OSError):  # another process may be deleting it too
+            newest = max(path.stat().st_mtime for path in (part, *part.iterdir()))
+            if time.time() - newest > _DAY:
+                shutil.rmtree(part)
 
 
 def digest_of(hashes: NDArray[np.uint64], encoder: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +14,8 @@ from ed_data.config import Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.sources import OpenOptions, Source, open_source
 from ed_data.sources.python import resolve
+
+log = logging.getLogger("ed_data")
 
 #: A text, chat messages, or token ids.
 Content = str | list[dict[str, Any]] | list[int]
@@ -52,6 +55,7 @@ def documents(inform: Inform, source: Source | None = None) -> Iterator[Document
     columns = None
     if callback is None and not inform.format_fields:
         columns = list(dict.fromkeys([inform.content_field, *inform.additional_fields]))
+    empty = 0
     for index, row in enumerate(islice(source.rows(columns), inform.num_rows)):
         if callback is not None:
             row = callback(dict(row))
@@ -69,12 +73,15 @@ def documents(inform: Inform, source: Source | None = None) -> Iterator[Document
             content = prepare(content)
         content = _checked(content, inform, index)
         if content is None:
+            empty += 1
             continue
         extra = {
             name: _take(row, name, "additional_fields", inform, index)
             for name in inform.additional_fields
         }
         yield Document(content, extra, index)
+    if empty:
+        log.info("inform %s: left out %d rows with nothing in them", inform.label, empty)
 
 
 def fingerprint(inform: Inform, source: Source) -> dict[str, Any]:
