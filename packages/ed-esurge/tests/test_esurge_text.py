@@ -1,0 +1,210 @@
+"""Detokenization, stop strings, context policy and intake: no device."""
+
+from __future__ import annotations
+
+import pytest
+from ed_esurge.config import EngineConfig
+from ed_esurge.context import fit, truncate
+from ed_esurge.engine.intake import Intake
+from ed_esurge.sampling import SamplingParams
+from ed_esurge.testing import byte_tokenizer
+from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids, render_chat
+from ed_infra.errors import ConfigError
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+TOKENIZER = byte_tokenizer()
+
+
+class SlowTokenizer:
+    """A tokenizer without a Rust core, as some are."""
+
+    def decode(self, ids, **options):
+        return TOKENIZER.decode(ids, **options)
+
+
+def pieces(detokenizer: Detokenizer, tokens: list[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3), st.booleans())
+@example("Grüße", "世界 🌍!", 2, False)
+@example("ab\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}x", 0, True)
+def test_joined_pieces_are_the_whole_decoded(before, text, cut, slow):
+    tokenizer = SlowTokenizer() if slow else TOKENIZER
+    prompt = TOKENIZER(before)["input_ids"]
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    tokens = tokens[: max(len(tokens) - cut, 0)]  # may end inside a character
+    joined = "".join(pieces(Detokenizer(tokenizer, prompt), tokens))
+    assert joined == TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def test_characters_come_whole():
+    tokens = TOKENIZER("a🌍b", add_special_tokens=False)["input_ids"]
+    assert pieces(Detokenizer(TOKENIZER, []), tokens) == ["a", "", "", "", "🌍", "b", ""]
+
+
+def test_special_tokens_are_skipped_or_not():
+    tokens = [*TOKENIZER("hi", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+    assert "".join(pieces(Detokenizer(TOKENIZER, []), tokens)) == "hi"
+    shown = Detokenizer(TOKENIZER, [], skip_special_tokens=False)
+    assert "".join(pieces(shown, tokens)) == "hi</s>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_stops_are_found_however_the_text_is_cut(text, stops, sizes, include):
+    matcher = StopStrings(stops, include=include)
+    out, at = "", 0
+    while at < len(text):
+        size = sizes[at % len(sizes)]
+        out += matcher.push(text[at : at + size])
+        if matcher.found:
+            break
+        # What went out can never be part of a stop string that is still to come.
+        assert text.startswith(out)
+        at += size
+    out += matcher.flush()
+    hits = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not hits:
+        assert out == text
+        return
+    # The first match by its end, because that is when it is noticed; pieces may delay it a little.
+    assert matcher.found in stops
+    where = text.find(matcher.found)
+    assert out == text[: where + (len(matcher.found) if include else 0)]
+
+
+def test_only_a_possible_beginning_is_held_back():
+    matcher = StopStrings(["</end>"])
+    assert matcher.push("hello <") == "hello "
+    assert matcher.push("/en") == ""
+    assert matcher.push("ough") == "</enough"
+    assert matcher.push("x</end>y") == "x"
+    assert matcher.found == "</end>"
+    assert matcher.push("more") == ""
+
+
+CONFIG = EngineConfig(max_model_len=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "asked", "expected"),
+    [
+        ({}, 4, 3, (4, 3)),
+        ({}, 4, None, (4, 6)),
+        ({}, 8, 5, (8, 2)),
+        ({}, 10, 5, (9, 1)),
+        ({"reserve_tokens": 4}, 10, 9, (6, 4)),
+        ({"prefer_preserve_prompt": False}, 8, 5, (5, 5)),
+        ({"prefer_preserve_prompt": False}, 3, 50, (1, 9)),
+    ],
+)
+def test_context_is_filled_as_the_options_say(options, length, asked, expected):
+    prompt, tokens = fit(list(range(length)), asked, CONFIG.replace(**options), 10)
+    assert (len(prompt), tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "asked"),
+    [
+        ({"auto_truncate_prompt": False}, 10, 1),
+        ({"auto_cap_new_tokens": False}, 8, 3),
+        ({"strict_context": True}, 8, 3),
+        ({"strict_context": True}, 12, 1),
+        ({}, 0, 1),
+    ],
+)
+def test_context_that_may_not_be_changed_is_refused(options, length, asked):
+    with pytest.raises(ConfigError):
+        fit([1] * length, asked, CONFIG.replace(**options), 10)
+
+
+def test_what_is_thrown_away():
+    assert truncate(list(range(6)), 3, "left") == [3, 4, 5]
+    assert truncate(list(range(6)), 3, "right") == [0, 1, 2]
+    assert truncate(list(range(6)), 3, "middle") == [0, 1, 5]
+    assert truncate(list(range(6)), 1, "middle") == [0]
+
+
+def intake(**options) -> Intake:
+    config = EngineConfig(**options)
+    return Intake(
+        config,
+        TOKENIZER,
+        eos_token_ids=frozenset([257]),
+        max_model_len=64,
+        vocab_size=258,
+        max_logprobs=20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([300], {}, "outside the vocabulary of 258"),
+        ([], {}, "no tokens"),
+        ([1], {"logprobs": 21}, "max_logprobs 20"),
+        ([1], {"prompt_logprobs": 50}, "max_logprobs 20"),
+        ([1], {"logit_bias": {258: 1.0}}, "outside the vocabulary"),
+        ([1], {"allowed_token_ids": (257,), "min_tokens": 2}, "which min_tokens forbids"),
+        ([1] * 60, {"max_tokens": 30, "min_tokens": 20}, "min_tokens 20 is above the 4"),
+    ],
+)
+def test_impossible_requests_are_refused(prompt, params, message):
+    with pytest.raises(ConfigError, match=message):
+        intake().group("a", prompt, SamplingParams(**params), 0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": -2},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"stop": [""]},
+        {"stop": "x", "detokenize": False},
+        {"allowed_token_ids": []},
+        {"min_tokens": 30},
+        {"temprature": 1},
+    ],
+)
+def test_impossible_options_are_refused(params):
+    with pytest.raises(ValidationError):
+        SamplingParams(**params)
+
+
+def test_seeds_depend_on_what_was_asked():
+    make = intake()
+
+    def seeds(arrival: int, **params) -> list[int]:
+        group = make.group("a", [1], SamplingParams(**params), 0)
+        make.number(group, arrival)
+        return [c.request.seed for c in group.completions.values()]
+
+    assert seeds(0, seed=5, n=3) == seeds(7, seed=5, n=3)
+    assert len(set(seeds(0, seed=5, n=3))) == 3
+    assert seeds(0, seed=5)[0] == seeds(0, seed=5, n=3)[0]
+    assert seeds(0) == seeds(0) != seeds(1)
+
+
+def test_bad_words_come_with_and_without_a_space():
+    plain = tuple(TOKENIZER("no", add_special_tokens=False)["input_ids"])
+    spaced = tuple(TOKENIZER(" no", add_special_tokens=False)["input_ids"])
+    assert bad_word_ids(TOKENIZER, [" no"]) == (plain, spaced)
+
+
+def test_chat_goes_through_the_template():
+    ids = render_chat(TOKENIZER, [{"role": "user", "content": "hi"}])
+    assert TOKENIZER.decode(ids) == "<|user|>hi\n<|assistant|>"
+    with pytest.raises(ConfigError, match="no chat template"):
+        render_chat(byte_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
