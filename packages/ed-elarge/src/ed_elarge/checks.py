@@ -176,16 +176,7 @@ class Checker:
                 f"{of_trainer} differs from mixture.batch_size ({of_mixture}): both are the "
                 "sequences of one optimizer step; keep one of them",
             )
-        elif of_mixture is not None:
-            if of_mixture % trainer.gradient_accumulation_steps:
-                self._problem(
-                    ("mixture", "batch_size"),
-                    f"{of_mixture} does not divide into trainer.gradient_accumulation_steps "
-                    f"({trainer.gradient_accumulation_steps})",
-                )
-            else:
-                self._trainer["total_batch_size"] = of_mixture
-        else:
+        elif of_mixture is None:
             self._mixture["batch_size"] = trainer.total_batch_size
 
     def _lengths(self) -> None:

@@ -113,8 +113,7 @@ def _gaps(text: str) -> list[Gap]:
         if start:  # begin with a whole word
             before = before[before.find(" ") + 1 :]
         sentence = match.group()
-        space = "\n" if "\n" in sentence[cut:resume] else " "
-        out.append(Gap(before + sentence[:cut], space, sentence[resume:end]))
+        out.append(Gap(before + sentence[:cut], sentence[cut:resume], sentence[resume:end]))
     return out
 
 

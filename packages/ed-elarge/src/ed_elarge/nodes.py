@@ -172,6 +172,9 @@ class _Builder:
             return None
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
+        if node.tag not in (_CORE + "seq", _CORE + "map"):
+            self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
+            return None
         self._open.append(node)
         try:
             if isinstance(node, SequenceNode):

@@ -134,7 +134,7 @@ def normalize(document: Document, *, require_actions: bool = False) -> Run:
     sections, prefix, raw_actions = _unwrap(document, problems)
     origin = Origin(document, prefix)
     built: dict[str, Any] = {}
-    for name, value in sections.items():
+    for name, value in _with_batch_size(sections).items():
         if name in _SECTION_NAMES:
             built[name], found = section(name, value, (*prefix, name))
             problems.extend(found)
@@ -186,6 +186,17 @@ def _unwrap(
     if "actions" in inside:
         return sections, prefix, (inside["actions"], (*prefix, "actions"))
     return sections, prefix, (top.get("actions"), ("actions",))
+
+
+def _with_batch_size(sections: dict[str, Any]) -> dict[str, Any]:
+    """`mixture.batch_size` is the default of `trainer.total_batch_size`: before any check of it."""
+    trainer, mixture = sections.get("trainer"), sections.get("mixture")
+    if not isinstance(trainer, Mapping) or not isinstance(mixture, Mapping):
+        return sections
+    batch_size = mixture.get("batch_size")
+    if "total_batch_size" in trainer or not isinstance(batch_size, int):
+        return sections
+    return {**sections, "trainer": {**trainer, "total_batch_size": batch_size}}
 
 
 def unknown_section(name: object) -> str:

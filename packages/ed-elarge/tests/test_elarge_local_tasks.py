@@ -1,0 +1,75 @@
+"""The tasks made from held-out texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ed_elarge import local_tasks
+from ed_infra.errors import ConfigError
+from ed_infra.testing import english_topics
+
+TEXTS = list(english_topics().values())[::10]
+
+
+def test_questions_are_right_and_the_same_every_time() -> None:
+    questions = local_tasks.questions(TEXTS)
+    assert questions == local_tasks.questions(list(TEXTS))
+    assert 50 <= len(questions) <= local_tasks.MAX_QUESTIONS
+    whole = "\n\n".join(TEXTS)
+    for question in questions:
+        choices = question["choices"]
+        assert len(set(choices)) == local_tasks.CHOICES
+        right = [c for c in choices if question["context"] + c in whole]
+        assert right == [choices[question["label"]]]
+
+
+def test_the_answer_stands_everywhere_and_length_does_not_tell() -> None:
+    questions = local_tasks.questions(TEXTS)
+    labels = [question["label"] for question in questions]
+    assert {0, 1, 2, 3} == set(labels)
+    longest = sum(
+        max(range(4), key=lambda i: len(q["choices"][i].split())) == q["label"] for q in questions
+    )
+    assert longest / len(questions) < 0.5
+
+
+def test_too_little_text_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hold out more"):
+        local_tasks.write(["Too short."], tmp_path)
+    with pytest.raises(ConfigError, match="holds no text"):
+        local_tasks.write(["  "], tmp_path)
+    # perplexity alone needs no questions
+    local_tasks.write(["Too short."], tmp_path, [local_tasks.PERPLEXITY])
+    assert json.loads((tmp_path / "heldout_perplexity.jsonl").read_text()) == {"text": "Too short."}
+
+
+def test_lm_eval_runs_them(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    whole = "\n\n".join(TEXTS)
+
+    class Oracle(LM):
+        """Knows the held-out text by heart; gives each byte of it one bit."""
+
+        def loglikelihood(self, requests):
+            scores = [0.0 if "".join(r.args) in whole else -50.0 for r in requests]
+            return [(score, score == 0.0) for score in scores]
+
+        def loglikelihood_rolling(self, requests):
+            return [-0.6931471805599453 * len(r.args[0].encode()) for r in requests]
+
+        def generate_until(self, requests):
+            raise AssertionError("no task generates")
+
+    local_tasks.write(TEXTS, tmp_path)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    results = simple_evaluate(
+        model=Oracle(), tasks=list(local_tasks.NAMES), task_manager=manager, bootstrap_iters=0
+    )["results"]
+    assert results["heldout_cloze"]["acc,none"] == 1.0
+    assert results["heldout_perplexity"]["bits_per_byte,none"] == pytest.approx(1.0)

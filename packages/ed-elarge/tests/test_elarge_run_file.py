@@ -1,0 +1,282 @@
+"""Run files: what is accepted, what follows from what, and what each mistake is told."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ed_elarge import describe, nodes
+from ed_elarge.errors import InputError
+from ed_elarge.normalize import Run, normalize
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+GOOD: dict[str, Any] = {
+    "model": {
+        "config": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
+        "tokenizer": {"train": {"vocab_size": 300}},
+    },
+    "mixture": {
+        "informs": [{"type": "python", "data_files": "pydoc_data.topics:topics"}],
+        "pack_tokens": True,
+        "pack_seq_length": 64,
+        "eval_fraction": 0.1,
+    },
+    "trainer": {"trainer_type": "sft", "total_batch_size": 8},
+    "actions": ["validate", "train"],
+}
+
+
+def with_changes(**changes: Any) -> dict[str, Any]:
+    """GOOD with dotted keys set (`trainer__seed=3`) or, given `...`, removed."""
+    out = copy.deepcopy(GOOD)
+    for dotted, value in changes.items():
+        *path, last = dotted.split("__")
+        holder = out
+        for part in path:
+            holder = holder.setdefault(part, {})
+        if value is ...:
+            holder.pop(last, None)
+        else:
+            holder[last] = value
+    return out
+
+
+def run(config: dict[str, Any]) -> Run:
+    return normalize(
+        nodes.parse(yaml.safe_dump(config, sort_keys=False), "f"), require_actions=True
+    )
+
+
+def refuse(config: dict[str, Any] | str) -> str:
+    text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
+    with pytest.raises(InputError) as error:
+        normalize(nodes.parse(text, "f"), require_actions=True)
+    return str(error.value)
+
+
+# What is accepted.
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
+def test_examples_read_and_read_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.name == "serve.yaml":  # names what the quickstart saves
+        from ed_elarge.checks import Checker
+
+        monkeypatch.setattr(Checker, "_files", lambda self: None)
+    first = normalize(nodes.read(path), require_actions=True)
+    again = normalize(nodes.parse(describe.to_yaml(first)), require_actions=True)
+    assert again.to_dict() == first.to_dict()
+    as_json = normalize(nodes.parse(describe.to_json(first)), require_actions=True)
+    assert as_json.to_dict() == first.to_dict()
+
+
+@pytest.mark.parametrize("wrapper", ["config", "elarge_model", "elm"])
+def test_wrappers(wrapper: str) -> None:
+    sections = {key: value for key, value in GOOD.items() if key != "actions"}
+    outside = run({wrapper: sections, "actions": GOOD["actions"]})
+    inside = run({wrapper: GOOD})
+    assert outside.to_dict() == inside.to_dict() == run(GOOD).to_dict()
+
+
+def test_aliases_become_canonical() -> None:
+    config = with_changes(
+        model__task="causal_lm",
+        loader={"dtype": "bf16"},
+        sharding={"sharding_axis_dims": [1, 1, 1, 1, 1]},
+        base_config={"values": {"attention_mechanism": "flash"}},
+        esurge={"gpu_memory_utilization": 0.5},
+    )
+    found = run(config).to_dict()
+    assert found["model"]["task"] == "causal-language-model"
+    assert found["loader"]["dtype"] == "bfloat16"
+    assert found["sharding"]["axis_dims"] == [1, 1, 1, 1, 1]
+    assert found["esurge"]["hbm_utilization"] == 0.5
+
+
+def test_explicit_null_survives() -> None:
+    found = run(with_changes(trainer__master_dtype=None)).to_dict()
+    assert found["trainer"]["master_dtype"] is None
+
+
+@pytest.mark.parametrize(
+    ("actions", "names"),
+    [
+        ("train", ["train"]),
+        (["Train", {"Save-YAML": "x.yaml"}], ["train", "to_yaml"]),
+        ({"validate": None, "generate": {"prompt": "a"}}, ["validate", "generate"]),
+        ([{"serve": None, "host": "localhost", "port": 8000}], ["serve"]),
+        (["show", "config", "server"], ["print", "dump_config", "serve"]),
+        ([{"write_json": {"path": "x"}}], ["to_json"]),
+    ],
+)
+def test_actions_in_all_their_forms(actions: Any, names: list[str]) -> None:
+    found = run(with_changes(actions=actions)).actions
+    assert [action.name for action in found] == names
+    if names == ["serve"]:
+        assert (found[0].options.host, found[0].options.port) == ("localhost", 8000)
+
+
+# What follows from what.
+
+
+def test_batch_sizes_are_one_number() -> None:
+    assert run(GOOD).mixture.batch_size == 8
+    found = run(with_changes(mixture__batch_size=4, trainer__total_batch_size=...))
+    assert found.trainer.total_batch_size == 4
+    message = refuse(with_changes(mixture__batch_size=4))
+    assert "trainer.total_batch_size: 8 differs from mixture.batch_size (4)" in message
+    message = refuse(
+        with_changes(
+            mixture__batch_size=4,
+            trainer__total_batch_size=...,
+            trainer__gradient_accumulation_steps=3,
+        )
+    )
+    assert "total_batch_size 4 does not divide into 3" in message
+    # the default of the trainer, 32, must not stand in the way
+    assert run(
+        with_changes(
+            mixture__batch_size=6,
+            trainer__total_batch_size=...,
+            trainer__gradient_accumulation_steps=3,
+        )
+    )
+
+
+def test_lengths() -> None:
+    unpacked = {"mixture__pack_tokens": False, "mixture__pack_seq_length": ...}
+    assert "the length of a sequence is not given" in refuse(with_changes(**unpacked))
+    assert run(with_changes(**unpacked, trainer__max_length=32))
+    message = refuse(with_changes(trainer__max_length=32))
+    assert "trainer.max_length: 32 differs from mixture.pack_seq_length (64)" in message
+    message = refuse(
+        with_changes(**unpacked, trainer__max_length=32, mixture__tokenization={"max_length": 33})
+    )
+    assert "33 is more than trainer.max_length (32)" in message
+    message = refuse(with_changes(mixture__pack_seq_length=4096))
+    assert "4096 is more than the model's max_position_embeddings (2048)" in message
+    wide = with_changes(
+        mixture__pack_seq_length=4096,
+        base_config={"values": {"max_position_embeddings": 4096}},
+    )
+    assert run(wide)
+
+
+def test_seed_of_data_falls_back_to_the_trainers() -> None:
+    assert run(with_changes(trainer__seed=7)).mixture.seed == 7
+    assert run(with_changes(trainer__seed=7, mixture__seed=3)).mixture.seed == 3
+
+
+# What each mistake is told: (changes, where, words).
+
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    ({"trainer__learning_ratee": 1}, "trainer.learning_ratee", "did you mean 'learning_rate'?"),
+    ({"trainer__learning_rate": "abc"}, "trainer.learning_rate", "got 'abc'"),
+    ({"trainer__optimizer": "adamww"}, "trainer.optimizer", "did you mean 'adamw'?"),
+    ({"trainer__trainer_type": "sftt"}, "trainer.trainer_type", "did you mean 'sft'?"),
+    ({"trainer__save_steps": -1}, "trainer.save_steps", "must be greater than 0, got -1"),
+    ({"trainr": {}}, "trainr", "unknown section 'trainr'; did you mean 'trainer'?"),
+    ({"lora": {"rank": 4}}, "lora", "not part of this version"),
+    ({"loader": {"dtype": "bf61"}}, "loader.dtype", "did you mean 'bf16'?"),
+    ({"loader": 3}, "loader", "must be a mapping of keys to values, got 3"),
+    ({"model__config__model_type": "lama"}, "model.config.model_type", "did you mean 'llama'?"),
+    ({"model__config__hidden_sise": 1}, "model.config.hidden_sise", "'hidden_size'"),
+    ({"model__config__hidden_size": "big"}, "model.config.hidden_size", "must be an integer"),
+    ({"model__config__hidden_size": 63}, "model.config.num_attention_heads", "does not divide"),
+    ({"model__config__num_key_value_heads": 3}, "model.config.num_key_value_heads", "divide"),
+    ({"model__config__model_type": ...}, "model.config", "'model_type' is missing"),
+    ({"model__name_or_path": "x"}, "model", "either name_or_path"),
+    ({"model__tokenizer": ...}, "model", "has no tokenizer of its own"),
+    ({"model__tokenizer": "./nowhere"}, "model.tokenizer", "no such directory"),
+    ({"model__tokenizer": {"trian": {}}}, "model.tokenizer", "did you mean 'train'?"),
+    ({"model__task": "causal"}, "model.task", "unknown task 'causal'"),
+    ({"mixture__informs": []}, "mixture.informs", "at least 1"),
+    ({"mixture__informs": [{"type": "jsn"}]}, "mixture.informs[0]", "did you mean 'json'?"),
+    ({"mixture__batch_size": 0}, "mixture.batch_size", "greater than 0"),
+    ({"sharding": {"axis_dims": [1, -1]}}, "sharding", "2 entries [1, -1], but there are 5 axes"),
+    ({"sharding": {"axis_dims": [-1, -1, 1, 1, 1]}}, "sharding", "only one entry may be -1"),
+    ({"base_config": {"values": {"attn_mechanism": "flsh"}}}, "attn_mechanism", "'flash'"),
+    ({"base_config": {"values": {"hidden_sizee": 1}}}, "hidden_sizee", "'hidden_size'"),
+    ({"esurge": {"page_sise": 3}}, "esurge.page_sise", "did you mean 'page_size'?"),
+    ({"eval": {"temperatur": 0}}, "eval.temperatur", "did you mean 'temperature'?"),
+    ({"actions": ["trainn"]}, "actions[0]", "unknown action 'trainn'; did you mean 'train'?"),
+    ({"actions": [{"train": {"x": 1}}]}, "actions[0].train.x", "unknown key 'x'"),
+    ({"actions": [{"serve": {"port": 99999}}]}, "actions[0].serve.port", "65535"),
+    ({"actions": [{"serve": {"require_api_key": True}}]}, "actions[0].serve", "needs api_key"),
+    ({"actions": ["eval"]}, "actions[0]", "no tasks are given"),
+    ({"actions": [{"eval": {"tasks": ["heldout_clse"]}}]}, "tasks[0]", "'heldout_cloze'"),
+    ({"actions": [{"to_yaml": None}]}, "actions[0].to_yaml", "'path' is missing"),
+    ({"actions": [{"train": None, "eval": None}]}, "actions[0].eval", "several keys"),
+    ({"actions": []}, "actions", "no action is given"),
+    ({"actions": ...}, "", "no actions are given"),
+    ({"mixture": ...}, "actions[1]", "'train' needs the section 'mixture'"),
+    ({"config": {}}, "model", "stands beside 'config'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "words"), MISTAKES, ids=[f"{i}-{m[1]}" for i, m in enumerate(MISTAKES)]
+)
+def test_mistakes(changes: dict[str, Any], where: str, words: str) -> None:
+    message = refuse(with_changes(**changes))
+    line = next(line for line in message.splitlines() if words in line)
+    place, _, rest = line.partition(": ")
+    assert place.startswith("f:") or not where
+    assert where in rest
+
+
+def test_held_out_tasks_need_held_out_texts() -> None:
+    eval_action = {"eval": {"tasks": ["heldout_cloze"]}}
+    assert run(with_changes(actions=[eval_action]))
+    message = refuse(with_changes(actions=[eval_action], mixture__eval_fraction=...))
+    assert "heldout_cloze needs held-out texts" in message
+
+
+def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
+    text = (
+        "model:\n"
+        "  config: {model_type: llama}\n"
+        "  tokenizer: {train: {vocab_size: 12}}\n"
+        "trainer:\n"
+        "  learning_ratee: 1\n"
+        "  optimizer: adamww\n"
+        "shardin: {}\n"
+        "actions: [trainn]\n"
+    )
+    assert refuse(text).splitlines() == [
+        "f:3:35: model.tokenizer.train.vocab_size: must be greater than or equal to 259, got 12",
+        "  3 |   tokenizer: {train: {vocab_size: 12}}",
+        "    |                                   ^^",
+        "f:5:3: trainer.learning_ratee: unknown key 'learning_ratee'; "
+        "did you mean 'learning_rate'?",
+        "  5 |   learning_ratee: 1",
+        "    |   ^^^^^^^^^^^^^^",
+        "f:6:14: trainer.optimizer: unknown optimizer 'adamww'; did you mean 'adamw'? "
+        "(known: adamw, lion, adafactor, rmsprop, sgd)",
+        "  6 |   optimizer: adamww",
+        "    |              ^^^^^^",
+        "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
+        "loader, sharding, platform, base_config, mixture, esurge, eval, trainer, actions)",
+        "  7 | shardin: {}",
+        "    | ^^^^^^^",
+        "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "
+        "print, dump_config, to_json, to_yaml, train, eval, generate, serve)",
+        "  8 | actions: [trainn]",
+        "    |           ^^^^^^",
+        "5 errors in f",
+    ]
+
+
+def test_an_alias_is_blamed_as_the_user_typed_it() -> None:
+    message = refuse(with_changes(esurge={"gpu_memory_utilization": 3}))
+    assert "esurge.gpu_memory_utilization: must be less than or equal to 1, got 3" in message
+
+
+def test_empty_and_odd_files() -> None:
+    assert "is empty" in refuse("")
+    assert "must be a mapping of sections, got list" in refuse("- 1\n")
+    assert "must be a mapping of sections" in refuse("config: 3\nactions: train\n")

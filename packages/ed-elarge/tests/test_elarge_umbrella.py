@@ -1,0 +1,50 @@
+"""`import easydel as ed`: lazy, complete, and alone."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from easydel._table import MODULES, NAMES
+
+PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_name_is_there(module: str) -> None:
+    loaded = importlib.import_module(module)
+    for name in MODULES[module]:
+        assert getattr(loaded, name) is not None
+    assert set(MODULES[module]) <= set(dir(loaded))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_owns_is_offered(package: str) -> None:
+    owner = importlib.import_module(f"ed_{package}")
+    umbrella = importlib.import_module("easydel")
+    assert set(owner.__all__) <= set(NAMES)
+    for name in owner.__all__:
+        assert getattr(umbrella, name) is getattr(owner, name)
+
+
+def test_importing_it_loads_nothing() -> None:
+    code = "import easydel, sys; print(sorted({'jax', 'flax', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_wrong_names_get_a_hint() -> None:
+    umbrella = importlib.import_module("easydel")
+    with pytest.raises(AttributeError, match="did you mean 'eLargeModel'"):
+        umbrella.eLargeModl  # noqa: B018
+
+
+def test_the_other_easydel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    umbrella = importlib.import_module("easydel")
+    umbrella._refuse_the_other_easydel()  # none is installed here
+    monkeypatch.setattr(metadata, "version", lambda name: "0.2.0")
+    with pytest.raises(ImportError, match=r"'easydel' 0\.2\.0 is installed beside 'ed-elarge'"):
+        umbrella._refuse_the_other_easydel()
