@@ -131,6 +131,8 @@ def test_values_take_their_canonical_form(field: str, given: object, canonical: 
         ("backend", "quantum", "unknown backend"),
         ("sharding_axis_dims", [1, "x"], r"sharding_axis_dims\[1\]"),
         ("blocksize_q", "wide", "integer"),
+        ("blocksize_q", 0, "greater than or equal to 1"),
+        ("kvdtype", "int8", "kv_cache_quantization_config"),
         ("kv_cache_quantization_config", {"dtyp": "nf4"}, "did you mean 'dtype'"),
         ("quantization_config", {"dtype": "nf5"}, "did you mean 'nf4'"),
         ("partition_axis", {"heads_axis": "tp"}, "did you mean 'head_axis'"),

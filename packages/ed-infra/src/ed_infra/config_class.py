@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -87,7 +88,8 @@ def inherit_architecture(cls: type) -> None:
         cls.__annotations__ = annotations
 
 
-def known_names(cls: type) -> set[str]:
+@functools.cache
+def known_names(cls: type) -> frozenset[str]:
     """Return every keyword that a configuration class knows.
 
     Its fields, their aliases, the parameters of each `__init__` and `__post_init__` that it
@@ -108,4 +110,4 @@ def known_names(cls: type) -> set[str]:
                     for p in inspect.signature(inspect.unwrap(function)).parameters.values()
                     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
                 }
-    return names - {"self"}
+    return frozenset(names - {"self"})

@@ -12,8 +12,9 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field as Constraint
 from pydantic import TypeAdapter, ValidationError
 
 from ed_infra.axes import AXIS_NAMES, PartitionAxis
@@ -47,6 +48,10 @@ __all__ = [
     "canonical_field",
     "normalize",
 ]
+
+
+#: An int of at least 1.
+Count = Annotated[int, Constraint(ge=1)]
 
 
 def option(default: Any, doc: str) -> Any:
@@ -85,9 +90,9 @@ class ExecutionFields:
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None = option(
         None, "attention mechanism of decoding; None = attn_mechanism"
     )
-    blocksize_q: int = option(128, "query block of attention kernels, in positions")
-    blocksize_k: int = option(128, "key block of attention kernels, in positions")
-    blocksize_b: int = option(1, "batch block of attention kernels, in sequences")
+    blocksize_q: Count = option(128, "query block of attention kernels, in positions")
+    blocksize_k: Count = option(128, "key block of attention kernels, in positions")
+    blocksize_b: Count = option(1, "batch block of attention kernels, in sequences")
     attn_dtype: str | None = option(
         None, "dtype of attention; None = the dtype that the model computes in"
     )
@@ -98,10 +103,10 @@ class ExecutionFields:
         "triton", "backward kernel of flash attention on GPUs"
     )
     precompute_masks: bool = option(True, "build the causal mask once, not in each layer")
-    mask_max_position_embeddings: int | None = option(
+    mask_max_position_embeddings: Count | None = option(
         None, "positions that masks cover; None = max_position_embeddings"
     )
-    freq_max_position_embeddings: int | None = option(
+    freq_max_position_embeddings: Count | None = option(
         None, "positions that rotary tables cover; None = max_position_embeddings"
     )
     fcm_min_ratio: float = option(0.0, "least share of keys dropped by forgetful causal masking")
@@ -111,7 +116,7 @@ class ExecutionFields:
         True, "run layers of equal structure as one compiled body over stacked parameters"
     )
     use_scan_mlp: bool = option(False, "compute the MLP in chunks of the sequence")
-    scan_mlp_chunk_size: int = option(1024, "positions of a chunk of the MLP")
+    scan_mlp_chunk_size: Count = option(1024, "positions of a chunk of the MLP")
     gradient_checkpointing: str = option("", "what the backward pass keeps; empty = everything")
     gradient_checkpointing_targets: tuple[AVAILABLE_GRADIENT_CHECKPOINT_TARGETS, ...] | None = (
         option(None, "names that the policies by name save, or do not save")
@@ -130,9 +135,9 @@ class ExecutionFields:
     )
 
     moe_method: AVAILABLE_MOE_METHODS = option("fused_moe", "implementation of expert layers")
-    moe_tiling_size_batch: int = option(4, "batch tile of expert kernels")
-    moe_tiling_size_seqlen: int = option(128, "sequence tile of expert kernels")
-    moe_tiling_size_dim: int = option(128, "hidden tile of expert kernels")
+    moe_tiling_size_batch: Count = option(4, "batch tile of expert kernels")
+    moe_tiling_size_seqlen: Count = option(128, "sequence tile of expert kernels")
+    moe_tiling_size_dim: Count = option(128, "hidden tile of expert kernels")
     moe_force_xla_gmm: bool = option(False, "use XLA's grouped matrix product for experts")
     use_expert_tensor_mode: bool = option(False, "split experts over tp as well as over ep")
     use_ring_of_experts: bool = option(False, "send tokens round the experts in a ring")
@@ -140,9 +145,9 @@ class ExecutionFields:
     sp_is_ep_bound: bool = option(True, "fold sp into the expert axis of the expert mesh")
 
     hardware_abstraction: bool = option(False, "use this project's own kernels where they exist")
-    pallas_m_block_size: int = option(128, "M block of Pallas matrix products")
-    pallas_k_block_size: int = option(128, "K block of Pallas matrix products")
-    pallas_n_block_size: int = option(128, "N block of Pallas matrix products")
+    pallas_m_block_size: Count = option(128, "M block of Pallas matrix products")
+    pallas_k_block_size: Count = option(128, "K block of Pallas matrix products")
+    pallas_n_block_size: Count = option(128, "N block of Pallas matrix products")
     operation_configs: dict[str, BaseOperationConfig] | None = option(
         None, "kernel settings by operation name"
     )
@@ -158,7 +163,7 @@ class Field(typing.NamedTuple):
 
 
 def _table() -> dict[str, Field]:
-    types = typing.get_type_hints(ExecutionFields)
+    types = typing.get_type_hints(ExecutionFields, include_extras=True)
     return {
         f.name: Field(f.name, types[f.name], f.default, f.metadata["doc"])
         for f in dataclasses.fields(ExecutionFields)
@@ -224,7 +229,13 @@ def normalize(name: str, value: Any) -> Any:
     if value is None:
         pass
     elif name in _DTYPE_FIELDS:
-        return canonical_dtype(value)
+        dtype = canonical_dtype(value)
+        if "float" not in dtype:
+            raise ConfigError(
+                f"{name} = {dtype!r} is not a floating-point dtype ({FIELDS[name].doc}); for a "
+                "quantized cache set kv_cache_quantization_config"
+            )
+        return dtype
     elif name in _NAMES:
         kind, known, aliases = _NAMES[name]
         plain = getattr(value, "value", value)

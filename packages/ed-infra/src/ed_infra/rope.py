@@ -240,7 +240,7 @@ def inv_frequencies(
     head_dim: int | None = None,
     seq_len: int | None = None,
     layer_type: str | None = None,
-) -> tuple[Float[np.ndarray, r2], float]:
+) -> tuple[Float[np.ndarray, ...], float]:
     """Return the inverse frequencies and the factor of cos and sin.
 
     Args:
