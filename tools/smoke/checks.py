@@ -69,7 +69,12 @@ def _failures(environment: Environment, modules: list[str]) -> dict[str, dict[st
 
 
 def _told(package: Package, failed: dict[str, dict[str, str]]) -> str:
-    told = "\n".join(f"{name}:\n{failure['traceback']}" for name, failure in failed.items())
+    """One line for each module, and the whole traceback of the first."""
+    tracebacks = [failure["traceback"].rstrip() for failure in failed.values()]
+    lines = [
+        f"{name}: {text.splitlines()[-1]}" for name, text in zip(failed, tracebacks, strict=True)
+    ]
+    told = "\n".join([*lines, "", tracebacks[0]])
     return f"{package.name}: modules that do not import with what it declares:\n{told}"
 
 
