@@ -80,9 +80,11 @@ def make(name: str, directory: Path) -> Reference:
     with torch.no_grad():
         for key, value in model.named_parameters():
             value.normal_(1.0 if "norm" in key else 0.0, 0.2)
-    model = model.to(getattr(torch, case.get("dtype", "float32")))
-    model.save_pretrained(directory, **case["save"])
-    model = model.float().eval()
+    model.to(getattr(torch, case.get("dtype", "float32"))).save_pretrained(
+        directory, **case["save"]
+    )
+    # Loaded again, because the cast above rounds the rotary frequencies of the module too.
+    model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     rng = np.random.default_rng(0)
     ids = rng.integers(3, SHARED["vocab_size"], (4, 48))

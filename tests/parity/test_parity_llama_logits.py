@@ -13,7 +13,7 @@ from tests.parity import llama_cases
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("parity")]
 torch = pytest.importorskip("torch")
 
-TOLERANCE = 1e-5  # the requirement is 1e-4; measured differences are below 4e-6
+TOLERANCE = 2e-5  # logits reach 4.8; required is 1e-4, measured are differences up to 7.4e-6
 ONE = (1, 1, 1, 1, 1)
 MESHES = [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 1, 8, 1), (1, 2, 1, 2, 2)]
 
