@@ -88,7 +88,8 @@ class Group:
 
     Attributes:
         completions: by the id of their sequence.
-        prompt_logprobs: filled position by position; handed out with the first delta.
+        prompt_logprobs: filled position by position; handed out with the first delta. None when
+            not asked for.
     """
 
     request_id: str
@@ -99,6 +100,10 @@ class Group:
     completions: dict[str, Completion] = field(default_factory=dict)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     started: bool = False
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -111,8 +116,7 @@ class Group:
 
     def take_prompt(self, start: int, scores: list[TokenScores], tokenizer: Any) -> None:
         """Note the log-probabilities of the prompt tokens after positions `start` …"""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+        assert self.prompt_logprobs is not None, "only requests that asked are scored"
         for position, one in enumerate(scores, start + 1):
             # The last position predicts the first generated token.
             if position < len(self.prompt_token_ids):

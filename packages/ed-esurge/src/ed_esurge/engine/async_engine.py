@@ -97,10 +97,10 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Start the thread (again)."""
-        if self._thread is not None and self._thread.is_alive():
-            return
         if self._failure is not None:
             raise EasyDeLError(f"the engine failed and cannot go on: {self._failure}")
+        if self._thread is not None and self._thread.is_alive():
+            return
         self._stopping = False
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ed-esurge", daemon=True)

@@ -1,0 +1,76 @@
+"""A tiny model and engines that the tests of this package share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ed_esurge.testing import byte_tokenizer
+from ed_infra.testing import tiny_llama
+
+VOCAB = 260  # the byte tokenizer's 258, and two that it does not know
+ONE_DEVICE = (1, 1, 1, 1, 1)
+
+
+def build_llama(seed: int = 1, mesh=ONE_DEVICE, **changes):
+    """A random Llama of two layers whose predictions are far from uniform."""
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+    fields = tiny_llama(vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.2, **changes)
+    fields.pop("model_type")
+    config = LlamaConfig(**fields, sharding_axis_dims=mesh)
+    return LlamaForCausalLM.create(config, seed=seed)
+
+
+@pytest.fixture(scope="session")
+def make_llama():
+    return build_llama
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return build_llama()
+
+
+@pytest.fixture(scope="session")
+def plain_logits(llama):
+    """The plain forward pass, tokens -> float64 logits [s, v]; compiled for one length."""
+    import jax
+    from flax import nnx
+
+    graphdef, state = nnx.split(llama)
+    forward = jax.jit(lambda state, ids: nnx.merge(graphdef, state)(ids).logits)
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        ids = np.zeros((1, 64), np.int32)
+        ids[0, : len(tokens)] = tokens  # causal: what follows does not matter
+        return np.asarray(forward(state, ids)[0, : len(tokens)], np.float64)
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def surge(llama, tokenizer):
+    """An engine in which prompts are prefilled in chunks and eight requests do not fit at once."""
+    from ed_esurge import eSurge
+
+    return eSurge(
+        llama,
+        tokenizer,
+        max_num_seqs=4,
+        page_size=8,
+        max_num_batched_tokens=16,
+        max_model_len=128,
+        silent_mode=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Eight prompts of different lengths."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCAB, size=n).tolist() for n in (1, 5, 17, 40, 3, 9, 30, 2)]

@@ -1,0 +1,113 @@
+"""`AsyncEngine`: many coroutines over one engine, and what happens when one leaves or it fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ed_esurge import AsyncEngine, SamplingParams
+from ed_infra.errors import ConfigError, EasyDeLError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(surge):
+    engine = AsyncEngine(surge)
+    engine.start()
+    yield engine
+    engine.shutdown()
+    assert not surge.has_unfinished_requests
+
+
+async def collect(engine, prompt, params, name):
+    deltas = [delta async for delta in engine.generate(prompt, params, name)]
+    whole = deltas[0]
+    for delta in deltas[1:]:
+        whole.add(delta)
+    return whole
+
+
+def test_concurrent_requests_get_what_they_get_alone(surge, prompts, engine):
+    async def everything():
+        jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(prompts)]
+        return await asyncio.gather(*jobs)
+
+    outputs = asyncio.run(everything())
+    engine.shutdown()
+    alone = [surge.generate(p, GREEDY)[0].outputs[0].token_ids for p in prompts]
+    assert [out.outputs[0].token_ids for out in outputs] == alone
+    assert all(out.finished and out.metrics.finished_time for out in outputs)
+
+
+def test_leaving_aborts_and_others_go_on(surge, prompts, engine):
+    async def leave():
+        stream = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "left")
+        await anext(stream)
+        other = asyncio.create_task(collect(engine, prompts[1], GREEDY, "stays"))
+        await stream.aclose()
+        return await other
+
+    assert len(asyncio.run(leave()).outputs[0].token_ids) == 12
+
+
+def test_abort_ends_the_stream(prompts, engine):
+    async def abort():
+        stream = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "x")
+        await anext(stream)
+        await engine.abort("x")
+        await engine.abort("unknown")
+        return [delta async for delta in stream]
+
+    assert asyncio.run(abort())[-1].outputs[0].finish_reason == "abort"
+
+
+def test_refusals_reach_the_caller(prompts, engine):
+    async def twice():
+        first = engine.generate(prompts[0], GREEDY, "same")
+        await anext(first)
+        with pytest.raises(ConfigError, match="in use"):
+            await anext(engine.generate(prompts[0], GREEDY, "same"))
+        await first.aclose()
+        with pytest.raises(ConfigError, match="no tokens"):
+            await anext(engine.generate([], GREEDY, "empty"))
+
+    asyncio.run(twice())
+    assert engine.is_healthy
+
+
+def test_weights_change_between_steps(llama, make_llama, prompts, engine):
+    async def swap():
+        before = await collect(engine, prompts[2], GREEDY, "before")
+        await engine.update_model_weights(make_llama(seed=2))
+        between = await collect(engine, prompts[2], GREEDY, "between")
+        await engine.update_model_weights(llama)
+        after = await collect(engine, prompts[2], GREEDY, "after")
+        with pytest.raises(ConfigError, match="structure"):
+            await engine.update_model_weights(make_llama(attention_bias=True))
+        return [out.outputs[0].token_ids for out in (before, between, after)]
+
+    before, between, after = asyncio.run(swap())
+    assert before == after != between
+
+
+def test_not_started_or_failed_is_said(surge, prompts, monkeypatch):
+    engine = AsyncEngine(surge)
+    assert not engine.is_healthy
+    with pytest.raises(EasyDeLError, match="start"):
+        asyncio.run(collect(engine, prompts[0], GREEDY, "a"))
+    engine.start()
+    assert engine.is_healthy
+
+    def fail():
+        surge.abort_request("b")
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(surge, "step", fail)
+        with pytest.raises(EasyDeLError, match="no room"):
+            asyncio.run(collect(engine, prompts[0], GREEDY, "b"))
+    assert not engine.is_healthy
+    with pytest.raises(EasyDeLError, match="failed"):
+        engine.start()
+    surge.step()  # what the abort left
