@@ -49,35 +49,38 @@ def load(
         CheckpointError: a tensor is missing, left over, or of another shape; all are listed.
     """
     param_dtype = dtype if param_dtype is None else param_dtype
-    abstract = nnx.eval_shape(
-        lambda: cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
-    )
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(
+            lambda: cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
+        )
     graphdef, state = nnx.split(abstract)
     files = TensorFiles.open(directory)
     weights = weight_map(cls, state)
     check(weights, files, directory, tied=bool(getattr(config, "tie_word_embeddings", False)))
 
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    variables = nnx.to_flat_state(state)
     if shard:
-        placements = jax.tree.leaves(sharding.shardings(state, config))
+        placement = dict(nnx.to_flat_state(sharding.shardings(state, config)))
     else:
         one = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
-        placements = [one] * len(leaves)
+        placement = {path: one for path, _ in variables}
+    filled = []
     # Stays silent where stderr is no terminal, and for models that load at once.
-    bar = tqdm(total=len(leaves), desc="loading", unit="parameter", disable=None, delay=2)
-    with bar:
-        values = []
-        for (path, leaf), placement in zip(leaves, placements, strict=True):
-            values.append(_fill(path, leaf, placement, weights, files))
+    with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
+        for path, variable in variables:
+            value = _fill(path, variable.get_value(), placement[path], weights, files)
+            filled.append((path, variable.replace(value)))
             bar.update()
-    return nnx.merge(graphdef, jax.tree.unflatten(structure, values))
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 def weight_map(cls: type, state: nnx.State) -> WeightMap:
     """Apply a class's rules to the parameters of its (possibly abstract) state."""
     shapes: dict[str, Shape] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        shape = leaf.shape[1:] if paths.is_stacked(path) else leaf.shape
+    for path, variable in nnx.to_flat_state(state):
+        shape = variable.get_value().shape
+        shape = shape[1:] if paths.is_stacked(path) else shape
         shapes |= dict.fromkeys(paths.canonical(path), tuple(shape))
     return WeightMap(getattr(cls, "WEIGHTS", STANDARD), shapes)
 

@@ -84,10 +84,10 @@ def save(
 def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, int | None]]:
     """Map each canonical name to its leaf, and to its place in it where layers are stacked."""
     found: dict[str, tuple[jax.Array, int | None]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    for path, variable in nnx.to_flat_state(state):
         stacked = paths.is_stacked(path)
         for i, name in enumerate(paths.canonical(path)):
-            found[name] = (leaf, i if stacked else None)
+            found[name] = (variable.get_value(), i if stacked else None)
     return found
 
 
