@@ -143,6 +143,20 @@ def test_unknown_model_url_method_and_body(http):
 JSON = {"Content-Type": "application/json"}
 
 
+def test_halves_of_surrogate_pairs(http):
+    for body in (rb'{"prompt": "a\ud800"}', rb'{"prompt": "a", "\ud800": 1}'):
+        refused(http.post("completions", content=body, headers=JSON))
+    body = rb'{"messages": [{"role": "user", "content": "\ud800"}]}'
+    assert (
+        "Unicode" in refused(http.post("chat/completions", content=body, headers=JSON))["message"]
+    )
+
+
+def test_the_schema_of_the_api_is_there(http):
+    schema = http.get("/../openapi.json").json()
+    assert "temperature" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
+
+
 def test_no_chat_template_says_so():
     engine = ScriptedEngine(tokenizer=byte_tokenizer(chat_template=None))
     with background(engine) as url:

@@ -68,7 +68,7 @@ class ScriptedEngine:
 
     Attributes:
         requests: sampling parameters by request id, in order of arrival.
-        aborted: ids of the requests that were aborted.
+        aborted: ids of the requests that nobody followed to their end.
     """
 
     def __init__(
@@ -96,10 +96,6 @@ class ScriptedEngine:
         """The engine's numbers for `/metrics`."""
         return {"num_requests_running": self._running, "num_requests_waiting": 0}
 
-    async def abort(self, request_id: str) -> None:
-        """Note the abort."""
-        self.aborted.append(request_id)
-
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput]:
@@ -107,6 +103,7 @@ class ScriptedEngine:
         self.requests[request_id] = sampling_params
         metrics = RequestMetrics(arrival_time=time.monotonic())
         self._running += 1
+        done = False
         try:
             given = 0
             for choice in range(sampling_params.n):
@@ -119,7 +116,7 @@ class ScriptedEngine:
                     first = given == 0
                     given += 1
                     self._stamp(metrics, first)
-                    last = out.finished and choice == sampling_params.n - 1
+                    last = done = out.finished and choice == sampling_params.n - 1
                     yield RequestOutput(
                         request_id=request_id,
                         prompt_token_ids=prompt_token_ids,
@@ -133,6 +130,8 @@ class ScriptedEngine:
                     )
         finally:
             self._running -= 1
+            if not done:
+                self.aborted.append(request_id)
 
     @staticmethod
     def _stamp(metrics: RequestMetrics, first: bool) -> None:

@@ -36,9 +36,9 @@ class APIError(Exception):
         type: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = _printable(message)
         self.status = status
-        self.param = param
+        self.param = None if param is None else _printable(param)
         self.code = code
         self.type = type or ("invalid_request_error" if status < 500 else "server_error")
 
@@ -70,6 +70,11 @@ class Refusal(ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+def _printable(text: str) -> str:
+    """JSON lets clients send halves of surrogate pairs, which no answer in UTF-8 can repeat."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def engine_unavailable(reason: str = "the engine is not running") -> APIError:

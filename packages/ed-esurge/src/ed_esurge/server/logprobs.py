@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,17 +31,17 @@ class TokenTexts:
     """Token id -> its bytes and its printable text, remembered.
 
     Args:
-        tokenizer: a Hugging Face fast tokenizer. Its decoder says how pieces spell bytes:
+        tokenizer: a Hugging Face tokenizer. Its decoder says how pieces spell bytes:
             `ByteLevel` (GPT-2's letters), or SentencePiece's `▁` and `<0x0A>`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = set(tokenizer.all_special_ids)
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        self._special |= {t["id"] for t in backend.get("added_tokens", ()) if t.get("special")}
-        self._added = {t["id"] for t in backend.get("added_tokens", ())}
-        self._byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
+        added = tokenizer.added_tokens_decoder
+        self._added = set(added)
+        self._special = {token for token, what in added.items() if what.special}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 

@@ -40,7 +40,17 @@ class Prompts:
         self.chat_template = chat_template
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text.
+
+        Raises:
+            APIError: 400, when it is not text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise APIError(
+                f"the text is not valid Unicode: {error.reason} (character {error.start})"
+            ) from error
         if len(text) > LONG_TEXT:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)

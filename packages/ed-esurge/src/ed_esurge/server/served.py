@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol, runtime_checkable
 
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
@@ -40,10 +41,6 @@ class ServedEngine(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """The numbers that `ed_esurge.server.metrics.EngineCollector` exports."""
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """Forget a request; nothing happens when it is unknown or finished."""
         ...
 
 
@@ -131,14 +128,14 @@ class Served:
             raise engine_unavailable()
         timer = self.metrics.request(len(prompt), params)
         finished = False
-        stream = self.engine.generate(prompt, params, request_id)
         try:
-            async for output in stream:
-                timer.observe(output)
-                if any(out.finish_reason == "abort" for out in output.outputs):
-                    raise engine_unavailable("the engine gave the request up")
-                finished = output.finished
-                yield output
+            async with aclosing(self.engine.generate(prompt, params, request_id)) as stream:
+                async for output in stream:
+                    timer.observe(output)
+                    if any(out.finish_reason == "abort" for out in output.outputs):
+                        raise engine_unavailable("the engine gave the request up")
+                    finished = output.finished
+                    yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
         except ConfigError as error:
@@ -148,7 +145,6 @@ class Served:
         finally:
             if not finished:
                 timer.aborted()
-                await self.engine.abort(request_id)
 
 
 def new_id(kind: str) -> str:

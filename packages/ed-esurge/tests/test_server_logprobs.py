@@ -1,0 +1,75 @@
+"""Token bytes and texts, for the two ways in which vocabularies spell bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from ed_esurge.outputs import Logprob
+from ed_esurge.server.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, join
+from ed_esurge.testing import byte_tokenizer
+
+
+def sentencepiece_like():
+    """Pieces with `▁` for spaces, and bytes as `<0x..>` where no piece fits."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "H", "i", "▁H", "▁Hi"]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    merges = [("▁", "H"), ("▁H", "i")]
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), sentencepiece_like()])
+@pytest.mark.parametrize("text", ["Hi é", "世界", "a\n\tb", "🌍"])
+def test_bytes_of_tokens_join_to_the_text(tokenizer, text):
+    texts = TokenTexts(tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert b"".join(map(texts.bytes_of, tokens)).decode().removeprefix(" ") == text
+
+
+def test_texts_of_tokens():
+    tokenizer = sentencepiece_like()
+    texts = TokenTexts(tokenizer)
+    number = tokenizer.convert_tokens_to_ids
+    assert texts.text_of(number("▁Hi")) == " Hi"
+    assert texts.text_of(number("<0x0A>")) == "\n"
+    assert texts.text_of(number("<0xE4>")) == "bytes:\\xe4"
+    assert texts.text_of(number("</s>")) == "</s>"
+    assert texts.is_special(number("</s>"))
+    assert not texts.is_special(number("H"))
+    # The head of a model may be padded beyond the tokenizer's vocabulary.
+    assert texts.text_of(10_000) == ""
+
+
+def test_impossible_tokens_have_a_number_in_json():
+    texts = TokenTexts(byte_tokenizer())
+    position = {65: Logprob(-math.inf, rank=258), 66: Logprob(0.0, rank=1)}
+    entry = chat_logprobs(texts, [65], [position], 1)["content"][0]
+    assert entry["logprob"] == -9999.0
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [0.0]
+
+
+def test_parts_join_to_the_whole():
+    texts = TokenTexts(byte_tokenizer())
+    tokens = byte_tokenizer()("aé🌍b", add_special_tokens=False)["input_ids"]
+    scores = [{token: Logprob(-1.0, rank=1)} for token in tokens]
+    whole = CompletionLogprobs(texts, 1).completion(tokens, scores)
+    writer = CompletionLogprobs(texts, 1)
+    parts = [writer.completion([t], [s]) for t, s in zip(tokens, scores, strict=True)]
+    assert join(parts) == whole
+    assert whole["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
