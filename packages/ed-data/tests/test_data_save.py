@@ -103,3 +103,24 @@ def test_nothing_is_left_of_a_save_that_failed(mixture, tmp_path, tokenizer):
     assert not list(tmp_path.glob("out*"))
     with pytest.raises(DataError, match=r"mixture\.save\.path"):
         save_mixture(mixture())
+
+
+def test_of_two_processes_that_save_one_wins(mixture, tokenizer, tmp_path, monkeypatch):
+    """The other finishes while this one is writing."""
+    import ed_data.save
+
+    made = mixture(save={"path": tmp_path / "out"})
+    original, calls = ed_data.save._write_shards, []
+
+    def write(*arguments):
+        names = original(*arguments)
+        calls.append(names)
+        if len(calls) == 1:
+            build_loader(made, tokenizer, batch_size=4)
+        return names
+
+    monkeypatch.setattr(ed_data.save, "_write_shards", write)
+    build_loader(made, tokenizer, batch_size=4)
+    assert len(calls) == 2
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]

@@ -176,6 +176,12 @@ def test_missing_files_say_what_is_there(tmp_path):
     assert "cannot open" in error_of(data_files="nowhere://x/a.jsonl")
 
 
+def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    monkeypatch.setattr("ed_data.sources.files.infer_compression", lambda path: None)
+    assert "zstandard" in error_of(data_files=tmp_path / "a.jsonl.zst")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [

@@ -103,3 +103,12 @@ def test_an_empty_side_is_refused(mixture, tokenizer):
         build_loader(mixture(["only one"], eval_fraction=0.5), tokenizer)
     with pytest.raises(DataError, match="no document for training"):
         list(texts(mixture(["same", "same"], eval_fraction=0.5), "eval"))
+
+
+def test_informs_of_one_name_are_told_apart_in_the_figures(mixture, tokenizer, jsonl):
+    informs = [
+        {"data_files": jsonl(TEXTS, "a.jsonl")},
+        {"data_files": jsonl(TEXTS[:9], "b/a.jsonl")},
+    ]
+    sources = build_loader(mixture(informs=informs), tokenizer).stats["sources"]
+    assert {name: s["documents"] for name, s in sources.items()} == {"a": 40, "a (2)": 9}

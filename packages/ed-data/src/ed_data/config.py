@@ -30,18 +30,37 @@ _TYPE_ALIASES = {"jsonl": "json", "text": "txt", "hf": "huggingface"}
 _KNOWN_TYPES = (*FILE_TYPES, *_TYPE_ALIASES, "huggingface", "python")
 
 
-def _paths(value: Any) -> Any:
-    """Turn path objects into strings, at any depth of `data_files`."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, (list, tuple)):
-        return [_paths(item) for item in value]
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _data_files(value: Any) -> Any:
+    """Turn path objects into strings; say what is allowed once, not once per allowed type."""
     if isinstance(value, Mapping):
-        return {key: _paths(item) for key, item in value.items()}
-    return value
+        found = {str(split): _data_files(files) for split, files in value.items()}
+        if not any(isinstance(files, dict) for files in found.values()):
+            return found
+    elif isinstance(value, (list, tuple)):
+        found = [_path(item) for item in value]
+        if all(isinstance(item, str) for item in found):
+            return found
+    elif value is None or isinstance(value, (str, os.PathLike)):
+        return _path(value)
+    raise ValueError(f"data_files is a path, a list of paths, or these by split, not {value!r}")
 
 
-DataFiles = Annotated[str | list[str] | dict[str, str | list[str]] | None, BeforeValidator(_paths)]
+def _function(value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str) and all(value.partition(":")):
+        return value
+    raise ValueError(f"a function, or its name as 'module:function', not {value!r}")
+
+
+DataFiles = Annotated[
+    str | list[str] | dict[str, str | list[str]] | None, BeforeValidator(_data_files)
+]
+Function = Annotated[Callable[..., Any] | str | None, BeforeValidator(_function)]
 
 
 class Inform(Options):
@@ -67,9 +86,9 @@ class Inform(Options):
     content_field: str = "content"
     additional_fields: tuple[str, ...] = ()
     num_rows: PositiveInt | None = None
-    format_callback: Callable[..., Any] | str | None = None
+    format_callback: Function = None
     format_fields: dict[str, str] | None = None
-    preprocessing_fn: Callable[..., Any] | str | None = None
+    preprocessing_fn: Function = None
     sample_by: Literal["line", "paragraph", "document"] = "line"
 
     @model_validator(mode="after")
@@ -222,7 +241,7 @@ class SaveOptions(Options):
 
     ALIASES: ClassVar[Mapping[str, str]] = {"output_path": "path"}
 
-    path: Annotated[str, BeforeValidator(_paths)]
+    path: Annotated[str, BeforeValidator(_path)]
     format: Literal["parquet", "json", "jsonl", "arrow"] = "parquet"
     num_shards: PositiveInt = 1
     compression: str | None = None
@@ -265,7 +284,7 @@ class Mixture(Options):
     eval_informs: tuple[Inform, ...] = ()
     eval_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
 
-    cache_dir: Annotated[str | None, BeforeValidator(_paths)] = None
+    cache_dir: Annotated[str | None, BeforeValidator(_path)] = None
     cache_remote_files: bool = True
     text_target_field: str = "text"
 

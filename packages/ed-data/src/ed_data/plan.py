@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.mixture import DocumentOrder
-from ed_data.packing import Packing, pack
+from ed_data.packing import Packing, pack, split_pieces
 from ed_data.shuffle import permutation
 from ed_data.store import Tokens
 
@@ -176,26 +176,24 @@ class RowPlan:
 
     def _epoch_index(self, epoch: int) -> list[list[int]]:
         assert self._folder is not None
-        path = self._folder / f"rows-{epoch}.npy"
+        path = self._folder / f"rows-{epoch}.bin"
         try:
-            found = np.load(path)
-            if found.shape == (self.windows_per_epoch, 3):
-                return found.tolist()
-        except (OSError, ValueError):
-            pass  # not there yet, or cut short: make it again
+            # Not numpy.load: see the note in store.py.
+            found = np.fromfile(path, np.int64)
+        except OSError:
+            found = np.empty(0, np.int64)
+        if len(found) == 3 * self.windows_per_epoch:
+            return found.reshape(-1, 3).tolist()
         first = epoch * self.windows_per_epoch
         index = [self._measure(first + place) for place in range(self.windows_per_epoch)]
         self._folder.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-        with open(part, "wb") as stream:
-            np.save(stream, np.array(index, np.int64))
+        np.array(index, np.int64).tofile(part)
         os.replace(part, path)
         return [list(row) for row in index]
 
 
 def one_per_row(lengths: IntArray, capacity: int) -> Packing:
     """The plan without packing: each document on a row of its own, longer ones on several."""
-    from ed_data.packing import split_pieces
-
     document, start, length = split_pieces(lengths, capacity)
     return Packing(np.arange(len(document) + 1), document, start, length)

@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,19 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
         for inform in mixture.eval_informs:
             store = _tokens(inform, mixture, encoder, cache_dir)
             parts.append(Part(inform.label, store, np.arange(len(store.hashes))))
-    return parts
+    return _distinct(parts)
+
+
+def _distinct(parts: list[Part]) -> list[Part]:
+    """Number the parts whose informs have the same name, for the figures that name them."""
+    seen: Counter[str] = Counter()
+    result = []
+    for part in parts:
+        seen[part.label] += 1
+        number = seen[part.label]
+        label = part.label if number == 1 else f"{part.label} ({number})"
+        result.append(replace(part, label=label))
+    return result
 
 
 def contents(
@@ -192,8 +205,3 @@ def _with_progress(batches: Iterable[Encoded], label: str) -> Iterator[Encoded]:
             bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
             bar.update(len(batch[0]))
             yield batch
-
-
-def total_documents(parts: Sequence[Part]) -> int:
-    """Number of documents of a split."""
-    return sum(len(part.members) for part in parts)

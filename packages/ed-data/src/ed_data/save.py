@@ -16,6 +16,7 @@ from ed_data.config import Mixture, SaveOptions
 from ed_data.errors import DataError
 from ed_data.prepare import default_cache_dir, open_options
 from ed_data.sources import open_source
+from ed_data.sources.files import is_local
 from ed_data.tokenize import Encoder
 from ed_data.transforms import documents
 
@@ -82,9 +83,7 @@ def save_mixture(
         names = _write_shards(fs, part, rows, options)
         with fs.open(f"{part}/{_MARKER}", "w") as stream:
             json.dump({"key": marker, "files": names}, stream)
-        if fs.exists(path):
-            fs.rm(path, recursive=True)
-        fs.mv(part, path, recursive=True)
+        _publish(fs, part, path, marker)
     finally:
         if fs.exists(part):
             fs.rm(part, recursive=True)
@@ -199,6 +198,24 @@ class _Writer:
             self._table.close()
         if self._stream is not None:
             self._stream.close()
+
+
+def _publish(fs: Any, part: str, path: str, marker: Row) -> None:
+    """Put the finished folder where it belongs, unless an equal one came there meanwhile."""
+    if fs.exists(path):
+        found = _read_marker(fs, path)
+        if marker["fingerprint"] and found is not None and found.get("key") == marker:
+            return
+        fs.rm(path, recursive=True)
+    if not is_local(fs):
+        fs.mv(part, path, recursive=True)
+        return
+    try:
+        os.rename(part, path)  # fsspec would move it into a folder that is there
+    except OSError:
+        found = _read_marker(fs, path)
+        if found is None or found.get("key") != marker:
+            raise
 
 
 def _read_marker(fs: Any, path: str) -> dict[str, Any] | None:

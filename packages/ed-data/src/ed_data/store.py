@@ -1,8 +1,12 @@
 """Tokens on disk: one flat file of integers, the offsets of the documents, memory-mapped.
 
-A store is a folder `tokens.bin`, `offsets.npy`, `hashes.npy`, optionally `loss_mask.bin`, and
-`meta.json`, which is written last. It is filled under another name and renamed when complete, so a
-reader never sees half of one, and of two processes that fill the same store one wins.
+A store is a folder of `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32), `offsets.bin`
+(int64), `hashes.bin` (uint64), and `loss_mask.bin` (uint8) where there is one. It is filled under
+another name and renamed when complete, so a reader never sees half of one, and of two processes
+that fill the same store one wins.
+
+The arrays have no header: `numpy.load` parses one with `ast.literal_eval`, which fails now and then
+in the threads of Python 3.11 ("AST constructor recursion depth mismatch").
 """
 
 from __future__ import annotations
@@ -61,14 +65,15 @@ class TokenStore:
         self.folder = Path(folder)
         try:
             meta = json.loads((self.folder / "meta.json").read_text())
-            self.hashes = np.load(self.folder / "hashes.npy")
-            self._offsets = np.load(self.folder / "offsets.npy", mmap_mode="r")
+            self.hashes = np.fromfile(self.folder / "hashes.bin", np.uint64)
+            self._offsets = _map(self.folder / "offsets.bin", np.dtype(np.int64))
             self._tokens = _map(self.folder / "tokens.bin", np.dtype(meta["dtype"]))
             mask = self.folder / "loss_mask.bin"
             self._mask = _map(mask, np.dtype(np.uint8)) if meta["loss_mask"] else None
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self.folder}: not a complete token store: {error}") from error
-        if meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
+        whole = len(self._offsets) == len(self.hashes) + 1
+        if not whole or meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
             raise DataError(f"{self.folder}: a token store of another version, or cut short")
         self.meta: dict[str, Any] = meta
         self.has_loss_mask = self._mask is not None
@@ -155,9 +160,9 @@ def _fill(
         (folder / "loss_mask.bin").unlink()
     counts = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    np.save(folder / "offsets.npy", offsets)
+    offsets.tofile(folder / "offsets.bin")
     content = np.array(hashes, np.uint64)
-    np.save(folder / "hashes.npy", content)
+    content.tofile(folder / "hashes.bin")
     meta = {
         "version": VERSION,
         "dtype": dtype.name,

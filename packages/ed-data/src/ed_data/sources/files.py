@@ -12,7 +12,7 @@ from typing import IO, Any
 import fsspec
 from fsspec.utils import infer_compression
 
-from ed_data.config import Inform
+from ed_data.config import COMPRESSIONS, Inform
 from ed_data.errors import DataError, did_you_mean, listing
 
 Row = dict[str, Any]
@@ -30,11 +30,17 @@ class SourceFile:
     @property
     def address(self) -> str:
         """The path as messages show it."""
-        return self.path if _is_local(self.fs) else str(self.fs.unstrip_protocol(self.path))
+        return self.path if is_local(self.fs) else str(self.fs.unstrip_protocol(self.path))
 
     def open(self, *, decompress: bool = True) -> IO[bytes]:
         """Open for reading bytes; compression is told from the suffix."""
         compression = infer_compression(self.path) if decompress else None
+        if decompress and compression is None and self.path.endswith(COMPRESSIONS):
+            suffix = self.path.rpartition(".")[2]
+            raise DataError(
+                f"{self.address}: reading .{suffix} files needs a package that is not installed"
+                + (" (zstandard)" if suffix == "zst" else "")
+            )
         return fsspec.core.OpenFile(self.fs, self.path, "rb", compression=compression).open()
 
 
@@ -99,7 +105,7 @@ def resolve_files(pattern: str, label: str) -> list[SourceFile]:
 
 def local_copy(file: SourceFile, cache: str | None) -> SourceFile:
     """Return a copy of a remote file under `cache` (made once); the file itself otherwise."""
-    if cache is None or _is_local(file.fs):
+    if cache is None or is_local(file.fs):
         return file
     key = hashlib.sha256(f"{file.address}\0{file.identity}".encode()).hexdigest()[:24]
     target = os.path.join(cache, key, os.path.basename(file.path))
@@ -116,13 +122,14 @@ def local_copy(file: SourceFile, cache: str | None) -> SourceFile:
 
 
 def _identity(fs: Any, path: str) -> str:
-    if _is_local(fs):
+    if is_local(fs):
         stat = os.stat(path)
         return f"{stat.st_size}:{stat.st_mtime_ns}"
     return str(fs.ukey(path))
 
 
-def _is_local(fs: Any) -> bool:
+def is_local(fs: Any) -> bool:
+    """Whether a file system is this machine's own."""
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     return protocol in ("file", "local")
 
