@@ -1,6 +1,7 @@
 """What can go wrong later is looked for now: before anything is trained.
 
-Order is by cost: ports and folders first, then the data and the tasks of each evaluation.
+`check` is cheap and comes first of all; `prepare` builds things, and comes before the first action
+that needs them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from ed_elarge.model import eLargeModel
 
 
 def check(elm: eLargeModel, actions: Sequence[Action]) -> None:
-    """Check what the actions will need.
+    """Check what costs nothing: ports and folders.
 
     Raises:
-        InputError: a port is taken, a folder cannot be written, a task does not exist, ….
+        InputError: a port is taken, or a folder cannot be written.
     """
     run = elm.config
     for action in actions:
@@ -31,10 +32,19 @@ def check(elm: eLargeModel, actions: Sequence[Action]) -> None:
                 writable(Path(action.options.path).parent)
             elif action.name == "eval":
                 writable(elm.results_path(action.options).parent)
-    names = [action.name for action in actions]
-    if "train" in names:
-        with build.blame(run, "trainer", "save_directory"):
-            writable(build.directory(run))
+            elif action.name == "train":
+                with build.blame(run, "trainer", "save_directory"):
+                    writable(build.directory(run))
+
+
+def prepare(elm: eLargeModel, actions: Sequence[Action]) -> None:
+    """Build what training needs, and find the tasks of every evaluation.
+
+    Raises:
+        InputError: data or a model cannot be read, a mesh does not fit, a task does not exist, ….
+    """
+    run = elm.config
+    if any(action.name == "train" for action in actions):
         elm.build_trainer()
     for action in actions:
         if action.name == "eval":

@@ -23,12 +23,15 @@ def execute(run: Run, *, verbose: bool = False) -> int:
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = actions.Session(eLargeModel.from_run(run))
-    if any(action.name in _HEAVY for action in run.actions):
-        from ed_infra import distributed
-
-        distributed.initialize()
     preflight.check(session.elm, run.actions)
+    prepared = False
     for action in run.actions:
+        if action.name in _HEAVY and not prepared:
+            from ed_infra import distributed
+
+            distributed.initialize()
+            preflight.prepare(session.elm, run.actions)
+            prepared = True
         try:
             with blame_at(run, action.path):
                 actions.perform(session, action)
