@@ -57,6 +57,19 @@ class AutoEasyDeLConfig:
         )
         return hub.read_config(directory, **changes)
 
+    @classmethod
+    def for_model(cls, model_type: str, **fields: Any) -> EasyDeLBaseConfig:
+        """Make a configuration from nothing, to train from scratch.
+
+        Args:
+            model_type: a registered one, as in config.json.
+            fields: of the family and of execution; unknown names are errors.
+
+        Raises:
+            RegistryError: nobody has registered the model type.
+        """
+        return registry.get_config(model_type)(**fields)
+
 
 class _AutoModel:
     """A task; its classmethods pick the class by the configuration's model type."""
