@@ -19,9 +19,7 @@ def deptry(package: Package) -> int:
     print(f"-- {package.name}", flush=True)
     # pydantic's own error classes live in pydantic_core, which pydantic pins to one version.
     mapping = ["--package-module-name-map", "pydantic=pydantic|pydantic_core"]
-    # ed_infra.testing and its like are for test runs, which bring pytest themselves.
-    ignored = ["--per-rule-ignores", "DEP003=pytest"]
-    command = [sys.executable, "-m", "deptry", "src", *mapping, *ignored]
+    command = [sys.executable, "-m", "deptry", "src", *mapping]
     return subprocess.run(command, cwd=package.folder, check=False).returncode
 
 
