@@ -1,0 +1,181 @@
+"""The main job as a stranger runs it: train, evaluate, generate; then Hugging Face and a client.
+
+Minutes of CPU, so nightly.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from ed_infra.testing import require_torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+ELARGE = pathlib.Path(sys.executable).with_name("elarge")
+PROMPTS = [
+    "The",
+    "The import statement",
+    "A list comprehension is",
+    "When an exception is raised in the try clause,",
+    "Class definitions, like function definitions",
+    "with",
+    "The following table summarizes the operator precedence in",
+    "If a name is bound in",
+]
+
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("main_job"), pytest.mark.timeout(1800)]
+
+
+def environment():
+    """What a shell of one's own has: none of the settings of the tests."""
+    dropped = {"XLA_FLAGS"}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder in which the quickstart ran, and what it printed."""
+    folder = tmp_path_factory.mktemp("main_job")
+    done = subprocess.run(
+        [ELARGE, ROOT / "examples" / "quickstart.yaml"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "runs" / "quickstart", done.stdout
+
+
+@pytest.fixture(scope="module")
+def ours(run):
+    from ed_models import AutoEasyDeLModelForCausalLM
+
+    return AutoEasyDeLModelForCausalLM.from_pretrained(
+        run[0] / "model", dtype="float32", sharding_axis_dims=(1, 1, 1, 1, 1)
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(run):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(run[0] / "model")
+
+
+@pytest.fixture(scope="module")
+def heldout(run):
+    """Some held-out documents, as evaluation saw them."""
+    (path,) = (run[0]).rglob("heldout_perplexity.jsonl")
+    return [next(iter(json.loads(line).values())) for line in path.read_text().splitlines()]
+
+
+def test_the_model_has_learned(run, record_property):
+    directory, printed = run
+    record_property("summary", "quickstart: " + " | ".join(printed.split("\n")[-30:]))
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 301))
+    (figures,) = directory.rglob("summary.json")
+    learned = json.loads(figures.read_text())["learned"]
+    assert learned["unigram"] - learned["cross_entropy"] >= 1.0
+    assert learned["one_token"] - learned["cross_entropy"] >= 0.3
+
+
+def test_torch_reads_the_saved_model_and_agrees(run, ours, tokenizer, heldout, record_property):
+    torch = require_torch()
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(run[0] / "model", dtype=torch.float32)
+    worst = 0.0
+    for text in heldout[:8]:
+        ids = np.asarray([tokenizer(text)["input_ids"][:256]])
+        with torch.no_grad():
+            expected = theirs(torch.tensor(ids)).logits.numpy()
+        worst = max(worst, np.abs(np.asarray(ours(ids.astype(np.int32)).logits) - expected).max())
+    record_property("summary", f"quickstart logits against torch, held-out text: {worst:.1e}")
+    assert worst < 1e-4
+
+    for prompt in PROMPTS[:4]:
+        ids = np.asarray([tokenizer(prompt)["input_ids"]])
+        a = ours.generate(ids, max_new_tokens=64, eos_token_id=[]).sequences[0]
+        with torch.no_grad():
+            generated = theirs.generate(
+                torch.tensor(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False
+            )
+        b = generated.numpy()[0]
+        different = np.flatnonzero(a != b)
+        if len(different):
+            with torch.no_grad():
+                logits = theirs(torch.tensor(b[None, : different[0]])).logits[0, -1]
+            first, second = torch.topk(logits, 2).values.tolist()
+            record_property(
+                "summary", f"{prompt!r}: a tie of {first - second:.1e} at {different[0]}"
+            )
+            assert first - second <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def server(run):
+    """`elarge examples/serve.yaml` beside the quickstart's folder, on a free port."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    text = (ROOT / "examples" / "serve.yaml").read_text()
+    text, changed = re.subn(r"port: \d+", f"port: {port}", text)
+    assert changed == 1
+    folder = run[0].parents[1]
+    (folder / "serve.yaml").write_text(text)
+    process = subprocess.Popen([ELARGE, "serve.yaml"], cwd=folder, env=environment())
+    import httpx
+
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        assert process.poll() is None, "the server ended"
+        try:
+            if httpx.get(url + "/health").status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    yield url
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def test_the_openai_client_is_not_surprised(server, ours, tokenizer):
+    from openai import OpenAI
+
+    client = OpenAI(base_url=server + "/v1", api_key="unused")
+    name = client.models.list().data[0].id
+
+    def complete(prompt):
+        return client.completions.create(model=name, prompt=prompt, max_tokens=32, temperature=0)
+
+    # Eight at once, of different lengths: each says what generate() says.
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(complete, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = np.asarray([tokenizer(prompt)["input_ids"]])
+        expected = ours.generate(ids, max_new_tokens=32).sequences[0, ids.shape[1] :]
+        text = tokenizer.decode(expected, skip_special_tokens=True)
+        assert answer.choices[0].text == text, prompt
+
+    stream = client.completions.create(
+        model=name, prompt=PROMPTS[2], max_tokens=32, temperature=0, stream=True
+    )
+    assert "".join(part.choices[0].text for part in stream) == answers[2].choices[0].text
+
+    messages = [{"role": "user", "content": "What is a generator?"}]
+    chat = {"model": name, "messages": messages, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**chat).choices[0].message
+    parts = client.chat.completions.create(**chat, stream=True)
+    assert whole.role == "assistant"
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.content
