@@ -20,7 +20,7 @@ from flax import nnx
 
 from ed_models.generation_options import special_tokens
 from ed_models.loading import weight_map
-from ed_models.tensor_writer import TensorSpec, write_tensors
+from ed_models.tensor_writer import TensorSpec, write_order, write_tensors
 
 _WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
@@ -62,7 +62,7 @@ def save(
         return value.astype(specs[name].dtype, copy=False)
 
     if jax.process_index() != 0:
-        for name in specs:  # gathering is collective
+        for name in write_order(specs, max_shard_size):  # gathering is collective
             read(name)
     else:
         directory.parent.mkdir(parents=True, exist_ok=True)

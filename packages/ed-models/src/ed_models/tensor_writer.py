@@ -101,14 +101,25 @@ def write_tensors(
     return written
 
 
+def write_order(specs: Mapping[str, TensorSpec], max_shard_size: int | str) -> list[str]:
+    """The order in which `write_tensors` asks for values: what processes that do not write follow
+    where reading is collective."""
+    shards = plan_shards(specs, parse_size(max_shard_size)).values()
+    return [n for names in shards for n in _file_order({name: specs[name] for name in names})]
+
+
+def _file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The library's order: widest elements first, so that every tensor is aligned to its type."""
+    return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+
+
 def write_file(
     path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], np.ndarray]
 ) -> None:
     """Write one safetensors file; nothing is left under `path` when a value fails."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what torch loaders require
     offset = 0
-    # The library's order: widest elements first, so that every tensor is aligned to its type.
-    order = sorted(specs, key=lambda n: (-specs[n].dtype.itemsize, n))
+    order = _file_order(specs)
     for name in order:
         spec = specs[name]
         if spec.dtype not in _FORMATS:
