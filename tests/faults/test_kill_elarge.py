@@ -1,0 +1,130 @@
+"""`elarge run.yaml`, killed and typed again: no step lost or repeated, every loss bit for bit.
+
+Shuffled, packed data, in mid-epoch; SIGKILL at random steps, and while a checkpoint is written.
+"""
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ELARGE = pathlib.Path(sys.executable).with_name("elarge")
+STEPS, SAVE_EVERY = 40, 8
+RUN = f"""
+model:
+  config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128}}
+  tokenizer: {{train: {{vocab_size: 400}}}}
+loader: {{dtype: fp32, param_dtype: fp32}}
+sharding: {{axis_dims: [1, 1, 1, 1, 1]}}
+mixture:
+  informs: [{{type: python, data_files: "pydoc_data.topics:topics", num_rows: 12}}]
+  eval_fraction: 0.2
+  pack_tokens: true
+  pack_seq_length: 64
+  seed: 3
+trainer:
+  trainer_type: sft
+  max_training_steps: {STEPS}
+  total_batch_size: 4
+  learning_rate: 1e-3
+  log_steps: 1
+  evaluation_steps: 20
+  save_steps: {SAVE_EVERY}
+  save_directory: run
+actions: [train]
+"""
+CLOCKS = ("time", "tokens_per_second", "eval_seconds")
+
+
+def start(folder):
+    (folder / "run.yaml").write_text(RUN)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [ELARGE, "run.yaml"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def rows_of(folder):
+    """The record without its clocks; a line that the kill cut off is no row."""
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in rows]
+
+
+def saved(folder):
+    directory = folder / "run" / "checkpoints"
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
+def kill_when(folder, process, condition):
+    """SIGKILL as soon as the condition holds."""
+    for _ in range(60_000):
+        assert process.poll() is None, process.communicate()[0]
+        if condition():
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def finish(folder):
+    process = start(folder)
+    printed = process.communicate()[0]
+    assert process.returncode == 0, printed
+    return printed
+
+
+def a_checkpoint_is_being_written(folder):
+    directory = folder / "run" / "checkpoints"
+    newest = saved(folder) or 0
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return any(
+        re.match(r"\d+\D", name) and int(re.match(r"\d+", name)[0]) > newest for name in names
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(folder)
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
+    return rows
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_killed_three_times_and_while_saving(uninterrupted, tmp_path, record_property):
+    seed = time.time_ns() % 10_000
+    kills = sorted(random.Random(seed).sample(range(SAVE_EVERY + 1, STEPS - SAVE_EVERY), 3))
+    for step in kills:
+        process = start(tmp_path)
+        kill_when(
+            tmp_path,
+            process,
+            lambda step=step: (rows_of(tmp_path) or [{"step": 0}])[-1]["step"] >= step,
+        )
+    process = start(tmp_path)
+    kill_when(tmp_path, process, lambda: a_checkpoint_is_being_written(tmp_path))
+    resumed_from = saved(tmp_path)
+    printed = finish(tmp_path)
+    assert f"resumed from step {resumed_from}" in printed
+    assert rows_of(tmp_path) == uninterrupted
+    found = f"{len(uninterrupted)} rows equal"
+    record_property("summary", f"killed at {kills} and while saving after {resumed_from}: {found}")
