@@ -381,3 +381,22 @@ def test_prefetching_makes_batches_before_they_are_asked_for():
     ahead.close()
     assert Prefetcher(make, workers=0, depth=3).get(9) == 9
     assert sorted(made) == [0, 1, 2, 3, 9]
+
+
+def test_nothing_is_made_beyond_the_end():
+    from ed_data.prefetch import Prefetcher
+
+    made = []
+    ahead = Prefetcher(made.append, workers=1, depth=4)
+    for step in range(3):
+        ahead.get(step, last=3)
+    ahead.close()
+    assert sorted(made) == [0, 1, 2]
+
+
+def test_weights_that_differ_a_little_are_other_data(cached, tokenizer):
+    """Even where they round to the same number of documents."""
+    state = build_loader(cached, tokenizer).state_dict()
+    near = cached.replace(mixture_weights={"a": 0.2001, "b": 0.7999})
+    with pytest.raises(DataError, match=r"order\.mixture_weights\.a"):
+        build_loader(near, tokenizer).load_state_dict(state)
