@@ -62,9 +62,7 @@ def newest(directory: Path) -> int:
     return max(map(int, names))
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("whole")
+def whole(directory: Path) -> list[dict]:
     finish(start(directory))
     rows = exact(directory)
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
@@ -72,33 +70,31 @@ def uninterrupted(tmp_path_factory):
     return rows
 
 
-def killed_and_resumed(directory: Path, kills: list[int]) -> None:
+def killed_and_resumed(directory: Path, kills: list[int]) -> list[dict]:
     """Kill after each of the steps, then while the checkpoint of step 20 is written, then end."""
     resumed_from = None
     for step in kills:
-        process = start(directory)
-        kill_after(process, directory, step)
+        kill_after(start(directory), directory, step)
         resumed_from = newest(directory)
     process = start(directory, "--die-while-saving", "20")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, err
     assert f"resumed from step {resumed_from} of {STEPS}" in out
-    names = [p.name for p in (directory / "checkpoints").iterdir()]
-    torn = [name for name in names if name.startswith("20") and name != "20"]
-    assert torn or "20" in names, names
+    # Torn (under another name) or, if the disk was faster than the signal, complete.
+    assert any(p.name.startswith("20") for p in (directory / "checkpoints").iterdir())
     before = newest(directory)
-    out = finish(start(directory))
-    assert f"resumed from step {before} of {STEPS}" in out
+    assert f"resumed from step {before} of {STEPS}" in finish(start(directory))
+    return exact(directory)
 
 
-def test_killed_once_and_while_saving(uninterrupted, tmp_path):
-    killed_and_resumed(tmp_path, [random.Random(time.time_ns()).randint(6, 14)])
-    assert exact(tmp_path) == uninterrupted
+def test_killed_once_and_while_saving(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device: half the time
+    kill = random.Random(time.time_ns()).randint(6, 14)
+    assert killed_and_resumed(tmp_path / "killed", [kill]) == whole(tmp_path / "whole")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_many_times(uninterrupted, tmp_path, seed):
+def test_killed_many_times_on_eight_devices(tmp_path, seed):
     kills = sorted(random.Random(seed).sample(range(5, 20), 3))
-    killed_and_resumed(tmp_path, kills)
-    assert exact(tmp_path) == uninterrupted
+    assert killed_and_resumed(tmp_path / "killed", kills) == whole(tmp_path / "whole")

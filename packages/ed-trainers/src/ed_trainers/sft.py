@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
-from ed_layers.losses import cross_entropy_sum
 
 from ed_trainers.arguments import SFTArguments, TrainingArguments
 from ed_trainers.feed import HostBatch
+from ed_trainers.token_loss import token_cross_entropy
 from ed_trainers.trainer import Trainer
 
 #: Label of a position that is not learned, as in Hugging Face.
@@ -47,19 +47,16 @@ class SFTTrainer(Trainer):
             logits_at="none",
             key=key,
         )
-        hidden = output.last_hidden_state
-        options = {}
-        if self.arguments.lmhead_chunksize is not None:
-            options["chunk"] = self.arguments.lmhead_chunksize
-        weights = batch["weights"].reshape(-1)
-        total = cross_entropy_sum(
-            hidden.reshape(-1, hidden.shape[-1]),
+        total = token_cross_entropy(
+            output.last_hidden_state,
             model.lm_head_weight(),
-            batch["targets"].reshape(-1),
-            weights,
-            **options,
+            batch["targets"],
+            batch["weights"],
+            sharding=self.placement.sharding(batch["targets"].shape, stacked=False),
+            chunk=self.arguments.lmhead_chunksize,
         )
-        return total, {**output.aux, "loss": Metric.of(total, jnp.sum(weights))}
+        weight = jnp.sum(batch["weights"])
+        return total, {**output.aux, "loss": Metric.of(total, weight)}
 
 
 def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:

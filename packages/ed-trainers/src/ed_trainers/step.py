@@ -9,6 +9,7 @@ Legend: a microbatches of a step, b rows of a microbatch, s sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -64,37 +65,42 @@ def build_train_step(
         scalars: the mean of each metric, `weight`, `learning_rate`, `grad_norm`.
     """
     treedef = jax.tree.structure(state)
+    graphdef = state.graphdef
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
 
-    def microbatch(current: EasyDeLState, batch: Batch, key: jax.Array) -> Any:
+    # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
+    @partial(jax.jit, inline=True)
+    def microbatch(graphstate: Any, graphother: Any, batch: Batch, key: jax.Array) -> Any:
         def loss(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
-            total, metrics = loss_fn(current.merge(params), batch, key)
+            total, metrics = loss_fn(nnx.merge(graphdef, params, graphother), batch, key)
             return total.astype(jnp.float32), metrics
 
-        grads, metrics = jax.grad(loss, has_aux=True)(current.graphstate)
+        grads, metrics = jax.grad(loss, has_aux=True)(graphstate)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
     def step(leaves: Leaves, batch: Batch) -> tuple[Leaves, dict[str, jax.Array]]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
         count = next(iter(batch.values())).shape[0]
+        indices = jnp.arange(count, dtype=jnp.int32)
 
-        def one(index: Any, part: Batch) -> Any:
-            return microbatch(current, part, jax.random.fold_in(key, index * rows))
+        def one(index: jax.Array, part: Batch) -> Any:
+            own = jax.random.fold_in(key, index * rows)
+            return microbatch(current.graphstate, current.graphother, part, own)
 
-        first = {name: array[0] for name, array in batch.items()}
+        first = (indices[0], {name: array[0] for name, array in batch.items()})
         if count == 1:
-            grads, metrics = one(0, first)
+            grads, metrics = one(*first)
         else:
-            shapes = jax.eval_shape(one, 0, first)
+            shapes = jax.eval_shape(one, *first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-            def body(carry: Any, index_and_part: Any) -> tuple[Any, None]:
+            def body(sums: Any, index_and_part: Any) -> tuple[Any, None]:
                 new_grads, new_metrics = one(*index_and_part)
-                total_grads = jax.tree.map(jnp.add, carry[0], new_grads)
-                return (total_grads, add_metrics(carry[1], new_metrics)), None
+                grads = jax.tree.map(jnp.add, sums[0], new_grads)
+                return (grads, add_metrics(sums[1], new_metrics)), None
 
-            (grads, metrics), _ = jax.lax.scan(body, zeros, (jnp.arange(count), batch))
+            (grads, metrics), _ = jax.lax.scan(body, zeros, (indices, batch))
 
         weight = metrics["loss"].weight
         scale = 1.0 / jnp.maximum(weight, 1e-8)
