@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import pytest
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.fields import FIELDS
+from ed_infra.fields import FIELDS, WITHOUT_EFFECT
+from ed_infra.logging import forget_said
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_infra.testing import LLAMA3_ROPE, tiny_llama
 
@@ -91,6 +93,18 @@ def test_other_mistakes_of_construction():
         llama(attn_mechanism="ring", attention_mechanism="flash")
     with pytest.raises(ConfigError, match="between 0 and 1"):
         llama(fcm_max_ratio=1.5)
+
+
+def test_a_field_without_effect_is_said_once(caplog):
+    forget_said()
+    assert set(FIELDS) > WITHOUT_EFFECT
+    with caplog.at_level(logging.WARNING, logger="easydel"):
+        llama()
+        assert not caplog.records
+        llama(moe_method="einsum")
+        llama(moe_method="einsum")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("moe_method = 'standard_moe' has no effect")
 
 
 def test_aliases_of_fields():

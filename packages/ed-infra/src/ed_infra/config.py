@@ -32,11 +32,20 @@ from ed_infra.config_files import FileMethods, reading_file
 from ed_infra.config_mesh import MeshMethods
 from ed_infra.config_positions import PositionMethods
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.fields import FIELD_ALIASES, FIELDS, canonical_field, normalize
+from ed_infra.fields import (
+    FIELD_ALIASES,
+    FIELDS,
+    WITHOUT_EFFECT,
+    canonical_field,
+    normalize,
+)
 from ed_infra.frozen import freeze, thaw
+from ed_infra.logging import get_logger, once
 from ed_infra.specs import EasyDeLQuantizationConfig, to_json
 
 __all__ = ["EasyDeLBaseConfig", "EasyDeLBaseConfigDict", "known_names"]
+
+logger = get_logger(__name__)
 
 _MISSING = object()
 
@@ -120,6 +129,10 @@ class EasyDeLBaseConfig(MeshMethods, PositionMethods, FileMethods, PretrainedCon
                     f"bits = {self.bits}: 4 (nf4), 8 (int8), or a quantization_config"
                 )
             self.quantization_config = EasyDeLQuantizationConfig(formats[self.bits])
+        for name in sorted(WITHOUT_EFFECT):
+            if getattr(self, name) != FIELDS[name].default:
+                value = getattr(self, name)
+                once(logger, f"{name} = {value!r} has no effect in this version of EasyDeL")
         names = self.sharding_axis_names
         for field in ("sharding_axis_dims", "sharding_dcn_axis_dims"):
             dims = getattr(self, field)

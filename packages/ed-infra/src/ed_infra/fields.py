@@ -42,6 +42,7 @@ __all__ = [
     "DTYPE_ALIASES",
     "FIELDS",
     "FIELD_ALIASES",
+    "WITHOUT_EFFECT",
     "ExecutionFields",
     "Field",
     "canonical_dtype",
@@ -183,6 +184,34 @@ FIELD_ALIASES: dict[str, str] = {
     "axis_names": "sharding_axis_names",
     "dcn_axis_dims": "sharding_dcn_axis_dims",
 }
+
+#: Fields that no package reads in this version. Setting one is said aloud, not swallowed. Whoever
+#: gives a field its effect takes it off this list.
+WITHOUT_EFFECT: frozenset[str] = frozenset(
+    {
+        "blocksize_b",
+        "decode_attn_mechanism",
+        "flash_attention_backward_pass_impl",
+        "hardware_abstraction",
+        "kv_cache_quantization_config",
+        "kv_cache_sharding_sequence_axis_name",
+        "moe_force_xla_gmm",
+        "moe_method",
+        "moe_tiling_size_batch",
+        "moe_tiling_size_dim",
+        "moe_tiling_size_seqlen",
+        "pallas_k_block_size",
+        "pallas_m_block_size",
+        "pallas_n_block_size",
+        "scan_mlp_chunk_size",
+        "scan_ring_attention",
+        "sequence_axis_name",
+        "use_expert_tensor_mode",
+        "use_scan_mlp",
+        "use_sharded_kv_caching",
+        "use_sharding_constraint",
+    }
+)
 
 _DTYPE_FIELDS = frozenset({"attn_dtype", "attn_softmax_dtype", "kvdtype"})
 _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {
