@@ -103,7 +103,10 @@ def test_a_module_is_created_where_it_lives_with_the_values_of_one_device(config
         nnx.to_flat_state(nnx.state(module)), nnx.to_flat_state(nnx.state(alone)), strict=True
     )
     for (path, a), (_, b) in pairs:
-        np.testing.assert_array_equal(np.asarray(a[...]), np.asarray(b[...]), err_msg=str(path))
+        # The same random bits; the last bit of their transformation may be compiled differently.
+        np.testing.assert_allclose(
+            np.asarray(a[...]), np.asarray(b[...]), rtol=5e-7, atol=0, err_msg=str(path)
+        )
 
 
 def test_shard_and_gather(config):
