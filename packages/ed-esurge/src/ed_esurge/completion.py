@@ -103,7 +103,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+            self.prompt_logprobs = [None for _ in self.prompt_token_ids]
 
     @property
     def finished(self) -> bool:

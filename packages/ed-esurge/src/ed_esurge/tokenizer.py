@@ -32,7 +32,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._rust = getattr(tokenizer, "_tokenizer", None)
+        self._rust: Any = getattr(tokenizer, "_tokenizer", None)
         self._ids = list(prompt[-CONTEXT:])
         self._done = len(self._ids)
         self._stream = self._new_stream() if self._rust is not None else None

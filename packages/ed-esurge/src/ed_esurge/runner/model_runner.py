@@ -212,11 +212,13 @@ class ModelRunner:
         if name == "put":
             return jax.jit(self._traced(SamplerState.put), donate_argnums=0)
         if isinstance(name, Shape):
+            # Outputs lie like the inputs they become, else the next step would not be the same.
             kept = jax.tree.map(lambda x: x.sharding, (self._cache, self._state))
+            everywhere = self._everywhere()
             return jax.jit(
                 self._traced(self._make_step(name)),
                 donate_argnums=(1, 2),
-                out_shardings=(None, None, *kept),
+                out_shardings=(everywhere, everywhere, *kept),
             )
         return jax.jit(self._traced(self._make_score()))
 
@@ -264,11 +266,8 @@ class ModelRunner:
         if isinstance(name, Shape):
             return leaves, cache, state, self._builder.empty(name)
         tokens = name[1]
-        hidden = jax.ShapeDtypeStruct((tokens, int(self._model.config.hidden_size)), jnp.float32)
-        step = jax.eval_shape(
-            self._make_step(self.buckets.pick(tokens, 1, prefill=True)),
-            *self._arguments(self.buckets.pick(tokens, 1, prefill=True)),
-        )
+        shape = self.buckets.pick(tokens, 1, prefill=True)
+        step = jax.eval_shape(self._make_step(shape), *self._arguments(shape))
         hidden = jax.ShapeDtypeStruct(step[1].shape, step[1].dtype, sharding=self._everywhere())
         return leaves, hidden, np.zeros(tokens, np.int32)
 
@@ -285,7 +284,8 @@ class ModelRunner:
             self._cache, self._state = out[2:]
         else:
             _, hidden, targets = self._arguments(name)
-            function(self._leaves, jnp.zeros(hidden.shape, hidden.dtype), targets)
+            empty = self._replicated(jnp.zeros(hidden.shape, hidden.dtype))
+            function(self._leaves, empty, targets)
 
     def _everywhere(self) -> jax.sharding.Sharding | None:
         if self._mesh.size == 1:
