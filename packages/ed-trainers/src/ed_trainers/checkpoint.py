@@ -108,7 +108,11 @@ class Checkpoints:
             self._open_manager = None
 
     def restore_newest(
-        self, state: EasyDeLState, *, run: Mapping[str, Any]
+        self,
+        state: EasyDeLState,
+        *,
+        run: Mapping[str, Any],
+        difference: Callable[[Mapping[str, Any]], str] = lambda loader: "the data differ",
     ) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
         """Read the newest checkpoint that is whole.
 
@@ -119,6 +123,8 @@ class Checkpoints:
             state: structure, shapes, dtypes and shardings to restore to; the mesh may be another
                 than the one that the checkpoint was written on.
             run: the present run, to be compared with the one that wrote the checkpoint.
+            difference: says, where fingerprints differ, how the present data differ from the data
+                whose loader state was saved.
 
         Returns:
             `(step, state, run as it was saved)`, or None where there is no checkpoint.
@@ -137,7 +143,7 @@ class Checkpoints:
             except Exception as error:  # whatever a torn file makes of orbax
                 unreadable.append((step, error))
                 continue
-            self._compare(saved, run, where)
+            self._compare(saved, run, where, difference)
             wanted = flat_abstract(state)
             check_fit(wanted, found, where, dtypes=True)
             try:
@@ -169,7 +175,13 @@ class Checkpoints:
             for step, _ in unreadable:
                 self.path(step).rename(_free(self.directory, f"unreadable-{step}"))
 
-    def _compare(self, saved: Mapping[str, Any], run: Mapping[str, Any], where: str) -> None:
+    def _compare(
+        self,
+        saved: Mapping[str, Any],
+        run: Mapping[str, Any],
+        where: str,
+        difference: Callable[[Mapping[str, Any]], str],
+    ) -> None:
         before, now = saved["arguments"], run["arguments"]
         for name in MUST_MATCH:
             if before.get(name) != now.get(name):
@@ -180,8 +192,8 @@ class Checkpoints:
                 )
         if saved.get("fingerprint") != run.get("fingerprint"):
             raise CheckpointError(
-                f"{where} was trained on other data, or in another order, than train_dataset now "
-                "gives: change it back, or take another save_directory "
+                f"{where} was trained on other data than train_dataset now gives "
+                f"({difference(saved['loader'])}): change it back, or take another save_directory "
                 "(resume_if_possible=False moves this run aside)"
             )
         changed = [

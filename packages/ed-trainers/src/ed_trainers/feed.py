@@ -65,13 +65,11 @@ class Feed:
             raise ConfigError("train_dataset is empty") from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, for a checkpoint."""
-        if self._by_step:
-            return {}
+        """Return what the dataset says about itself and its position, for a checkpoint."""
         return dict(self.dataset.state_dict()) if hasattr(self.dataset, "state_dict") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position.
+        """Go to a position; for a function of the step there is nothing to do.
 
         Raises:
             CheckpointError: the dataset is an iterator that cannot be moved.
@@ -85,6 +83,14 @@ class Feed:
             )
         self._iterator = None
         self.dataset.load_state_dict(dict(state))
+
+    def difference(self, state: Mapping[str, Any]) -> str:
+        """Return the dataset's own words for how it differs from the one of a checkpoint."""
+        try:
+            self.dataset.load_state_dict(dict(state))
+        except Exception as error:  # the dataset's own kind: it refuses, and says why
+            return str(error)
+        return "the data, or their order, are not the same"
 
 
 def evaluation_batches(dataset: Any) -> tuple[Iterator[HostBatch], int | None]:

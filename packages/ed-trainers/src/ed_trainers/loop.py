@@ -95,7 +95,9 @@ class TrainingLoop:
         tx = state.tx or build_optimizer(self.arguments, schedule)
         restored = None
         if self.checkpoints.steps():
-            restored = self.checkpoints.restore_newest(state.abstract(tx), run=self._run_facts())
+            restored = self.checkpoints.restore_newest(
+                state.abstract(tx), run=self._run_facts(), difference=self.feed.difference
+            )
         if restored is not None:
             _, state, saved = restored
             self.feed.load_state_dict(saved["loader"])
@@ -227,6 +229,7 @@ class TrainingLoop:
         metrics = self.trainer.evaluator.run(self._state(), self.progress.evaluating)
         seconds = time.monotonic() - began
         self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
+        self.progress.step(self.step)
         self._say(f"step {self.step}: eval_loss {metrics['eval_loss']:.4f}")
         self.trainer.callbacks.call("on_evaluate", self.trainer, metrics)
 

@@ -85,7 +85,7 @@ def _decoupled_decay(schedule: Schedule, decay: float) -> optax.GradientTransfor
         del params
         return _DecayState(jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: _DecayState, params: Any = None) -> tuple[Any, _DecayState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, _DecayState]:
         rate = schedule(state.count) * decay
         updates = jax.tree.map(
             lambda u, p, on: u - rate * p if on else u, updates, params, decay_mask(params)
@@ -119,7 +119,7 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
         )
         return MasterState(masters, inner.init(merged(masters, params)))
 
-    def update(updates: Any, state: MasterState, params: Any = None) -> tuple[Any, MasterState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MasterState]:
         updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
         updates, inner_state = inner.update(updates, state.inner, merged(state.masters, params))
         masters = jax.tree.map(

@@ -42,19 +42,21 @@ class Progress:
             console=self._console,
             refresh_per_second=4,
         )
-        self._train = self._bar.add_task("train", total=total, completed=done, figures="compiling")
+        self._figures = "compiling"
+        self._train = self._bar.add_task(
+            "train", total=total, completed=done, figures=self._figures
+        )
         self._bar.start()
 
     def step(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Move the bar to a step; show `loss` and `tokens_per_second` where they are given."""
         if self._bar is None:
             return
-        if figures is None:
-            self._bar.update(self._train, completed=step)
-            return
-        rate = figures.get("tokens_per_second")
-        text = f"loss {figures['loss']:.4f}" + (f"  {rate:,.0f} tokens/s" if rate else "")
-        self._bar.update(self._train, completed=step, figures=text)
+        if figures is not None:
+            rate = figures.get("tokens_per_second")
+            speed = f"  {rate:,.0f} tokens/s" if rate else ""
+            self._figures = f"loss {figures['loss']:.4f}{speed}"
+        self._bar.update(self._train, completed=step, figures=self._figures)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a metrics row, where rows were asked for."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ed_trainers.arguments import TrainingArguments
 
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
 def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
@@ -30,7 +30,7 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
     warmup = arguments.warmup_steps
     decay_steps = max(total_steps - warmup, 1)
 
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.float32)
         done = jnp.clip((count - warmup) / decay_steps, 0.0, 1.0)
         if arguments.scheduler == "linear":
