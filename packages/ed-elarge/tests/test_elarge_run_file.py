@@ -214,6 +214,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"actions": []}, "actions", "no action is given"),
     ({"actions": ...}, "", "no actions are given"),
     ({"mixture": ...}, "actions[1]", "'train' needs the section 'mixture'"),
+    (
+        {"mixture": ..., "trainer": ..., "actions": ["generate"]},
+        "model.tokenizer.train",
+        "the section 'mixture', which is missing",
+    ),
     ({"config": {}}, "model", "stands beside 'config'"),
 ]
 

@@ -17,6 +17,7 @@ from ed_infra.fields import normalize as normalize_field
 
 from ed_elarge import architectures, local_tasks
 from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.sections import TrainedTokenizer
 
 if TYPE_CHECKING:
     from ed_elarge.normalize import Run
@@ -132,6 +133,11 @@ class Checker:
         model = self.run.model
         if model is None:
             return
+        if isinstance(model.tokenizer, TrainedTokenizer) and "mixture" not in self.given:
+            message = (
+                "a tokenizer is trained on the texts of the section 'mixture', which is missing"
+            )
+            self._problem(("model", "tokenizer", "train"), message, on_key=True)
         if isinstance(model.tokenizer, str):
             self._local_path(("model", "tokenizer"), model.tokenizer, "tokenizer.json")
         if model.name_or_path is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -42,12 +42,13 @@ def describe(run: Run) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def parameter_count(config: dict[str, object], vocab_size: int | None) -> int | None:
+def parameter_count(config: dict[str, Any], vocab_size: int | None) -> int | None:
     """Parameters of a decoder with gated MLPs, from its configuration; None for other kinds."""
     table = architectures.tables().get(str(config.get("model_type")))
     if table is None:
         return None
-    values = {key: entry["default"] for key, entry in table.items()} | config
+    values: dict[str, Any] = {key: entry["default"] for key, entry in table.items()}
+    values |= config
     try:
         hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
         heads, middle = int(values["num_attention_heads"]), int(values["intermediate_size"])

@@ -35,7 +35,7 @@ class Tasks:
         from lm_eval.tasks import TaskManager
 
         local = [name for name in options.tasks if name in local_tasks.NAMES]
-        paths = [*options.include_path]
+        paths: list[str | Path] = [*options.include_path]
         if local:
             paths.append(str(local_tasks.write(held_out, directory, local)))
         # lm-eval's own tasks are thousands of files: they are listed only when one is asked for
@@ -69,7 +69,7 @@ class Tasks:
 def run(engine: Any, tasks: Tasks) -> dict[str, Any]:
     """Evaluate; returns what lm-eval returns, with JSON values only."""
     from ed_esurge.lm_eval import eSurgeLM
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import simple_evaluate
 
     options = tasks.options
     adapter = eSurgeLM(engine, max_gen_toks=options.max_new_tokens, batch_size=options.batch_size)
@@ -77,7 +77,7 @@ def run(engine: Any, tasks: Tasks) -> dict[str, Any]:
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(adapter, name, functools.partial(getattr(adapter, name), disable_tqdm=True))
     sampling = {"temperature": options.temperature, "top_p": options.top_p}
-    given = {name: value for name, value in sampling.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     if options.temperature:
         given["do_sample"] = True
     given |= options.gen_kwargs or {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ed_elarge.normalize import Run
+from ed_elarge.sections import TrainedTokenizer
 
 _RECORD = "trained_on.json"
 
@@ -24,6 +25,7 @@ def load_or_train(run: Run, directory: Path) -> Any:
         DataError: there is no text, or a source cannot be read.
     """
     assert run.model is not None
+    assert isinstance(run.model.tokenizer, TrainedTokenizer)
     assert run.mixture is not None
     options = run.model.tokenizer.train
     record = _record(run, options)
