@@ -13,6 +13,7 @@ for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except BaseException as error:  # a module that exits the process has failed too
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        causes = [error, error.__cause__]  # a module may say in its own words what to install
+        missing = next((e.name for e in causes if isinstance(e, ModuleNotFoundError)), None)
         failed[name] = {"missing": missing, "traceback": traceback.format_exc()}
 json.dump(failed, sys.stdout)
