@@ -2,10 +2,11 @@
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.weights import STANDARD, Rule, WeightMap, split, stack, transpose
+from ed_models.weights import STANDARD, Rule, WeightMap, copy, split, stack, transpose
 
 RULES = (
     Rule(
@@ -74,6 +75,20 @@ def test_every_slice_equals_the_slice_of_the_whole(name):
     for window in itertools.product(*cuts):
         want = whole[tuple(slice(w.start, w.stop) for w in window)]
         np.testing.assert_array_equal(load(weights, stored, name, window), want)
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("of", ["float32", "bfloat16", "float64", "int8"])
+@pytest.mark.parametrize("shape", [(), (5,), (1, 40), (37, 1), (40, 37), (3, 17, 33)])
+def test_copies_convert_whatever_the_order_in_memory(shape, of, to):
+    rng = np.random.default_rng(0)
+    source = (rng.standard_normal(shape[::-1]) * 9).astype(ml_dtypes.bfloat16)
+    source = source.astype(np.dtype(of)).transpose()
+    want = source.astype(np.dtype(to))
+    outs = [np.zeros(shape, to), np.zeros((*shape, 2), to)[..., 0], np.zeros(shape[::-1], to).T]
+    for out in outs:
+        copy(out, source)
+        np.testing.assert_array_equal(out, want)
 
 
 def test_a_slice_reads_only_what_it_needs():

@@ -41,6 +41,7 @@ class GenerateOutput:
 class EasyGenerationMixin:
     """Adds `generate` to a causal language model."""
 
+    config: Any
     # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
     generation_json: str | None = None
 

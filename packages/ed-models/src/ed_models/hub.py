@@ -113,7 +113,7 @@ def read_config(directory: Path, **changes: Any) -> EasyDeLBaseConfig:
 
 def from_pretrained(
     name_or_path: str | Path,
-    module_class: type | None = None,
+    module_class: type[Any] | None = None,
     task: Any = None,
     *,
     dtype: Any = jnp.float32,
@@ -174,10 +174,9 @@ def from_pretrained(
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
     config = read_config(directory, **changes)
-    if module_class is None:
-        module_class = registry.get_module(task, config.model_type)
+    chosen: type[Any] = module_class or registry.get_module(task, config.model_type)
     module = load(
-        module_class,
+        chosen,
         config,
         directory,
         dtype=dtype,

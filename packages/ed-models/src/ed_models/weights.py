@@ -197,18 +197,38 @@ class WeightMap:
             hit = _intersect(piece, window)
             if hit is not None:
                 target, source = hit
-                out[target] = read(piece.hf, source).transpose(piece.perm)
+                copy(out[(*target, ...)], read(piece.hf, source).transpose(piece.perm))
 
     def save(self, hf_name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Return the Hugging Face tensor, built from `read(our name)`."""
         pieces = self.by_hf[hf_name]
         blocks = [read(p.ours)[_index(p.our_region)].transpose(np.argsort(p.perm)) for p in pieces]
-        if len(blocks) == 1 and blocks[0].shape == self.hf_shapes[hf_name]:
+        whole = len(blocks) == 1 and blocks[0].shape == self.hf_shapes[hf_name]
+        if whole and blocks[0].flags.c_contiguous:
             return blocks[0]
         out = np.empty(self.hf_shapes[hf_name], blocks[0].dtype)
         for piece, block in zip(pieces, blocks, strict=True):
-            out[_index(piece.hf_region)] = block
+            copy(out[(*_index(piece.hf_region), ...)], block)
         return out
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    """`target[...] = source`, converted; several times faster for transposed matrices.
+
+    Sixteen columns at a time: what is read lies together, and each write fills a cache line. Types
+    that numpy knows only through ml_dtypes are moved as integers of their size.
+    """
+    if source.ndim < 2 or abs(source.strides[-1]) <= abs(source.strides[-2]):
+        target[...] = source
+        return
+    bits = f"u{target.dtype.itemsize}"
+    for start in range(0, source.shape[-1], 16):
+        band = source[..., start : start + 16].swapaxes(-1, -2).astype(target.dtype)
+        columns = target[..., start : start + 16]
+        if target.flags.c_contiguous:
+            columns = target.view(bits)[..., start : start + 16]
+            band = band.view(bits)
+        columns[...] = band.swapaxes(-1, -2)
 
 
 def window_of(index: Sequence[slice], shape: Shape) -> list[range]:
