@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP, which Windows lacks, is a terminal that closed.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class StopRequest:
     """Watches for a reason to stop. A context manager: signal handlers are put back at its end.
 
-    The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT interrupts at
+    The first SIGINT, SIGTERM or SIGHUP asks for a stop at the next step; a second SIGINT interrupts at
     once. Outside the main thread, where Python cannot install handlers, only the limit counts.
 
     Args:
@@ -32,7 +34,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+                    self._old[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -61,7 +62,7 @@ class Progress:
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a metrics row, where rows were asked for."""
         if self._json and not self._mute:
-            print(json.dumps(dict(row)), flush=True)
+            _print(json.dumps(dict(row)))
 
     def evaluating(self, done: int, total: int | None) -> None:
         """Show how far an evaluation is."""
@@ -74,7 +75,7 @@ class Progress:
         if self._mute:
             return
         if self._bar is None:
-            print(message, flush=True)
+            _print(message)
         else:
             self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -83,3 +84,9 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _print(text: str) -> None:
+    # Whoever read standard output may be gone; a message must not end a run.
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
