@@ -91,6 +91,28 @@ def test_weights_change_between_steps(llama, make_llama, prompts, engine):
     assert before == after != between
 
 
+def test_a_paused_engine_keeps_its_requests(surge, prompts, engine):
+    async def wait():
+        started = asyncio.Event()
+
+        async def follow():
+            tokens = 0
+            async for delta in engine.generate(prompts[1], GREEDY.replace(max_tokens=110), "p"):
+                started.set()
+                tokens += len(delta.outputs[0].token_ids)
+            return tokens
+
+        job = asyncio.create_task(follow())
+        await started.wait()
+        surge.pause()
+        await asyncio.sleep(0.3)
+        paused = not job.done() and engine.is_healthy
+        surge.resume()
+        return paused, await job
+
+    assert asyncio.run(wait()) == (True, 110)
+
+
 def test_not_started_or_failed_is_said(surge, prompts, monkeypatch):
     engine = AsyncEngine(surge)
     assert not engine.is_healthy

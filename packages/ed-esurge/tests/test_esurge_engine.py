@@ -208,6 +208,15 @@ def test_adjusted_logits(surge, plain_logits, prompts, options):
     assert plain != expected
 
 
+def test_an_id_that_is_used_again_keeps_nothing(surge, prompts):
+    for token in (30, 31, 32):
+        params = GREEDY.replace(logit_bias={token: 1000.0})
+        surge.add_request("again", prompts[4], params)
+        assert surge.step()[0].outputs[0].token_ids == [token]
+        surge.abort_request("again")
+        surge.step()
+
+
 def test_bad_words_are_not_generated(surge, tokenizer):
     prompt = tokenizer("the")["input_ids"]
     plain = surge.generate(prompt, GREEDY)[0].outputs[0].token_ids

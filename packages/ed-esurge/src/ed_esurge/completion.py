@@ -62,7 +62,9 @@ class Completion:
                 out.text += self._stops.flush()
         if params.logprobs is not None:
             self.total += scores.logprob
-            out.logprobs = [position_logprobs(scores, self.tokenizer)]
+            out.logprobs = [
+                position_logprobs(scores, self.tokenizer if params.detokenize else None)
+            ]
             out.cumulative_logprob = self.total
         if self._stops.found is not None:
             out.finish_reason, out.stop_reason = "stop", self._stops.found
@@ -120,7 +122,9 @@ class Group:
         for position, one in enumerate(scores, start + 1):
             # The last position predicts the first generated token.
             if position < len(self.prompt_token_ids):
-                self.prompt_logprobs[position] = position_logprobs(one, tokenizer)
+                self.prompt_logprobs[position] = position_logprobs(
+                    one, tokenizer if self.params.detokenize else None
+                )
 
     def delta(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """Wrap the completions that changed."""

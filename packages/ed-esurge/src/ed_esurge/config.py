@@ -22,7 +22,7 @@ class EngineConfig(Options):
     max_model_len: PositiveInt = 8192
     """Longest prompt plus completion. Capped, and said once, at the model's own limit."""
     max_num_seqs: PositiveInt = 256
-    """Most sequences in one step."""
+    """Most sequences in one step. On a CPU 16 unless you say otherwise: more compile longer."""
     max_num_batched_tokens: PositiveInt | None = None
     """Token budget of one step; longer prompts are prefilled in chunks. None: 8192 on TPU, 2048 on
     GPU, 512 on CPU."""

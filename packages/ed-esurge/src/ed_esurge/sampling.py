@@ -59,7 +59,7 @@ class SamplingParams(Options):
     """Strings that may not be generated (as their tokens, with and without a leading space)."""
 
     detokenize: bool = True
-    """False: no text, and no stop strings."""
+    """False: no text (of log-probabilities neither), and no stop strings."""
     skip_special_tokens: bool = True
 
     @field_validator("stop", "bad_words", mode="before")

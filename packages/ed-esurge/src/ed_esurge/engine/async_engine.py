@@ -185,13 +185,13 @@ class AsyncEngine:
             while not self._stopping:
                 self._beat = time.monotonic()
                 self._read_inbox()
-                if not self.engine.has_unfinished_requests:
+                if self.engine.has_unfinished_requests:
+                    for output in self.engine.step():
+                        self._give(output.request_id, output)
+                if not self.engine.has_unfinished_requests or self.engine.paused:
                     # The beat goes on while there is nothing to do.
-                    self._wake.wait(min(1.0, self.stuck_after / 4))
+                    self._wake.wait(min(0.2, self.stuck_after / 4))
                     self._wake.clear()
-                    continue
-                for output in self.engine.step():
-                    self._give(output.request_id, output)
             self._end(EasyDeLError("the engine was shut down"))
         except BaseException as error:
             logger.exception("the engine failed")
@@ -227,3 +227,4 @@ class AsyncEngine:
         if self._failure is None:
             for name in self.engine.unfinished_requests():
                 self.engine.abort_request(name)
+            self.engine.step()  # takes the last outputs, which nobody waits for

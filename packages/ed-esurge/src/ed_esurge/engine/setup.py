@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 
 # Tokens of a step when the user names no budget: enough to keep the device busy.
 TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
+# Sequences of a step on a CPU when the user names no number.
+CPU_SEQS = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ class Setup:
             longest = int(positions)
         platform = model.mesh.devices.flat[0].platform
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
-        seqs = min(config.max_num_seqs, budget)
+        seqs = config.max_num_seqs
+        if platform == "cpu" and "max_num_seqs" not in config.given:
+            seqs = min(seqs, CPU_SEQS)
+        seqs = min(seqs, budget)
         # More tokens than all sequences together can have are never in one step.
         budget = max(seqs, min(budget, seqs * longest))
         limits = Limits(

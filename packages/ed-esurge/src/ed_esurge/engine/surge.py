@@ -212,7 +212,7 @@ class eSurge:
                 group.take_prompt(row.start, result.prompt(index, count), self.tokenizer)
             if row.request_id not in grown or completion.finish_reason is not None:
                 continue
-            out = completion.take(result.sampled(index, params.logprobs or 0))
+            out = completion.take(result.sampled(index, params.logprobs))
             if out.finish_reason is not None:
                 self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
             changed.setdefault(group.request_id, []).append(out)
@@ -339,6 +339,11 @@ class eSurge:
             self._paused = True
             if self.config.destroy_pages_on_pause and self._runner.allocated:
                 self._runner.free()
+
+    @property
+    def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return self._paused
 
     def resume(self) -> None:
         """Go on after `pause`."""

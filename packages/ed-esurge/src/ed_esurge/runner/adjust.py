@@ -24,7 +24,8 @@ class RowKeeper:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._held: dict[int, tuple[str, int, frozenset[int]]] = {}
+        # slot -> arrival number (ids may be used again), tokens counted, banned tokens
+        self._held: dict[int, tuple[int, int, frozenset[int]]] = {}
 
     def forget(self) -> None:
         """The device's rows are gone."""
@@ -45,7 +46,7 @@ class RowKeeper:
         """`(slot, bias [v], seen [v])` if the request's row must be written before this step."""
         assert request.slot is not None, "a running request has a slot"
         banned = self._banned(request)
-        now = (request.request_id, len(request.output), banned)
+        now = (request.arrival, len(request.output), banned)
         if self._held.get(request.slot) == now:
             return None
         self._held[request.slot] = now
@@ -54,8 +55,8 @@ class RowKeeper:
     def sampled(self, request: Request) -> None:
         """The device is counting one more token of this request."""
         assert request.slot is not None, "a running request has a slot"
-        name, count, banned = self._held[request.slot]
-        self._held[request.slot] = (name, count + 1, banned)
+        arrival, count, banned = self._held[request.slot]
+        self._held[request.slot] = (arrival, count + 1, banned)
 
     def _banned(self, request: Request) -> frozenset[int]:
         """Tokens that may not come next, as far as that changes from step to step."""

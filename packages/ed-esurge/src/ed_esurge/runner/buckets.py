@@ -26,8 +26,10 @@ class Shape:
 
 
 class Buckets:
-    """All shapes of an engine: for decoding as many tokens as sequences, 1, 4, 8, 16, …; for
-    prefill token counts in steps of four.
+    """All shapes of an engine.
+
+    For decoding as many tokens as sequences, 1, 4, 8, 16, …: in such a shape no sequence has two
+    tokens. For prefill token counts in steps of four, always more of them than sequences.
 
     Args:
         max_num_seqs, max_num_tokens: the largest step.
@@ -46,38 +48,42 @@ class Buckets:
         seq_buckets: Sequence[int] | None = None,
     ) -> None:
         if seq_buckets is None:
-            seq_buckets = sorted({1, *geometric(min(4, max_num_seqs), max_num_seqs, 2)})
-        else:
-            seq_buckets = [min(s, max_num_seqs) for s in seq_buckets]
-        self.prefill_tokens = tuple(geometric(min(min_tokens, max_num_tokens), max_num_tokens, 4))
-        shapes = {Shape(s, s, pages) for s in seq_buckets}
+            seq_buckets = [1, *geometric(4, max_num_seqs, 2)]
+        seqs = sorted({min(s, max_num_seqs) for s in seq_buckets})
+        largest = max(max_num_tokens, max_num_seqs + 1)
+        self.prefill_tokens = tuple(geometric(min(max(min_tokens, 2), largest), largest, 4))
+        self.decode = tuple(Shape(s, s, pages) for s in seqs)
+        prefill = set()
         for tokens in self.prefill_tokens:
-            most = next((s for s in seq_buckets if s >= tokens), seq_buckets[-1])
-            most = min(most, tokens)
-            shapes.add(Shape(tokens, most, pages))
+            most = max(s for s in (1, *seqs) if s < tokens)
+            prefill.add(Shape(tokens, most, pages))
             if most > FEW_SEQS * TOKEN_RATIO:
-                shapes.add(Shape(tokens, FEW_SEQS, pages))
-        self.shapes = tuple(sorted(shapes))
+                prefill.add(Shape(tokens, FEW_SEQS, pages))
+        self.prefill = tuple(sorted(prefill))
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """All of them, by size."""
+        return tuple(sorted({*self.decode, *self.prefill}))
 
     def pick(self, tokens: int, seqs: int, *, prefill: bool = False) -> Shape:
         """The cheapest shape that holds a step.
 
         Args:
-            tokens, seqs: real sizes.
-            prefill: take one with a token count out of `prefill_tokens`.
+            tokens, seqs: real sizes; as many tokens as sequences is a decode.
+            prefill: take one made for prefill all the same.
         """
-        for shape in self.shapes:
-            fits = shape.tokens >= tokens and shape.seqs >= seqs
-            if fits and (not prefill or shape.tokens in self.prefill_tokens):
+        shapes = self.prefill if prefill or tokens > seqs else self.decode
+        for shape in shapes:
+            if shape.tokens >= tokens and shape.seqs >= seqs:
                 return shape
         raise ValueError(
-            f"a step of {tokens} tokens of {seqs} sequences exceeds the largest shape "
-            f"{self.shapes[-1]}"
+            f"a step of {tokens} tokens of {seqs} sequences exceeds the largest shape {shapes[-1]}"
         )
 
 
 def geometric(first: int, last: int, ratio: int) -> list[int]:
-    """`first`, `first * ratio`, … and `last`, ascending."""
+    """`first`, `first * ratio`, … below `last`, and `last`."""
     sizes = []
     size = first
     while size < last:

@@ -52,21 +52,26 @@ class StepResult:
         rows = zip(self.plan.rows, column, strict=False)
         return {row.request_id: token for row, token in rows if row.samples}
 
-    def sampled(self, index: int, count: int) -> TokenScores:
-        """Log-probabilities of the token that row `index` of the plan sampled.
+    def sampled(self, index: int, count: int | None) -> TokenScores:
+        """The token that row `index` of the plan sampled.
 
         Args:
-            count: alternatives wanted.
+            count: alternatives wanted; None wants no log-probabilities either.
         """
-        return read(self._rows()[index], count)
+        line = self._rows()[index]
+        return TokenScores(int(line[0]), 0.0, 0, []) if count is None else read(line, count)
 
     def prompt(self, index: int, count: int) -> list[TokenScores]:
         """The same for the tokens after each position that row `index` of the plan passed."""
         if self._host_scores is None:
             self._host_scores = np.asarray(self._scores)
         start = sum(row.count for row in self.plan.rows[:index])
-        stop = start + self.plan.rows[index].count
-        return [read(line, count) for line in self._host_scores[start:stop]]
+        lines = self._host_scores[start : start + self.plan.rows[index].count]
+        if count:
+            return [read(line, count) for line in lines]
+        columns = (lines[:, 0], np.ascontiguousarray(lines[:, 1]).view(np.float32), lines[:, 2])
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        return [TokenScores(token, logprob, rank, []) for token, logprob, rank in values]
 
 
 def read(line: np.ndarray, count: int) -> TokenScores:

@@ -1,0 +1,69 @@
+"""Shapes and buffers of a step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from ed_esurge.core.plan import PlanRow, StepPlan
+from ed_esurge.core.request import Request
+from ed_esurge.runner.batch import BatchBuilder
+from ed_esurge.runner.buckets import Buckets, Shape
+from ed_esurge.sampling import SamplingParams
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(
+    seqs=st.integers(1, 300),
+    extra=st.integers(0, 3000),
+    minimum=st.integers(1, 64),
+    data=st.data(),
+)
+def test_every_step_has_a_shape(seqs, extra, minimum, data):
+    budget = seqs + extra
+    buckets = Buckets(max_num_seqs=seqs, max_num_tokens=budget, pages=3, min_tokens=minimum)
+    n = data.draw(st.integers(1, seqs))
+    tokens = data.draw(st.integers(n, budget))
+    for prefill in (False, True):
+        shape = buckets.pick(tokens, n, prefill=prefill)
+        assert shape in buckets.shapes
+        assert shape.tokens >= tokens
+        assert shape.seqs >= n
+        # As many tokens as slots means that no sequence has two: attention may rely on it.
+        assert (shape.tokens == shape.seqs) == (tokens == n and not prefill)
+        assert not prefill or shape.tokens in buckets.prefill_tokens
+    assert len(buckets.shapes) <= 24
+
+
+def test_few_shapes():
+    buckets = Buckets(max_num_seqs=16, max_num_tokens=512, pages=8)
+    sizes = [(shape.tokens, shape.seqs) for shape in buckets.shapes]
+    assert sizes == [(1, 1), (4, 4), (8, 8), (16, 8), (16, 16), (64, 16), (256, 16), (512, 16)]
+    with pytest.raises(ValueError, match="exceeds the largest shape"):
+        buckets.pick(17, 17)
+
+
+def test_buffer_holds_the_plan():
+    decode = Request("d", [1, 2, 3, 4, 5, 6], SamplingParams(logprobs=2), seed=2**32 - 1)
+    decode.pages, decode.slot = [7, 2], 1
+    chunk = Request("c", [9, 8, 7, 6, 5], SamplingParams(), seed=5)
+    chunk.pages, chunk.slot = [3], 0
+    plan = StepPlan(1, (PlanRow("d", 5, 1, True), PlanRow("c", 0, 3, False)))
+    builder = BatchBuilder(page_size=4, num_pages=10, num_slots=4)
+    shape = Shape(8, 3, 2)
+    buffer = builder.build(plan, {"d": decode, "c": chunk}, shape, frozenset({"d"}))
+    step = builder.fields(shape).unpack(buffer)
+    ragged, rows = jax.tree.map(np.asarray, step.ragged), step.rows
+    assert step.token_ids.tolist() == [[6, 9, 8, 7, 0, 0, 0, 0]]
+    assert ragged.cu_q_lens.tolist() == [0, 1, 4, 4]
+    assert ragged.kv_lens.tolist() == [6, 3, 0]
+    assert ragged.seq_of_token[:4].tolist() == [0, 1, 1, 1]
+    assert ragged.slots["full"].tolist() == [2 * 4 + 1, 12, 13, 14, 40, 40, 40, 40]
+    assert ragged.page_table["full"].tolist() == [[7, 2], [3, 0], [0, 0]]
+    assert ragged.num_seqs == 2
+    assert step.logits_at.tolist() == [0, 3, 0]
+    assert rows.seed.tolist() == [-1, 0, 0]
+    assert rows.slot.tolist() == [1, 4, 4]  # 4 is none
+    assert rows.num_logprobs.tolist() == [2, -1, -1]
+    assert rows.temperature.tolist() == [1.0, 0.0, 0.0]
