@@ -19,8 +19,8 @@ _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 class StopRequest:
     """Watches for a reason to stop. A context manager: signal handlers are put back at its end.
 
-    The first SIGINT, SIGTERM or SIGHUP asks for a stop at the next step; a second SIGINT interrupts at
-    once. Outside the main thread, where Python cannot install handlers, only the limit counts.
+    The first SIGINT, SIGTERM or SIGHUP asks for a stop at the next step; a second SIGINT interrupts
+    at once. Outside the main thread, where Python cannot install handlers, only the limit counts.
 
     Args:
         time_limit: seconds after which to stop, or None.
