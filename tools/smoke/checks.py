@@ -107,6 +107,7 @@ def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
     )
     here = environment.folder
     shutil.copytree(package.folder / "tests", here / "tests")
+    shutil.copy(package.folder / "README.md", here / "README.md")
     shutil.copy(ROOT / "conftest.py", here / "conftest.py")
     (here / "pytest.ini").write_text(_pytest_settings(), encoding="utf-8")
     run(environment.python, "-m", "pytest", *pytest_arguments, "tests", cwd=here, show=True)
