@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,18 @@ def _train(session: Session, options: Any) -> None:
         print(f"the training was finished before ({before} steps): nothing was left to train")
     held_out = elm.build_eval_dataset()
     if held_out is not None:
-        summary.learned = learned.measure(elm.build_model(), held_out, elm.build_tokenizer())
+        batches = _with_progress(held_out, "measuring what was learned")
+        summary.learned = learned.measure(elm.build_model(), batches, elm.build_tokenizer())
+
+
+def _with_progress(loader: Any, what: str) -> Iterable[Any]:
+    """The batches of a loader under a progress bar, where there is a terminal."""
+    from rich.progress import track
+
+    hidden = not sys.stdout.isatty()
+    return track(
+        loader, description=what, total=loader.steps_per_epoch, transient=True, disable=hidden
+    )
 
 
 def _newest_step(directory: Path) -> int | None:

@@ -49,7 +49,6 @@ def measure(
     model: Any,
     batches: Iterable[dict[str, np.ndarray]],
     tokenizer: Any,
-    show: Callable[[int], None] | None = None,
 ) -> Learned | None:
     """Evaluate a causal language model on batches; None when they predict nothing.
 
@@ -57,7 +56,6 @@ def measure(
         model: an `EasyDeLBaseModule` with a language-model head.
         batches: as the trainers take them; see `docs/data.md`.
         tokenizer: to count the bytes that tokens stand for.
-        show: called with the number of tokens done.
     """
     score = _full_context(model)
     total, contexts, targets, size = 0.0, [], [], 0
@@ -68,8 +66,6 @@ def measure(
         contexts.append(batch["input_ids"][kept])
         targets.append(target[kept])
         size += int(kept.sum())
-        if show is not None:
-            show(size)
         if size >= MAX_TOKENS:
             break
     if size == 0:

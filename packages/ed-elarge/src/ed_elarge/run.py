@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from ed_elarge import actions, preflight
@@ -10,7 +11,8 @@ from ed_elarge.build import blame_at
 from ed_elarge.model import eLargeModel
 from ed_elarge.normalize import Run
 
-INTERRUPTED = 130
+#: Exit codes of a run that a signal ended; as of the shell.
+_BY_SIGNAL = {"SIGINT": 130, "SIGTERM": 143}
 _HEAVY = frozenset({"train", "eval", "generate", "serve"})
 
 
@@ -21,6 +23,9 @@ def execute(run: Run, *, verbose: bool = False) -> int:
         InputError: something is wrong with the input; nothing was begun, or what was trained until
             then is kept, and standard error says where.
     """
+    if not sys.stderr.isatty():
+        # tqdm reads it when it is imported; lm-eval and datasets draw bars whatever they write to
+        os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = actions.Session(eLargeModel.from_run(run))
     preflight.check(session.elm, run.actions)
@@ -43,6 +48,6 @@ def execute(run: Run, *, verbose: bool = False) -> int:
             if skipped:
                 names = ", ".join(a.name for a in skipped)
                 print(f"not done: {names}", file=sys.stderr)
-            return INTERRUPTED if session.stopped.startswith("SIG") else 0
+            return _BY_SIGNAL.get(session.stopped, 0)
     session.summary.show()
     return 0

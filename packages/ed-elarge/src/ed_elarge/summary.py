@@ -83,18 +83,15 @@ class Summary:
         found = self.learned
         if found is not None:
             of = f"nats per token, over {found.tokens:,} held-out tokens"
-            below, better = (
-                found.unigram - found.cross_entropy,
-                found.one_token - found.cross_entropy,
-            )
             rows += [
                 ("held-out cross-entropy", f"{found.cross_entropy:.4f}", of),
-                ("  of the unigram distribution", f"{found.unigram:.4f}", f"{below:.2f} above"),
-                ("  with one token of context", f"{found.one_token:.4f}", f"{better:.2f} above"),
+                ("  of the unigram distribution", *_against(found.unigram, found.cross_entropy)),
+                ("  with one token of context", *_against(found.one_token, found.cross_entropy)),
                 ("  bits per byte", f"{found.bits_per_byte:.4f}", ""),
             ]
         for task, metrics in self.evaluation.items():
-            rows += [(f"{task}: {name}", f"{v:.4f}", "lm-eval") for name, v in metrics.items()]
+            rows.append((task, "", "by lm-eval"))
+            rows += [(f"  {name}", f"{value:.4f}", "") for name, value in metrics.items()]
         return rows
 
     def _keep(self, directory: Path) -> None:
@@ -135,3 +132,10 @@ class Summary:
                 f"-H 'Content-Type: application/json' -d '{ask}'",
             ]
         return "\n".join(lines)
+
+
+def _against(other: float, own: float) -> tuple[str, str]:
+    """A figure that the model's own is compared with, and in words by how much it is worse."""
+    difference = other - own
+    side = "the model is better" if difference > 0 else "the model is worse"
+    return f"{other:.4f}", f"{side} by {abs(difference):.2f}"
