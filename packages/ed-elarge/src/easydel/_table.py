@@ -13,10 +13,15 @@ from ed_infra import lazy
 _BY_OWNER: dict[str, str] = {
     # ed-infra
     "ed_infra.axes": "AXIS_NAMES PARAM_AXES PartitionAxis",
-    "ed_infra.config": "EasyDeLBaseConfig EasyDeLBaseConfigDict",
+    "ed_infra.caches": "ModuleCaches",
+    "ed_infra.config": "EasyDeLBaseConfig",
+    "ed_infra.config_attributes": "NOT_GIVEN extract_commit_hash set_attrs_smartly",
+    "ed_infra.config_dict": "EasyDeLBaseConfigDict",
     "ed_infra.dtypes": "canonical_dtype",
     "ed_infra.enums": (
-        "EasyDeLBackends EasyDeLGradientCheckPointers EasyDeLPlatforms EasyMethod TaskType"
+        "AVAILABLE_ATTENTION_MECHANISMS AVAILABLE_GRADIENT_CHECKPOINT_TARGETS "
+        "AVAILABLE_MOE_METHODS EasyDeLBackends EasyDeLGradientCheckPointers EasyDeLPlatforms "
+        "EasyMethod TaskType"
     ),
     "ed_infra.errors": "CheckpointError ConfigError EasyDeLError MeshError RegistryError",
     "ed_infra.masks": "MaskInfo",
@@ -93,7 +98,16 @@ MODULES: dict[str, dict[str, str]] = {
     "easydel.infra": {
         **_of(*_INFRA, "ed_models.module", "ed_trainers.state", "ed_elarge.model"),
     },
-    "easydel.infra.base_config": _of("ed_infra.config", "ed_infra.axes", "ed_infra.partition"),
+    "easydel.infra.base_config": _of(
+        "ed_infra.axes",
+        "ed_infra.caches",
+        "ed_infra.config",
+        "ed_infra.config_attributes",
+        "ed_infra.config_dict",
+        "ed_infra.enums",
+        "ed_infra.partition",
+        "ed_infra.specs",
+    ),
     "easydel.infra.base_module": _of("ed_models.module"),
     "easydel.infra.base_state": _of("ed_trainers.state"),
     "easydel.infra.elarge_model": _of("ed_elarge.model"),
@@ -109,6 +123,11 @@ MODULES: dict[str, dict[str, str]] = {
     "easydel.infra.mixins.bridge": _of("ed_models.bridge"),
     "easydel.infra.mixins.generation": _of("ed_models.generation"),
     "easydel.infra.modeling_outputs": _of("ed_infra.outputs"),
+    "easydel.layers": {},
+    "easydel.layers.quantization": _of("ed_infra.specs"),
+    "easydel.layers.quantization.quantizers": {
+        "EasyDeLQuantizationConfig": "ed_infra.specs",
+    },
     "easydel.infra.utils": _of("ed_infra.mesh", "ed_infra.dtypes", "ed_infra.masks"),
 }
 

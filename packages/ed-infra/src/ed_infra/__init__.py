@@ -14,8 +14,12 @@ __getattr__, __dir__, __all__ = attach(
         "AXIS_NAMES": "ed_infra.axes",
         "PARAM_AXES": "ed_infra.axes",
         "PartitionAxis": "ed_infra.axes",
+        "ModuleCaches": "ed_infra.caches",
         "EasyDeLBaseConfig": "ed_infra.config",
-        "EasyDeLBaseConfigDict": "ed_infra.config",
+        "NOT_GIVEN": "ed_infra.config_attributes",
+        "extract_commit_hash": "ed_infra.config_attributes",
+        "set_attrs_smartly": "ed_infra.config_attributes",
+        "EasyDeLBaseConfigDict": "ed_infra.config_dict",
         "canonical_dtype": "ed_infra.dtypes",
         "EasyDeLBackends": "ed_infra.enums",
         "EasyDeLGradientCheckPointers": "ed_infra.enums",
@@ -47,7 +51,10 @@ __getattr__, __dir__, __all__ = attach(
 
 if TYPE_CHECKING:
     from ed_infra.axes import AXIS_NAMES, PARAM_AXES, PartitionAxis
-    from ed_infra.config import EasyDeLBaseConfig, EasyDeLBaseConfigDict
+    from ed_infra.caches import ModuleCaches
+    from ed_infra.config import EasyDeLBaseConfig
+    from ed_infra.config_attributes import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
+    from ed_infra.config_dict import EasyDeLBaseConfigDict
     from ed_infra.dtypes import canonical_dtype
     from ed_infra.enums import (
         EasyDeLBackends,

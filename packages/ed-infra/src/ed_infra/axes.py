@@ -59,6 +59,17 @@ class PartitionAxis:
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
 
+    def renamed(self, old: str, new: str) -> PartitionAxis:
+        """Return a copy in which another mesh axis takes the place of `old`."""
+
+        def change(value: MeshAxes) -> MeshAxes:
+            if isinstance(value, tuple):
+                return tuple(new if name == old else name for name in value)
+            return new if value == old else value
+
+        names = [field.name for field in dataclasses.fields(self)]
+        return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names})  # type: ignore
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return {

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -22,14 +24,15 @@ import jax.numpy as jnp
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PretrainedConfig
 
+from ed_infra.config_attributes import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
 from ed_infra.config_class import (
     BARE_FIELDS,
     architecture_classes,
     inherit_architecture,
     known_names,
 )
+from ed_infra.config_dict import EasyDeLBaseConfigDict
 from ed_infra.config_files import FileMethods, reading_file
-from ed_infra.config_mesh import MeshMethods
 from ed_infra.config_positions import PositionMethods
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import (
@@ -43,14 +46,25 @@ from ed_infra.frozen import freeze, thaw
 from ed_infra.logging import get_logger, once
 from ed_infra.specs import EasyDeLQuantizationConfig, to_json
 
-__all__ = ["EasyDeLBaseConfig", "EasyDeLBaseConfigDict", "known_names"]
+__all__ = [
+    "NOT_GIVEN",
+    "EasyDeLBaseConfig",
+    "EasyDeLBaseConfigDict",
+    "extract_commit_hash",
+    "known_names",
+    "set_attrs_smartly",
+]
 
 logger = get_logger(__name__)
 
 _MISSING = object()
+_AXIS_FIELDS = {
+    name: FIELDS[name].default
+    for name in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name")
+}
 
 
-class EasyDeLBaseConfig(MeshMethods, PositionMethods, FileMethods, PretrainedConfig):
+class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
     """Base of all configurations: the fields of `ed_infra.fields` beside Hugging Face's.
 
     Construction raises `ConfigError` for a keyword that is neither a field nor known to
@@ -129,6 +143,13 @@ class EasyDeLBaseConfig(MeshMethods, PositionMethods, FileMethods, PretrainedCon
                     f"bits = {self.bits}: 4 (nf4), 8 (int8), or a quantization_config"
                 )
             self.quantization_config = EasyDeLQuantizationConfig(formats[self.bits])
+        if self.use_sharded_kv_caching and self.kv_cache_quantization_config is not None:
+            warnings.warn(
+                "kv_cache_quantization_config with use_sharded_kv_caching: each shard of the cache "
+                "keeps scales of its own, which costs memory; turn one of the two off",
+                UserWarning,
+                stacklevel=_outside(),
+            )
         for name in sorted(WITHOUT_EFFECT):
             if getattr(self, name) != FIELDS[name].default:
                 value = getattr(self, name)
@@ -140,6 +161,12 @@ class EasyDeLBaseConfig(MeshMethods, PositionMethods, FileMethods, PretrainedCon
                 raise ConfigError(
                     f"{field} = {dims} has {len(dims)} sizes for {len(names)} axes {names}"
                 )
+        for field, default in _AXIS_FIELDS.items():
+            value = getattr(self, field)
+            for axis in (value,) if isinstance(value, str) else value:
+                if axis not in names and value != default:
+                    hint = did_you_mean(axis, names)
+                    raise ConfigError(f"{field}: the mesh has no axis {axis!r}{hint} ({names})")
         if not 0.0 <= self.fcm_min_ratio <= max(self.fcm_max_ratio, self.fcm_min_ratio) <= 1.0:
             raise ConfigError(
                 f"fcm_min_ratio = {self.fcm_min_ratio}, fcm_max_ratio = {self.fcm_max_ratio}: "
@@ -209,20 +236,33 @@ class EasyDeLBaseConfig(MeshMethods, PositionMethods, FileMethods, PretrainedCon
             setattr(self, name, value)
 
     def read_basics_from_config(self, config: EasyDeLBaseConfig) -> None:
-        """Copy all execution fields from another configuration."""
+        """Copy all execution fields from another configuration, and a mesh that was set on it."""
         for name in FIELDS:
             setattr(self, name, getattr(config, name))
+        if config._own.explicit_mesh:
+            self.set_model_mesh(config.mesh)
 
     def add_basic_configurations(self, **kwargs: Any) -> None:
-        """Set execution fields, here and in the configurations nested in this one."""
-        for name, value in kwargs.items():
-            if canonical_field(name) not in FIELDS:
-                hint = did_you_mean(name, [*FIELDS, *FIELD_ALIASES])
-                raise ConfigError(f"unknown execution field {name!r}{hint}")
+        """Set execution fields, here and in the configurations nested in this one.
+
+        Args:
+            kwargs: fields of `ed_infra.fields`, or their aliases; architecture fields of this class
+                (set here only). A value of `NOT_GIVEN` leaves the field as it is.
+
+        Raises:
+            ConfigError: a name is no field; values of your own go to `attach_custom_arguments`.
+        """
+        given = {name: value for name, value in kwargs.items() if value is not NOT_GIVEN}
+        known = known_names(type(self))
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"unknown execution field {name!r}{did_you_mean(name, known)}")
+        execution = {n: value for n, value in given.items() if canonical_field(n) in FIELDS}
+        for name, value in given.items():
             setattr(self, name, value)
         for value in list(self.__dict__.values()):
             if isinstance(value, EasyDeLBaseConfig):
-                value.add_basic_configurations(**kwargs)
+                value.add_basic_configurations(**execution)
 
     # --- sealing, copies, equality ----------------------------------------------------------------
 
@@ -302,7 +342,16 @@ class EasyDeLBaseConfig(MeshMethods, PositionMethods, FileMethods, PretrainedCon
         return mine == theirs and self._key() == other._key()
 
 
-EasyDeLBaseConfigDict = dict[str, Any]
+def _outside() -> int:
+    """Stack level of the code that made the configuration, for a warning from two calls down."""
+    level, frame = 1, sys._getframe(2)
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").split(".")[0]
+        in ("ed_infra", "transformers", "huggingface_hub")
+        or frame.f_code.co_filename == "<string>"
+    ):
+        level, frame = level + 1, frame.f_back
+    return level + 1
 
 
 @contextlib.contextmanager

@@ -16,7 +16,10 @@ from ed_infra.config_runtime import Held
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELDS, canonical_field
 from ed_infra.frozen import thaw
+from ed_infra.logging import get_logger, once
 from ed_infra.specs import to_json
+
+logger = get_logger(__name__)
 
 #: Key of config.json under which execution fields are saved, apart from Hugging Face's own.
 SECTION = "easydel"
@@ -102,11 +105,22 @@ class FileMethods(Held):
             The keys of the file, and the keywords that are not about reading it.
         """
         address = str(pretrained_model_name_or_path)
+        if kwargs.pop("proxies", None) is not None:
+            raise ConfigError(
+                "proxies is not a keyword of huggingface_hub any more: set the environment "
+                "variables HTTP_PROXY and HTTPS_PROXY"
+            )
+        if kwargs.pop("resume_download", None) is not None:
+            once(logger, "resume_download has no effect: downloads are always resumed")
         if "://" not in address:
             return super().get_config_dict(address, **kwargs)  # type: ignore[misc]
         for name in _HUB_KEYWORDS:
             kwargs.pop(name, None)
-        with fsspec.open(f"{address.rstrip('/')}/config.json", "rt") as file:
+        folder = kwargs.pop("subfolder", None)
+        if not address.endswith(".json"):
+            parts = [address.rstrip("/"), *([folder.strip("/")] if folder else []), "config.json"]
+            address = "/".join(parts)
+        with fsspec.open(address, "rt") as file:
             return json.load(file), kwargs  # type: ignore[arg-type]
 
     def save_pretrained(
@@ -121,6 +135,16 @@ class FileMethods(Held):
             raise ConfigError(f"push_to_hub needs a local directory, not {address!r}")
         with fsspec.open(f"{address.rstrip('/')}/config.json", "wt") as file:
             file.write(self.to_json_string())  # type: ignore[attr-defined]
+
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
+        """Write one JSON file, to a path or an fsspec address.
+
+        Args:
+            json_file_path: where to.
+            use_diff: leave out what is at its default.
+        """
+        with fsspec.open(str(json_file_path), "wt", encoding="utf-8") as file:
+            file.write(self.to_json_string(use_diff=use_diff))  # type: ignore
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> Self:

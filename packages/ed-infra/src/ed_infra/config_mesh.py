@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ed_infra import mesh as meshes
 from ed_infra.config_runtime import Held
 from ed_infra.errors import ConfigError
+from ed_infra.fields import FIELDS
 from ed_infra.partition import PartitionManager
 from ed_infra.specs import AttnMaskDetail
 
@@ -55,6 +56,9 @@ class MeshMethods(Held):
         sharding_axis_dims: Sequence[int] | None = None,
         sharding_axis_names: Sequence[str] | None = None,
         sharding_dcn_axis_dims: Sequence[int] | None = None,
+        process_is_granule: bool = False,
+        should_sort_granules_by_key: bool = True,
+        allow_split_physical_axes: bool = True,
         backend: str | None = None,
         *,
         axis_dims: Sequence[int] | None = None,
@@ -74,6 +78,9 @@ class MeshMethods(Held):
             names if names is not None else meshes.AXIS_NAMES,
             sharding_dcn_axis_dims,
             backend=backend,
+            process_is_granule=process_is_granule,
+            should_sort_granules_by_key=should_sort_granules_by_key,
+            allow_split_physical_axes=allow_split_physical_axes,
         )
 
     @property
@@ -111,8 +118,15 @@ class MeshMethods(Held):
 
     @property
     def partition_manager(self) -> PartitionManager:
-        """Resolves names of axes into partition specs."""
-        return PartitionManager(self.partition_axis)
+        """Resolves names of axes into partition specs.
+
+        A `sequence_axis_name` other than the default takes the place of the sequence-parallel axis
+        in `partition_axis`.
+        """
+        axis = self.partition_axis
+        if self.sequence_axis_name != FIELDS["sequence_axis_name"].default:
+            axis = axis.renamed(axis.sequence_parallel_axis, self.sequence_axis_name)
+        return PartitionManager(axis)
 
     def get_partition_rules(self, fully_sharded: bool = True) -> Any:
         """Return (regular expression, `PartitionSpec`) pairs, or None to derive the sharding.

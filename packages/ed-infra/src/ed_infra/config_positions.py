@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from ed_infra import masks, rope
-from ed_infra.config_runtime import Held
+from ed_infra.caches import ModuleCaches, on_mesh
+from ed_infra.config_mesh import MeshMethods
 from ed_infra.errors import ConfigError
+from ed_infra.rope_sections import sections_of
 
 
-class PositionMethods(Held):
+class PositionMethods(MeshMethods):
     """Methods of `EasyDeLBaseConfig` about positions."""
 
     @property
@@ -38,7 +40,9 @@ class PositionMethods(Held):
         rotary_dim: int | None = None,
         base: float | None = None,
         partial_rotary_factor: float | None = None,
-    ) -> jax.Array:
+        *,
+        layer_type: str | None = None,
+    ) -> ModuleCaches:
         """Return the inverse frequencies of this configuration's rope: float32 [r / 2].
 
         Args:
@@ -46,8 +50,10 @@ class PositionMethods(Held):
             rotary_dim: r; by default what `rope_parameters` says, else `head_size`.
             base: base of the frequencies; by default `rope_theta`.
             partial_rotary_factor: r / k, where `rotary_dim` is not given.
+            layer_type: whose, where `rope_parameters` has an entry for each layer type.
         """
-        return jnp.asarray(self._rope(head_size, rotary_dim, base, partial_rotary_factor)[0])
+        settings = self._rope(head_size, rotary_dim, base, partial_rotary_factor, layer_type)
+        return on_mesh(jnp.asarray(rope.inv_frequencies(settings)[0]), self.mesh)
 
     def get_basic_frequencies(
         self,
@@ -55,11 +61,15 @@ class PositionMethods(Held):
         rotary_dim: int | None = None,
         base: float | None = None,
         max_position_embeddings: int | None = None,
-    ) -> jax.Array:
-        """Return the table of cos and sin, side by side: float32 [positions, r]."""
+        *,
+        layer_type: str | None = None,
+    ) -> ModuleCaches:
+        """Return the table of cos and sin, side by side, on the mesh: float32 [positions, r]."""
         length = max_position_embeddings or self.granted_freq_max_position_embedding
-        frequencies, scaling = self._rope(head_size, rotary_dim, base, None, length)
-        return jnp.concatenate(rope.angles(jnp.arange(length), frequencies, scaling), axis=-1)
+        settings = self._rope(head_size, rotary_dim, base, None, layer_type)
+        frequencies, scaling = rope.inv_frequencies(settings, seq_len=length)
+        table = rope.angles(jnp.arange(length), frequencies, scaling)
+        return on_mesh(jnp.concatenate(table, axis=-1), self.mesh)
 
     def get_basic_rope(
         self,
@@ -69,11 +79,19 @@ class PositionMethods(Held):
         is_neox_style: bool = True,
         base: float | None = None,
         max_position_embeddings: int | None = None,
+        *,
+        layer_type: str | None = None,
     ) -> rope.RotaryTable:
-        """Return a rotary embedding: call it on (query, key, positions), or unpack `sin, cos`."""
+        """Return a rotary embedding: call it on (query, key, positions), or unpack `sin, cos`.
+
+        With `mrope_section` in `rope_parameters`, positions may have the axes of images and videos
+        in front: [a, ..., s].
+        """
         length = max_position_embeddings or self.granted_freq_max_position_embedding
-        frequencies, scaling = self._rope(head_size, rotary_dim, base, None, length)
-        return rope.RotaryTable(frequencies, scaling, length, not is_neox_style, dtype)
+        settings = self._rope(head_size, rotary_dim, base, None, layer_type)
+        frequencies, scaling = rope.inv_frequencies(settings, seq_len=length)
+        axis = sections_of(settings.parameters, len(frequencies))
+        return rope.RotaryTable(frequencies, scaling, length, not is_neox_style, dtype, axis)
 
     def _rope(
         self,
@@ -81,9 +99,9 @@ class PositionMethods(Held):
         rotary_dim: int | None,
         base: float | None,
         partial: float | None,
-        length: int | None = None,
-    ) -> tuple[Any, float]:
-        settings = rope.settings(self, head_size)
+        layer_type: str | None,
+    ) -> rope.RopeSettings:
+        settings = rope.settings(self, head_size, layer_type)
         changes: dict[str, Any] = {}
         if base is not None:
             changes["rope_theta"] = base
@@ -91,20 +109,26 @@ class PositionMethods(Held):
             changes["partial_rotary_factor"] = rotary_dim / settings.head_dim
         elif partial is not None:
             changes["partial_rotary_factor"] = partial
-        parameters = {**settings.parameters, **changes}
-        return rope.inv_frequencies(
-            dataclasses.replace(settings, parameters=parameters), seq_len=length
-        )
+        return dataclasses.replace(settings, parameters={**settings.parameters, **changes})
 
-    def get_basic_causal_mask(self, max_length: int | None = None, dtype: Any = bool) -> Any:
-        """Return the causal mask [1, 1, l, l], nonzero where attention is allowed.
+    def get_basic_causal_mask(
+        self, max_length: int | None = None, dtype: Any = bool
+    ) -> ModuleCaches | Literal[False]:
+        """Return the causal mask [1, 1, l, l] on the mesh, nonzero where attention is allowed.
 
-        False where `precompute_masks` is off and no length is given.
+        This is the one place that builds an array of length squared: models never ask for it.
+
+        Args:
+            max_length: l; by default `granted_mask_max_position_embedding`.
+            dtype: of the result.
+
+        Returns:
+            The mask; False where `precompute_masks` is off and no length is given.
         """
         if max_length is None and not self.precompute_masks:
             return False
         length = max_length or self.granted_mask_max_position_embedding
-        return jnp.asarray(masks.causal_mask(length), dtype)
+        return on_mesh(jnp.asarray(masks.causal_mask(length), dtype), self.mesh)
 
     def get_fcm_mask(
         self,

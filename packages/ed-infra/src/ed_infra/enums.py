@@ -5,8 +5,13 @@ Every enum is a string enum: a member equals, hashes, prints and serialises as i
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, Self
+
+from ed_infra.errors import unknown_name
 
 
 class TaskType(StrEnum):
@@ -78,13 +83,47 @@ class EasyDeLGradientCheckPointers(StrEnum):
     MLP_ATTN_NOTSAVEABLE = "mlp_attn_notsaveable"
 
 
+@dataclasses.dataclass(frozen=True)
 class EasyMethod:
-    """Workflow a configuration is meant for (`easy_method`); plain strings."""
+    """Workflow a configuration is meant for (`easy_method`): names of the plain strings.
+
+    `EasyMethod.SERVE` is `"serve"`; an object with names of its own is made by `replace`.
+    """
 
     TRAIN: str = "train"
     SERVE: str = "serve"
     EVAL: str = "serve"
     CONVERT: str = "convert"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Make one of a mapping of its fields.
+
+        Raises:
+            ConfigError: a key is not a field.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in data:
+            if name not in known:
+                raise unknown_name("field of EasyMethod", name, known)
+        return cls(**data)
+
+    @classmethod
+    def from_json(cls, json_str: str) -> Self:
+        """Make one of the JSON that `to_json` writes."""
+        return cls.from_dict(json.loads(json_str))
+
+    def replace(self, **kwargs: str) -> Self:
+        """Return a copy with some fields changed."""
+        return self.from_dict({**self.to_dict(), **kwargs})
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the fields as a mapping."""
+        return dataclasses.asdict(self)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """Return the fields as JSON; `kwargs` as in `json.dumps`."""
+        return json.dumps(self.to_dict(), **kwargs)
 
 
 AVAILABLE_ATTENTION_MECHANISMS = Literal[
@@ -160,6 +199,4 @@ def canonical_task(task: str | TaskType) -> TaskType:
     try:
         return TaskType(spelling)
     except ValueError:
-        from ed_infra.errors import unknown_name
-
         raise unknown_name("task", task, [*[t.value for t in TaskType], *TASK_ALIASES]) from None

@@ -71,6 +71,10 @@ def create_mesh(
     dcn_dims: Sequence[int] | None = None,
     devices: Sequence[Device] | None = None,
     backend: str | None = None,
+    *,
+    process_is_granule: bool = False,
+    should_sort_granules_by_key: bool = True,
+    allow_split_physical_axes: bool = True,
 ) -> Mesh:
     """Make a mesh with automatic axis types.
 
@@ -82,6 +86,11 @@ def create_mesh(
             process, for trying it out) equal parts of the devices in order.
         devices: what to use; all devices of `backend` by default.
         backend: `"cpu"`, `"gpu"` or `"tpu"`; None = the default backend.
+        process_is_granule: `dcn_dims` count processes, even where there are TPU slices.
+        should_sort_granules_by_key: order slices (or processes) by their number, instead of by
+            their first device.
+        allow_split_physical_axes: an axis of a TPU's torus may serve several mesh axes; without
+            it, sizes that need that are an error.
 
     Raises:
         MeshError: the sizes do not fit the devices, or the backend is not there.
@@ -90,10 +99,17 @@ def create_mesh(
         raise MeshError(f"mesh axis names {tuple(names)}: a name occurs twice")
     devices = list(devices) if devices is not None else _devices(backend)
     if dcn_dims is not None and math.prod(dcn_dims) != 1:
-        array = _hybrid(dims, names, dcn_dims, devices)
+        granules = _granules(
+            devices,
+            math.prod(d for d in dcn_dims if d != -1),
+            -1 in dcn_dims,
+            ("process_index",) if process_is_granule else ("slice_index", "process_index"),
+            should_sort_granules_by_key,
+        )
+        array = _hybrid(dims, names, dcn_dims, granules, allow_split_physical_axes)
     else:
         shape = resolve_axis_dims(dims, len(devices), names)
-        array = _arrange(shape, devices)
+        array = _arrange(shape, devices, allow_split_physical_axes)
     return Mesh(array, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -108,7 +124,7 @@ def _devices(backend: str | None) -> list[Device]:
         ) from None
 
 
-def _arrange(shape: tuple[int, ...], devices: list[Device]) -> np.ndarray:
+def _arrange(shape: tuple[int, ...], devices: list[Device], split: bool) -> np.ndarray:
     count = math.prod(shape)
     if count < len(devices) and jax.process_count() > 1:
         raise MeshError(
@@ -117,18 +133,31 @@ def _arrange(shape: tuple[int, ...], devices: list[Device]) -> np.ndarray:
         )
     if count == len(devices) and devices[0].platform == "tpu":
         # Follows the torus, so that neighbours in the mesh are neighbours in the machine.
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return _torus(shape, devices, split)
     return np.asarray(devices[:count], dtype=object).reshape(shape)
 
 
+def _torus(shape: tuple[int, ...], devices: list[Device], split: bool) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
+    except NotImplementedError as error:
+        raise MeshError(
+            f"a mesh of shape {shape} splits an axis of the TPU's torus: choose other sizes, or "
+            f"allow_split_physical_axes=True ({error})"
+        ) from None
+
+
 def _hybrid(
-    dims: Sequence[int], names: Sequence[str], dcn_dims: Sequence[int], devices: list[Device]
+    dims: Sequence[int],
+    names: Sequence[str],
+    dcn_dims: Sequence[int],
+    granules: list[list[Device]],
+    split: bool,
 ) -> np.ndarray:
     if len(dcn_dims) != len(names):
         raise MeshError(
             f"{len(dcn_dims)} DCN dims {tuple(dcn_dims)} for {len(names)} axes {tuple(names)}"
         )
-    granules = _granules(devices, math.prod(d for d in dcn_dims if d != -1), -1 in dcn_dims)
     outer = resolve_axis_dims(dcn_dims, len(granules), names)
     if math.prod(outer) != len(granules):
         raise MeshError(
@@ -144,19 +173,18 @@ def _hybrid(
     array = np.empty([o * i for o, i in zip(outer, inner, strict=True)], dtype=object)
     for place, granule in zip(np.ndindex(*outer), granules, strict=True):
         window = tuple(slice(p * i, (p + 1) * i) for p, i in zip(place, inner, strict=True))
-        array[window] = _block(inner, granule)
+        if granule[0].platform == "tpu":
+            array[window] = _torus(inner, granule, split)
+        else:
+            array[window] = np.asarray(granule, dtype=object).reshape(inner)
     return array
 
 
-def _block(shape: tuple[int, ...], devices: list[Device]) -> np.ndarray:
-    if devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return np.asarray(devices, dtype=object).reshape(shape)
-
-
-def _granules(devices: list[Device], wanted: int, free: bool) -> list[list[Device]]:
+def _granules(
+    devices: list[Device], wanted: int, free: bool, keys: tuple[str, ...], ordered: bool
+) -> list[list[Device]]:
     groups: dict[int, list[Device]] = {}
-    for key in ("slice_index", "process_index"):
+    for key in keys:
         groups = {}
         for device in devices:
             groups.setdefault(getattr(device, key, 0) or 0, []).append(device)
@@ -173,4 +201,4 @@ def _granules(devices: list[Device], wanted: int, free: bool) -> list[list[Devic
     sizes = {len(group) for group in groups.values()}
     if len(sizes) > 1:
         raise MeshError(f"slices of unequal sizes {sorted(sizes)} cannot form a mesh")
-    return [groups[key] for key in sorted(groups)]
+    return [groups[key] for key in (sorted(groups) if ordered else groups)]

@@ -7,7 +7,7 @@ generating is `ed_models.generation`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,12 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         """The device mesh of the config."""
         return self.config.mesh
 
+    def _get_partition_rules(self, partition_rules: Any = None) -> Any:
+        """`(regular expression, PartitionSpec)` of each kind of parameter; given rules pass."""
+        if partition_rules is not None:
+            return partition_rules
+        return sharding.partition_rules(self, self.config)
+
     def shard_model(self: ModelT, partition_rules: Any = None) -> ModelT:
         """Place every parameter on the mesh, by its logical axes or by regex overrides."""
         return sharding.shard(self, self.config, overrides=partition_rules)
@@ -122,7 +128,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         config = self.config.replace(scan_layers=layout == "stacked").seal()
         for _, node in nnx.iter_modules(model):
             if getattr(node, "config", None) is not None:
-                node.config = config
+                cast(Any, node).config = config
         return model
 
     @property
@@ -134,8 +140,12 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
     # Caches.
 
     def cache_specs(self) -> list[LayerCacheSpec]:
-        """What each attention layer keeps per token; a head asks its body."""
-        return self.model.cache_specs()
+        """What each attention layer keeps per token.
+
+        Raises:
+            TypeError: the model keeps nothing; it is no decoder.
+        """
+        raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
 
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> DenseCache:
         """An empty contiguous cache of `max_length` slots per row, sharded over batch and heads."""
