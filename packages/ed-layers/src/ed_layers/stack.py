@@ -90,7 +90,7 @@ class Stack(nnx.Module):
         hidden: list[jax.Array] = []
         aux: list[Any] = []
         apply = partial(apply_layer, ctx=ctx)
-        if cache is None:
+        if cache is None and ctx.mode == "train":
             apply = remat(apply, self.gradient_checkpointing, self.targets)
         if self.layout == "leaves":
             for i in range(self.num_layers):
@@ -121,7 +121,7 @@ class Stack(nnx.Module):
             (x, cache), (kept, run_aux) = jax.lax.scan(
                 unit, (x, cache), (states, jnp.arange(n // period))
             )
-            if keep_hidden:
+            if kept is not None:
                 hidden.extend(kept.reshape(n, *x.shape))
             aux.append(jax.tree.map(lambda leaf, n=n: leaf.reshape(n, *leaf.shape[2:]), run_aux))
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *aux)
@@ -181,7 +181,7 @@ def apply_layer(
     static: Static, state: Any, x: jax.Array, cache: Any, layer: Any = None, *, ctx: Ctx
 ):
     """One layer, as a function of arrays: what remat wraps and scan repeats."""
-    index = static.layer if layer is None else layer
+    index: Any = static.layer if layer is None else layer
     return nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
 
 

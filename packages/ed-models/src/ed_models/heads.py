@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
-from ed_layers.cache import RaggedBatch
+from ed_layers.cache import LayerCacheSpec, RaggedBatch
 from ed_layers.linear import Linear, dot
 from ed_layers.losses import cross_entropy_sum
 from flax import nnx
@@ -41,7 +41,7 @@ class CausalLM(EasyDeLBaseModule):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, dtype, param_dtype, precision)
-        self.model = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
+        self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(
                 config.hidden_size,
@@ -110,6 +110,10 @@ class CausalLM(EasyDeLBaseModule):
             updates=body.updates,
         )
 
+    def cache_specs(self) -> list[LayerCacheSpec]:
+        """What the body keeps per token."""
+        return self.model.cache_specs()
+
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Scores of the next token, float32."""
         head = self.lm_head_weight()
@@ -143,6 +147,7 @@ class CausalLM(EasyDeLBaseModule):
             inputs.get("attention_mask"),
         )
         hidden = output.last_hidden_state
+        assert hidden is not None
         total = cross_entropy_sum(
             hidden.reshape(-1, hidden.shape[-1]),
             self.lm_head_weight().astype(hidden.dtype),

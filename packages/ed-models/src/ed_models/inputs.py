@@ -5,6 +5,7 @@ Legend: b batch, s sequence, k head dim.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import jax
@@ -32,7 +33,8 @@ def layer_context(
     """Work out masks and positions for the three lives of a model: train, generate, serve.
 
     Args:
-        config: the model's config (rope, head dim).
+        config: the model's config: rope, head dim, `easy_method` (only `"train"` has noise, and a
+            backward pass), `fcm_min_ratio` and `fcm_max_ratio`.
         shape: (b, s) of the tokens.
         attention_mask: [b, s], nonzero = a token.
         segment_ids: [b, s], 0 = padding; wins over `attention_mask`.
@@ -40,13 +42,15 @@ def layer_context(
         mask_info: the mask itself, if the caller has it.
         cache: a DenseCache, which is told of the new tokens; a PagedCache comes with `ragged`.
         ragged: the flat batch of a serving step.
-        key: dropout key.
+        key: of dropout and forgetful masking; None = deterministic.
 
     Returns:
         the context of the layers, and the cache to hand to them.
     """
     b, s = shape
     mode: Mode = "train"
+    if config.easy_method != "train":
+        mode, key = "prefill", None
     if ragged is not None:
         mode = "decode"
         if position_ids is None:
@@ -70,6 +74,10 @@ def layer_context(
         mask_info = MaskInfo.from_segments(segment_ids)
     elif position_ids is None:
         position_ids = mask_info.q_index
+    assert position_ids is not None
+    if mode == "train" and key is not None and mask_info is not None and config.fcm_max_ratio > 0:
+        site = jax.random.fold_in(key, zlib.crc32(b"fcm"))
+        mask_info = mask_info.forgetful(site, config.fcm_min_ratio, config.fcm_max_ratio)
     # Whole along the sequence on every device: they are small, and the partitioner was seen to give
     # wrong positions for scans over a sequence that is split (sp > 1).
     position_ids = constrain(position_ids, ("batch", None), config)

@@ -61,7 +61,7 @@ def blockwise_attention(
         (split(mask_info.q_segment_ids, block_q), split(mask_info.q_index, block_q)),
         (split(mask_info.kv_segment_ids, block_k), split(mask_info.kv_index, block_k)),
     )
-    out = attention_of_blocks(shape, q_blocks, k_blocks, v_blocks, ids)
+    out: jax.Array = attention_of_blocks(shape, q_blocks, k_blocks, v_blocks, ids)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(b, -1, h, v.shape[-1])
     return out[:, :s]
 

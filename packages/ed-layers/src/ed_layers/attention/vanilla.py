@@ -65,7 +65,7 @@ def vanilla_attention(
     if sinks is not None:
         total = total + jnp.exp(sink - top)
     weights = weights / jnp.where(total == 0, 1, total)
-    if dropout > 0:
+    if dropout > 0 and dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1 - dropout), 0)
     return combine(weights.astype(v.dtype), v, kv_order, one_by_sum).reshape(b, s, h, -1)

@@ -30,11 +30,11 @@ from ed_layers.context import Ctx
 from ed_layers.embed import Embed
 from ed_layers.linear import Linear
 from ed_layers.mlp import GatedMLP
+from ed_layers.named import named
 from ed_layers.norms import RMSNorm
 from ed_layers.rotary import apply_rotary
 from ed_layers.stack import Stack
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from ed_models.heads import CausalLM
 from ed_models.inputs import layer_context
@@ -69,13 +69,15 @@ class LlamaAttention(nnx.Module):
         self.v_proj = linear(d, g * k, axes=("embed", "kv_heads"))
         self.o_proj = linear(h * k, d, axes=("heads", "embed"))
         self.mechanism = Mechanism.resolve(config, dropout=config.attention_dropout)
-        self.head_dim = k
+        self.config = config
 
     def __call__(self, x, ctx: Ctx, cache, layer):
         b, s, _ = x.shape
-        q = checkpoint_name(self.q_proj(x, ctx), "attn_query").reshape(b, s, -1, self.head_dim)
-        k = checkpoint_name(self.k_proj(x, ctx), "attn_key").reshape(b, s, -1, self.head_dim)
-        v = checkpoint_name(self.v_proj(x, ctx), "attn_value").reshape(b, s, -1, self.head_dim)
+        shape = b, s, -1, self.config.head_dim
+        split, split_kv = (("batch", "sequence", heads, None) for heads in ("heads", "kv_heads"))
+        q = named(self.q_proj(x, ctx).reshape(shape), "attn_query", split, self.config)
+        k = named(self.k_proj(x, ctx).reshape(shape), "attn_key", split_kv, self.config)
+        v = named(self.v_proj(x, ctx).reshape(shape), "attn_value", split_kv, self.config)
         q, k = apply_rotary(q, ctx.rope), apply_rotary(k, ctx.rope)
         out, cache = attend(
             q,
@@ -89,7 +91,7 @@ class LlamaAttention(nnx.Module):
             mechanism=self.mechanism,
         )
         out = self.o_proj(out.reshape(b, s, -1), ctx)
-        return checkpoint_name(out, "attn_output"), cache
+        return named(out, "attn_output", ("batch", "sequence", "hidden"), self.config), cache
 
 
 class LlamaDecoderLayer(nnx.Module):
@@ -115,6 +117,7 @@ class LlamaDecoderLayer(nnx.Module):
             param_dtype=param_dtype,
             precision=precision,
             kernel_init=jax.nn.initializers.normal(config.initializer_range),
+            config=config,
             rngs=rngs,
         )
         self.config = config
@@ -165,16 +168,17 @@ class LlamaModel(EasyDeLBaseModule):
 
     def __call__(
         self,
-        input_ids=None,
+        input_ids: Any = None,
         *,
-        inputs_embeds=None,
+        inputs_embeds: Any = None,
         past_key_values=None,
         output_hidden_states=False,
         **inputs,
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        ctx, cache = layer_context(self.config, x.shape[:2], cache=past_key_values, **inputs)
+        b, s, _ = x.shape
+        ctx, cache = layer_context(self.config, (b, s), cache=past_key_values, **inputs)
         x, cache, aux, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
         return self.output(self.norm(x), ctx, cache, aux, hidden)
 
