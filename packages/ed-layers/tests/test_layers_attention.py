@@ -17,6 +17,8 @@ SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], [20, 20, 20, 17], axis=1)
 def config(name: str, **changes):
     fields = {
         "attn_mechanism": name,
+        "decode_attn_mechanism": None,
+        "operation_configs": None,
         "blocksize_q": 16,
         "blocksize_k": 32,
         "attn_dtype": None,

@@ -14,6 +14,8 @@ H, G, K, LAYERS, PAGE = 4, 2, 8, 3, 4
 MECHANISM = Mechanism.resolve(
     SimpleNamespace(
         attn_mechanism="vanilla",
+        decode_attn_mechanism=None,
+        operation_configs=None,
         blocksize_q=128,
         blocksize_k=128,
         attn_dtype=None,

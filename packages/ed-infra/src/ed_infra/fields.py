@@ -89,7 +89,9 @@ class ExecutionFields:
 
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option("vanilla", "attention mechanism")
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None = option(
-        None, "attention mechanism of decoding; None = attn_mechanism"
+        None,
+        "attention mechanism that reads the cache of generate; None = attn_mechanism for prompts, "
+        "vanilla for single tokens",
     )
     blocksize_q: Count = option(128, "query block of attention kernels, in positions")
     blocksize_k: Count = option(128, "key block of attention kernels, in positions")
@@ -189,12 +191,11 @@ FIELD_ALIASES: dict[str, str] = {
 #: gives a field its effect takes it off this list.
 WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
+        "bits",
         "blocksize_b",
-        "decode_attn_mechanism",
         "flash_attention_backward_pass_impl",
         "hardware_abstraction",
         "kv_cache_quantization_config",
-        "kv_cache_sharding_sequence_axis_name",
         "moe_force_xla_gmm",
         "moe_method",
         "moe_tiling_size_batch",
@@ -203,13 +204,11 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "pallas_k_block_size",
         "pallas_m_block_size",
         "pallas_n_block_size",
-        "scan_mlp_chunk_size",
+        "platform",
+        "quantization_config",
         "scan_ring_attention",
-        "sequence_axis_name",
         "use_expert_tensor_mode",
-        "use_scan_mlp",
-        "use_sharded_kv_caching",
-        "use_sharding_constraint",
+        "use_ring_of_experts",
     }
 )
 
@@ -283,7 +282,11 @@ def normalize(name: str, value: Any) -> Any:
     elif name == "operation_configs":
         if not isinstance(value, Mapping):
             raise ConfigError(f"operation_configs maps operations to settings, got {value!r}")
-        return {key: from_mapping(BaseOperationConfig, v) for key, v in value.items()}
+        known, aliases = _NAMES["attn_mechanism"][1:]
+        for key in value:
+            if aliases.get(key, key) not in known:
+                raise unknown_name("operation in operation_configs", key, known)
+        return {aliases.get(k, k): from_mapping(BaseOperationConfig, v) for k, v in value.items()}
     try:
         return _adapter(name).validate_python(value)
     except ValidationError as error:

@@ -83,6 +83,21 @@ class MaskInfo:
         """Make the mask of self-attention over rows without padding."""
         return cls.from_segments(jnp.ones((batch, length), jnp.int32), causal)
 
+    def forgetful(self, key: jax.Array, min_ratio: Any, max_ratio: Any) -> MaskInfo:
+        """Hide keys at random from all queries of their row (forgetful causal masking, Liu et al.,
+        2022); the first key of a segment stays, so that no query sees nothing.
+
+        Args:
+            key: PRNG key.
+            min_ratio: least share of hidden keys; each row draws its own between the two.
+            max_ratio: greatest share.
+        """
+        draw, drop = jax.random.split(key)
+        b, t = self.kv_segment_ids.shape
+        ratio = jax.random.uniform(draw, (b, 1), minval=min_ratio, maxval=max_ratio)
+        keep = (jax.random.uniform(drop, (b, t)) >= ratio) | (self.kv_index == 0)
+        return dataclasses.replace(self, kv_segment_ids=jnp.where(keep, self.kv_segment_ids, 0))
+
     def allowed(self, window: Any = None, chunk: Any = None) -> Bool[jax.Array, "b s t"]:
         """Return the mask as bool [b, s, t], True where attention is allowed.
 

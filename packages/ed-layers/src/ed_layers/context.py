@@ -34,7 +34,7 @@ class Ctx:
         ragged: the flat batch of a serving step; None otherwise.
         adapter_ids: LoRA adapter of each token, [b, s]; None where no adapter is served.
         key: dropout key; None means deterministic.
-        mode: "train" (no cache), "prefill" or "decode" (static).
+        mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
     """
 
     position_ids: Int[Array, "b s"]

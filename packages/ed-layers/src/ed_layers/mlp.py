@@ -1,19 +1,21 @@
-"""Feed-forward layers. Legend: b batch, s sequence, d hidden, f intermediate."""
+"""Feed-forward layers. Legend: b batch, s sequence, d hidden, f intermediate, c chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import unknown_name
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ed_layers.context import Ctx
 from ed_layers.linear import Initializer, Linear
+from ed_layers.named import named
 
 # Hugging Face's names (transformers.activations.ACT2FN).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -41,7 +43,12 @@ def activation(name: str) -> Callable[[Array], Array]:
 
 
 class GatedMLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))` (Shazeer 2020)."""
+    """`down(act(gate(x)) * up(x))` (Shazeer 2020).
+
+    Args:
+        config: how it runs: `use_scan_mlp` computes `scan_mlp_chunk_size` positions at a time, so
+            that [b, s, f] never exists; None = at once.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class GatedMLP(nnx.Module):
         param_dtype: jnp.dtype = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         kernel_init: Initializer,
+        config: Any = None,
         rngs: nnx.Rngs,
     ):
         linear = partial(
@@ -70,9 +78,34 @@ class GatedMLP(nnx.Module):
         self.down_proj = linear(intermediate_size, hidden_size, axes=("mlp", "embed"))
         self.hidden_act = hidden_act
         activation(hidden_act)
+        self.config = config
+        scanned = config is not None and config.use_scan_mlp
+        self.chunk: int | None = config.scan_mlp_chunk_size if scanned else None
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx | None = None) -> Float[Array, "b s d"]:
-        gate = checkpoint_name(self.gate_proj(x, ctx), "mlp_gate")
-        up = checkpoint_name(self.up_proj(x, ctx), "mlp_up")
+        if self.chunk is None or x.shape[1] <= self.chunk:
+            return self.block(x, ctx)
+
+        # Recomputed in the backward pass: else the scan would save [b, s, f] after all.
+        @jax.checkpoint
+        def one(chunk: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+            part, ids = chunk
+            return self.block(part, ctx if ids is None else replace(ctx, adapter_ids=ids))
+
+        ids = None if ctx is None else ctx.adapter_ids
+        parts = jax.lax.map(one, jax.tree.map(partial(chunks, size=self.chunk), (x, ids)))
+        return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
+
+    def block(self, x: Float[Array, "b s d"], ctx: Ctx | None) -> Float[Array, "b s d"]:
+        """The layer itself, on all positions that it is given."""
+        inner = ("batch", "sequence", "mlp")
+        gate = named(self.gate_proj(x, ctx), "mlp_gate", inner, self.config)
+        up = named(self.up_proj(x, ctx), "mlp_up", inner, self.config)
         out = self.down_proj(activation(self.hidden_act)(gate) * up, ctx)
-        return checkpoint_name(out, "mlp_down")
+        return named(out, "mlp_down", ("batch", "sequence", "hidden"), self.config)
+
+
+def chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:
+    """[b, s, ...] to [s / size, b, size, ...], padded with zeros at the end."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)

@@ -20,12 +20,21 @@ FIXED: dict[str, Callable[..., Any]] = {
     "dots_with_no_batch_dims_saveable": POLICIES.dots_with_no_batch_dims_saveable,
 }
 
-# Policies made from `gradient_checkpointing_targets`, the names given by `checkpoint_name`.
+# Policies made from `gradient_checkpointing_targets`, the names given by `ed_layers.named`.
 BY_NAME: dict[str, Callable[..., Any]] = {
     "save_only_these_names": POLICIES.save_only_these_names,
     "save_any_names_but_these": POLICIES.save_any_names_but_these,
     "save_anything_except_these_names": POLICIES.save_anything_except_these_names,
+    "save_from_both_policies": lambda *names: POLICIES.save_from_both_policies(
+        POLICIES.dots_with_no_batch_dims_saveable, POLICIES.save_only_these_names(*names)
+    ),
 }
+
+MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
+ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
+FIXED["mlp_notsaveable"] = POLICIES.save_anything_except_these_names(*MLP)
+FIXED["attn_notsaveable"] = POLICIES.save_anything_except_these_names(*ATTENTION)
+FIXED["mlp_attn_notsaveable"] = POLICIES.save_anything_except_these_names(*MLP, *ATTENTION)
 
 
 def remat(

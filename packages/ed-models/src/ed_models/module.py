@@ -7,6 +7,7 @@ generating is `ed_models.generation`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from ed_infra import sharding
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.outputs import BaseModelOutput
+from ed_infra.partition import PartitionManager
 from ed_layers.cache import DenseCache, LayerCacheSpec, PagedCache
 from ed_layers.context import Ctx
 from ed_layers.stack import Layout, Stack, to_layout
@@ -148,16 +150,20 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
 
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> DenseCache:
-        """An empty contiguous cache of `max_length` slots per row, sharded over batch and heads."""
+        """An empty contiguous cache of `max_length` slots per row, sharded over batch and heads.
+
+        With `use_sharded_kv_caching` also over slots, along `kv_cache_sharding_sequence_axis_name`.
+        """
         specs = self.cache_specs()
         shape = (batch_size, specs[0].num_kv_heads, max_length, specs[0].head_dim)
+        slots = "key_sequence" if self.config.use_sharded_kv_caching else None
         return DenseCache.create(
             specs,
             batch_size=batch_size,
             capacity=max_length,
             dtype=self.cache_dtype(dtype),
             layout=self.layout,
-            sharding=self.cache_sharding(("batch", "kv_heads", None, None), shape),
+            sharding=self.cache_sharding(("batch", "kv_heads", slots, None), shape),
         )
 
     def init_paged_cache(self, num_pages: int, page_size: int, dtype: Any = None) -> PagedCache:
@@ -184,8 +190,9 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         """Where one layer's cache goes; a dimension that does not divide is replicated."""
         if self.mesh.size == 1:
             return None
-        manager = self.config.partition_manager
-        spec = manager.resolve(axes, mode="decode", shape=shape, mesh=self.mesh)
+        sequence = self.config.kv_cache_sharding_sequence_axis_name
+        axis = replace(self.config.partition_manager.axis, decode_key_sequence_axis=sequence)
+        spec = PartitionManager(axis).resolve(axes, mode="decode", shape=shape, mesh=self.mesh)
         return jax.sharding.NamedSharding(self.mesh, spec)
 
     def output(

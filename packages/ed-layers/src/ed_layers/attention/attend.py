@@ -65,7 +65,7 @@ def attend(
     if mechanism.dtype is not None:
         q, k, v = (x.astype(mechanism.dtype) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    masking = {"window": window, "chunk": chunk}
+    masking: dict[str, Any] = {"window": window, "chunk": chunk}
 
     if ragged is not None:
         refuse_in_pages(sinks=sinks, bias=bias)
@@ -90,9 +90,10 @@ def attend(
     asked = frozenset(
         name for name, used in (("sinks", sinks is not None), ("bias", bias is not None)) if used
     ) | ({"dropout"} if use_dropout else frozenset())
-    # A cached step reads the cache in its own order; the score matrix of a few queries is small.
-    name = "vanilla" if cache is not None else mechanism.pick(q.shape[1], asked)
+    name = mechanism.pick(q.shape[1], asked, cached=cache is not None)
     if name == "blockwise":
+        if cache is not None:
+            k, v = (x.swapaxes(1, 2) for x in (k, v))
         out = blockwise_attention(
             q,
             k,
