@@ -157,15 +157,6 @@ def assert_same(got, expected, tolerance=1e-5):
         assert worst <= tolerance * np.abs(value).max(), (path, worst)
 
 
-MESHES = [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 2, 1, 2, 2), (1, 1, 1, 4, 2)]
-
-
-@pytest.mark.parametrize("dims", MESHES, ids=str)
-def test_loss_and_gradients_on_a_mesh_equal_one_device(dims, expected):
-    sharded = LlamaForCausalLM.create(config(sharding_axis_dims=dims), seed=1)
-    assert_same(loss_and_grads(sharded), expected)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
