@@ -126,15 +126,19 @@ def settings(
     return RopeSettings(standard, head_dim, positions)
 
 
-def _plain(theta: float, dim: int) -> np.ndarray:
-    """Frequencies without scaling: theta^(-2i/dim), float32 [dim / 2] (Su et al., 2021).
+def _periods(theta: float, dim: int) -> np.ndarray:
+    """theta^(2i/dim), float32 [dim / 2]: positions per radian.
 
     The power is rounded from float64: numpy's own float32 power is off in the last bit for one
     frequency in four, which at position 100 000 is an angle off by 0.01.
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    powers = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
-    return (np.float32(1.0) / powers).astype(np.float32)
+    return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _plain(theta: float, dim: int) -> np.ndarray:
+    """Frequencies without scaling: theta^(-2i/dim), float32 [dim / 2] (Su et al., 2021)."""
+    return np.float32(1.0) / _periods(theta, dim)
 
 
 def _default(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
@@ -184,9 +188,10 @@ def _yarn(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
-    plain = _plain(theta, dim)
-    return (plain / factor * ramp + plain * (1 - ramp)).astype(np.float32), float(attention)
+    kept = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    periods = _periods(theta, dim)
+    blended = 1 / (factor * periods) * (1 - kept) + 1 / periods * kept
+    return blended.astype(np.float32), float(attention)
 
 
 def _longrope(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
@@ -202,10 +207,10 @@ def _longrope(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     name = "long_factor" if length and length > trained else "short_factor"
     factors = np.asarray(s.need(name), np.float32)
-    plain = _plain(s.theta, s.rotary_dim)
-    if factors.shape != plain.shape:
-        raise ConfigError(f"{name} has {factors.size} values for {plain.size} frequencies")
-    return plain / factors, float(attention)
+    periods = _periods(s.theta, s.rotary_dim)
+    if factors.shape != periods.shape:
+        raise ConfigError(f"{name} has {factors.size} values for {periods.size} frequencies")
+    return 1 / (factors * periods), float(attention)
 
 
 def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
@@ -213,8 +218,9 @@ def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     factor, trained = s.need("factor"), s.need("original_max_position_embeddings")
     low, high = s.need("low_freq_factor"), s.need("high_freq_factor")
     plain = _plain(s.theta, s.rotary_dim)
-    wavelength = 2 * math.pi / plain
-    smooth = (trained / wavelength - low) / (high - low)
+    # Reciprocals, then products: what torch makes of a number over a tensor.
+    wavelength = (1 / plain) * np.float32(2 * math.pi)
+    smooth = ((1 / wavelength) * trained - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain
     scaled = np.where(wavelength > trained / low, plain / factor, plain)
     middle = (wavelength >= trained / high) & (wavelength <= trained / low)
