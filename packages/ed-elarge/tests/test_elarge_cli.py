@@ -52,7 +52,7 @@ def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainr: {}\n")
     done = elarge("--config", str(path), "--verbose")
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "did you mean 'trainer'?" in done.stderr
 

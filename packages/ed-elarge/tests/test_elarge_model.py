@@ -10,10 +10,13 @@ from ed_elarge.errors import InputError
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that looks like a model, as far as a configuration is concerned."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("x.jsonl", "more.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
     return tmp_path / "model"
 
 

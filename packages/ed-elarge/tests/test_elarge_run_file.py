@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ed_elarge import describe, nodes
+from ed_elarge import describe, nodes, surroundings
 from ed_elarge.errors import InputError
 from ed_elarge.normalize import Run, normalize
 
@@ -54,7 +54,7 @@ def run(config: dict[str, Any]) -> Run:
 def refuse(config: dict[str, Any] | str) -> str:
     text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
     with pytest.raises(InputError) as error:
-        normalize(nodes.parse(text, "f"), require_actions=True)
+        surroundings.check(normalize(nodes.parse(text, "f"), require_actions=True))
     return str(error.value)
 
 
@@ -62,11 +62,7 @@ def refuse(config: dict[str, Any] | str) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
-def test_examples_read_and_read_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path.name == "serve.yaml":  # names what the quickstart saves
-        from ed_elarge.checks import Checker
-
-        monkeypatch.setattr(Checker, "_files", lambda self: None)
+def test_examples_read_and_read_back(path: Path) -> None:
     first = normalize(nodes.read(path), require_actions=True)
     again = normalize(nodes.parse(describe.to_yaml(first)), require_actions=True)
     assert again.to_dict() == first.to_dict()
@@ -196,6 +192,24 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"model__task": "causal"}, "model.task", "unknown task 'causal'"),
     ({"mixture__informs": []}, "mixture.informs", "at least 1"),
     ({"mixture__informs": [{"type": "jsn"}]}, "mixture.informs[0]", "did you mean 'json'?"),
+    (
+        {"mixture__informs": [{"data_files": "nowhere/*.jsonl"}]},
+        "mixture.informs[0].data_files",
+        "no such file: nowhere/*.jsonl",
+    ),
+    (
+        {"mixture__informs": [{"type": "python", "data_files": "no_module:x"}]},
+        "mixture.informs[0].data_files",
+        "no module 'no_module'",
+    ),
+    (
+        {"mixture__tokenization": {"tokenizer": "organisation/other"}},
+        "mixture.tokenization.tokenizer",
+        "is not the model's tokenizer",
+    ),
+    ({"trainer__save_directory": "/dev/null/x"}, "trainer.save_directory", "is a file"),
+    ({"actions": [{"to_yaml": "/dev/null/x.yaml"}]}, "actions[0].to_yaml", "is a file"),
+    ({"eval": {"include_path": ["nowhere"]}}, "eval.include_path[0]", "no such directory"),
     ({"mixture__batch_size": 0}, "mixture.batch_size", "greater than 0"),
     ({"sharding": {"axis_dims": [1, -1]}}, "sharding", "2 entries [1, -1], but there are 5 axes"),
     ({"sharding": {"axis_dims": [-1, -1, 1, 1, 1]}}, "sharding", "only one entry may be -1"),

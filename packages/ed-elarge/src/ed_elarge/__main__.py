@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 something failed that the input could not have shown; 2 th
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -46,8 +47,10 @@ def _guarded(path: str, dry_run: bool, verbose: bool) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if verbose or not _is_bad_input(error):
+        if not _is_bad_input(error):
             raise
+        if verbose:
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
 
@@ -58,8 +61,10 @@ def _run(path: str, dry_run: bool, verbose: bool) -> int:
 
     run = normalize(nodes.read(path), require_actions=True)
     if dry_run:
+        from ed_elarge import surroundings
         from ed_elarge.describe import describe, to_yaml
 
+        surroundings.check(run)
         print(to_yaml(run))
         print(describe(run))
         return 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELD_ALIASES, FIELDS, canonical_field
 from ed_infra.fields import normalize as normalize_field
 
@@ -40,7 +40,7 @@ class Checker:
         for check in (
             self._model_config,
             self._base_config,
-            self._files,
+            self._tokenizer,
             self._batch_sizes,
             self._lengths,
             self._seeds,
@@ -97,23 +97,10 @@ class Checker:
     def _architecture_keys(self) -> set[str]:
         """Keys that the model's architecture has; of every architecture while it is not known."""
         tables = architectures.tables()
-        config = self.model_config() or {}
+        config = known_config(self.run) or {}
         chosen = tables.get(str(config.get("model_type")))
         keys = set(chosen) if chosen else {key for table in tables.values() for key in table}
         return keys | set(architectures.LEGACY_KEYS) | set(config)
-
-    def model_config(self) -> dict[str, Any] | None:
-        """The model's configuration as far as it is known without loading anything."""
-        model = self.run.model
-        if model is None:
-            return None
-        if model.config is not None:
-            return model.config
-        path = Path(str(model.name_or_path)).expanduser() / "config.json"
-        try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError):
-            return None
 
     def _execution_fields(self, values: Mapping[str, Any], path: KeyPath) -> None:
         for key, value in values.items():
@@ -127,10 +114,8 @@ class Checker:
         except ConfigError as error:
             self._problem(path, str(error))
 
-    # Files.
-
-    def _files(self) -> None:
-        model = self.run.model
+    def _tokenizer(self) -> None:
+        model, mixture = self.run.model, self.run.mixture
         if model is None:
             return
         if isinstance(model.tokenizer, TrainedTokenizer) and "mixture" not in self.given:
@@ -138,35 +123,13 @@ class Checker:
                 "a tokenizer is trained on the texts of the section 'mixture', which is missing"
             )
             self._problem(("model", "tokenizer", "train"), message, on_key=True)
-        if isinstance(model.tokenizer, str):
-            self._local_path(("model", "tokenizer"), model.tokenizer, "tokenizer.json")
-        if model.name_or_path is None:
-            return
-        if self._makes(model.name_or_path):
-            return
-        self._local_path(("model", "name_or_path"), model.name_or_path, "config.json")
-        config = self.model_config()
-        known = architectures.model_types()
-        if config is not None and config.get("model_type") not in known:
-            message = str(unknown_name("model type", config.get("model_type"), known))
-            self._problem(("model", "name_or_path"), f"its config.json says: {message}")
-
-    def _makes(self, path: str) -> bool:
-        """Whether this very run is going to write the model that it names."""
-        trainer = self.run.trainer
-        return trainer is not None and Path(trainer.save_directory) in Path(path).parents
-
-    def _local_path(self, path: KeyPath, value: str, needed: str) -> None:
-        directory = Path(value).expanduser()
-        if directory.is_dir():
-            if not (directory / needed).exists():
-                self._problem(path, f"the directory holds no {needed}")
-        elif value.count("/") != 1 or value.startswith((".", "/", "~")):
-            # one slash may be a hub id (org/name); that is found out when it is loaded
-            message = "no such directory (a hub id has the form organisation/name)"
-            if value.count("/") == 0:
-                message = "no such directory here, nor is it of the form organisation/name"
-            self._problem(path, message)
+        other = mixture.tokenization.tokenizer if mixture is not None else None
+        if other is not None and other not in (model.tokenizer, model.name_or_path):
+            self._problem(
+                ("mixture", "tokenization", "tokenizer"),
+                f"{other!r} is not the model's tokenizer, and its ids would mean nothing to the "
+                "model: leave it out, or set model.tokenizer",
+            )
 
     # Numbers that two sections share.
 
@@ -223,7 +186,7 @@ class Checker:
     def _positions(self) -> int | None:
         """The model's `max_position_embeddings`, where it can be known."""
         values = self.run.base_config.values if self.run.base_config else {}
-        config = {**(self.model_config() or {}), **values}
+        config = {**(known_config(self.run) or {}), **values}
         table = architectures.tables().get(str(config.get("model_type")), {})
         default = table.get("max_position_embeddings", {}).get("default")
         limit = config.get("max_position_embeddings", default)
@@ -258,10 +221,6 @@ class Checker:
                 )
                 self.problems.append(Problem(action.path, message, on_key=True))
             self._each_task(options, action.path, bool(action.options.tasks))
-            for i, directory in enumerate(options.include_path):
-                if not Path(directory).is_dir():
-                    path = (*action.path, "include_path", i)
-                    self.problems.append(Problem(path, f"no such directory: {directory}"))
 
     def _each_task(self, options: Any, path: KeyPath, in_action: bool) -> None:
         here = (*path, "tasks") if in_action else (*self.run.origin.prefix, "eval", "tasks")
@@ -292,6 +251,20 @@ _FROM_SECTIONS: dict[str, tuple[str, str]] = {
     "operation_configs": ("base_config", "operation_configs"),
 }
 _WITHOUT_MODEL = ("print", "dump_config", "to_json", "to_yaml")
+
+
+def known_config(run: Run) -> dict[str, Any] | None:
+    """The model's configuration as far as it is known without loading anything."""
+    model = run.model
+    if model is None:
+        return None
+    if model.config is not None:
+        return model.config
+    path = Path(str(model.name_or_path)).expanduser() / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def sequence_length(trainer: Any, mixture: Any) -> tuple[int | None, str]:

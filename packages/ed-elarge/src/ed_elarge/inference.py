@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from ed_infra.errors import ConfigError
 
 from ed_elarge.checks import has_held_out
 
@@ -44,29 +41,10 @@ def default_prompt(elm: eLargeModel) -> str:
     return longest[: words[min(len(words), PROMPT_WORDS) - 1]]
 
 
-def check_port(options: ServeOptions) -> None:
-    """Find out now, before anything is trained, whether the server could listen.
-
-    Raises:
-        ConfigError: the address cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((options.host, options.port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {options.host}:{options.port} ({error.strerror}): "
-                "choose another port, or 0 for a free one"
-            ) from error
-
-
 def serve(elm: eLargeModel, options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     from ed_esurge.server import serve as run_server
 
-    check_port(options)
     run_server(
         elm.build_esurge(),
         options.host,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ed_infra.fields import FIELDS, canonical_field
 
-from ed_elarge import build, describe, inference, nodes, normalize
+from ed_elarge import build, describe, inference, nodes, normalize, surroundings
 from ed_elarge.action_options import EvalOptions, GenerateOptions, ServeOptions
 from ed_elarge.errors import InputError, Problem
 from ed_elarge.nodes import Document
@@ -101,6 +101,7 @@ class eLargeModel:
             InputError: all that is wrong.
         """
         build.require_model(self.config)
+        surroundings.check(self.config)
         return self
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from ed_elarge import actions, preflight
+from ed_elarge import actions, preflight, surroundings
 from ed_elarge.build import blame_at
 from ed_elarge.model import eLargeModel
 from ed_elarge.normalize import Run
@@ -28,7 +28,7 @@ def execute(run: Run, *, verbose: bool = False) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     session = actions.Session(eLargeModel.from_run(run))
-    preflight.check(session.elm, run.actions)
+    surroundings.check(run)
     prepared = False
     for action in run.actions:
         if action.name in _HEAVY and not prepared:
