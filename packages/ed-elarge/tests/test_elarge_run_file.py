@@ -78,6 +78,82 @@ def test_wrappers(wrapper: str) -> None:
     assert outside.to_dict() == inside.to_dict() == run(GOOD).to_dict()
 
 
+#: From EasyDeL's guide, unchanged.
+GUIDE = {
+    "SFT": """
+model:
+  name_or_path: meta-llama/Llama-2-7b-hf
+
+loader:
+  dtype: bf16
+  param_dtype: bf16
+
+sharding:
+  axis_dims: [1, -1, 1, 1, 1]
+
+mixture:
+  informs:
+    - type: json
+      data_files: "train/*.json"
+      content_field: text
+  batch_size: 32
+  pack_tokens: true
+  pack_seq_length: 2048
+
+trainer:
+  trainer_type: sft
+  learning_rate: 2.0e-5
+  num_train_epochs: 3
+  total_batch_size: 32
+  gradient_accumulation_steps: 4
+  warmup_steps: 100
+  save_directory: ./llama-sft-output
+  save_steps: 500
+  log_steps: 10
+
+actions:
+  - validate
+  - train
+""",
+    "evaluation": """
+model:
+  name_or_path: meta-llama/Llama-2-7b-hf
+
+loader:
+  dtype: bf16
+
+sharding:
+  axis_dims: [1, 1, 1, -1, 1]
+
+esurge:
+  max_model_len: 4096
+  max_num_seqs: 64
+  hbm_utilization: 0.9
+  enable_prefix_caching: true
+
+eval:
+  max_new_tokens: 512
+  temperature: 0.0
+  batch_size: 32
+
+actions:
+  - validate
+  - eval:
+      tasks: [hellaswag, winogrande, arc_easy, arc_challenge]
+      engine: esurge
+      num_fewshot: 0
+      output_path: ./eval_results.json
+      print_results: true
+""",
+}
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_files_of_the_guide(name: str) -> None:
+    first = normalize(nodes.parse(GUIDE[name]), require_actions=True)
+    assert normalize(nodes.parse(describe.to_yaml(first))).to_dict() == first.to_dict()
+
+
 def test_aliases_become_canonical() -> None:
     config = with_changes(
         model__task="causal_lm",
