@@ -150,6 +150,13 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
+    def the_queue_is_fair(self):
+        by_priority = self.scheduler.limits.policy == "priority"
+        queue = [(by_priority * r.priority, r.arrival) for r in self.scheduler.waiting]
+        assert queue == sorted(queue)  # the preempted included: they come before later arrivals
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "scheduler"))
     def nobody_is_lost(self):
         live = {r.request_id for r in self.all if not r.finished}
         assert live == set(self.scheduler.requests)
