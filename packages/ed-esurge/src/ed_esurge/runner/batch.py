@@ -100,6 +100,7 @@ class Fields:
             page_table={GROUP: part["page_table"].reshape(shape.seqs, shape.pages)},
             state_slots=part["slot"],
             num_seqs=part["num_seqs"][0],
+            decode_only=shape.decodes,
         )
         rows = SamplerRows(
             position=part["kv_lens"],

@@ -24,6 +24,11 @@ class Shape:
     seqs: int
     pages: int
 
+    @property
+    def decodes(self) -> bool:
+        """No sequence has more than one token."""
+        return self.tokens == self.seqs
+
 
 class Buckets:
     """All shapes of an engine.

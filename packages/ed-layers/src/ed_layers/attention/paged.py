@@ -46,7 +46,8 @@ def paged_attention(
     reader = PageReader(pages, table, window, chunk, soft_cap, softmax_dtype)
     out = jnp.zeros(q.shape, softmax_dtype)
     out = decode_all(q, reader, ragged, out)
-    out = prefill_each(q, reader, ragged, out)
+    if not ragged.decode_only:
+        out = prefill_each(q, reader, ragged, out)
     return out.reshape(tokens, heads, head_dim).astype(pages[0].dtype)
 
 

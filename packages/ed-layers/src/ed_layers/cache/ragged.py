@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
         "state_slots",
         "num_seqs",
     ],
-    meta_fields=[],
+    meta_fields=["decode_only"],
 )
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -42,6 +42,8 @@ class RaggedBatch:
         page_table: group -> page numbers of each sequence; [n, p].
         state_slots: slot of each sequence's recurrent state; [n].
         num_seqs: how many of the n slots are in use.
+        decode_only: no sequence has more than one token (static): attention then leaves out what
+            it does for longer ones, which is most of its compile time.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -51,6 +53,7 @@ class RaggedBatch:
     page_table: dict[str, Int[Array, "n p"]]
     state_slots: Int[Array, " n"]
     num_seqs: Int[Array, ""]
+    decode_only: bool = False
 
     @property
     def q_lens(self) -> Int[Array, " n"]:
