@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ed_infra.testing import run_processes
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.nightly
@@ -17,18 +14,19 @@ pytestmark = pytest.mark.nightly
 PROCESS = """
 import sys
 import jax
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 import numpy as np
+from ed_infra import distributed
+assert distributed.initialize()
 from ed_models import AutoEasyDeLModelForCausalLM
 model = AutoEasyDeLModelForCausalLM.from_pretrained(
-    sys.argv[3], sharding_axis_dims=(1, 2, 1, 2, 1)
+    sys.argv[1], sharding_axis_dims=(1, 2, 1, 2, 1)
 )
 kernel = model.lm_head.kernel.get_value()
 assert not kernel.is_fully_addressable
 assert sum(shard.data.size for shard in kernel.addressable_shards) == kernel.size // 2
 out = model.generate(np.arange(1, 7)[None], max_new_tokens=8)
-np.save(f"{sys.argv[4]}.{sys.argv[2]}.npy", out.sequences)
-model.save_pretrained(sys.argv[4], max_shard_size="8KB")
+np.save(f"{sys.argv[2]}.{jax.process_index()}.npy", out.sequences)
+model.save_pretrained(sys.argv[2], max_shard_size="8KB")
 """
 
 
@@ -54,23 +52,8 @@ def test_two_processes_load_generate_and_save(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "one")
     want = model.generate(np.arange(1, 7)[None], max_new_tokens=8).sequences
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    arguments = [tmp_path / "one", tmp_path / "two"]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(process), *map(str, arguments)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
+    command = ["-c", PROCESS, tmp_path / "one", tmp_path / "two"]
+    run_processes(command, tmp_path / "logs", processes=2, devices=2)
     for process in range(2):
         np.testing.assert_array_equal(np.load(tmp_path / f"two.{process}.npy"), want)
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")

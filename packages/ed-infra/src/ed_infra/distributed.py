@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TypeVar
 
 import jax
+import numpy as np
 
+from ed_infra import logging as ed_logging
 from ed_infra.errors import ConfigError
+
+T = TypeVar("T")
+logger = ed_logging.get_logger(__name__)
 
 # One of these in the environment says that a launcher started several processes.
 _LAUNCHERS = (
@@ -26,7 +32,7 @@ def initialize(
     """Join the other processes of the run, where there are any.
 
     Without arguments the cluster is detected (SLURM, Open MPI, GKE, TPU pods); a lone process is
-    left alone. Joining twice is fine.
+    left alone. Joining twice is fine. From here on only process 0 logs what is not an error.
 
     Args:
         coordinator_address: `host:port` of process 0; or `JAX_COORDINATOR_ADDRESS`.
@@ -40,7 +46,7 @@ def initialize(
         ConfigError: some of the three are given and others are missing.
     """
     if jax.distributed.is_initialized():
-        return jax.process_count() > 1
+        return _joined()
     env = os.environ
     given = {
         "coordinator_address": coordinator_address or env.get("JAX_COORDINATOR_ADDRESS"),
@@ -52,7 +58,7 @@ def initialize(
         if given["num_processes"] == 1:
             return False
         jax.distributed.initialize(**given)  # type: ignore[arg-type]
-        return True
+        return _joined()
     if len(missing) < len(given):
         present = [name for name in given if name not in missing]
         raise ConfigError(
@@ -62,6 +68,18 @@ def initialize(
     if not _launched(env):
         return False
     jax.distributed.initialize()
+    return _joined()
+
+
+def _joined() -> bool:
+    """Let one process speak for all."""
+    ed_logging.set_process(jax.process_index())
+    logger.info(
+        "%d processes, %d devices (%d here)",
+        jax.process_count(),
+        jax.device_count(),
+        jax.local_device_count(),
+    )
     return jax.process_count() > 1
 
 
@@ -94,3 +112,40 @@ def barrier(name: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(name)
+
+
+def broadcast(tree: T) -> T:
+    """Return process 0's values on every process; collective.
+
+    Args:
+        tree: pytree of numpy arrays and numbers, of the same structure, shapes and dtypes
+            everywhere.
+
+    Returns:
+        The same structure; arrays are numpy. In a run of one, `tree` itself.
+    """
+    if jax.process_count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def broadcast_bytes(data: bytes | None = None) -> bytes:
+    """Return process 0's bytes on every process; collective.
+
+    Args:
+        data: what process 0 says; ignored on the others.
+
+    Raises:
+        ConfigError: process 0 gives none. The others then get no bytes, rather than wait forever.
+    """
+    size = int(broadcast(np.int64(-1 if data is None else len(data))))
+    if size < 0:
+        raise ConfigError("broadcast_bytes: process 0 gave no bytes")
+    if jax.process_count() == 1:
+        return data or b""
+    buffer = np.zeros(size, np.uint8)
+    if is_main():
+        buffer[:] = np.frombuffer(data or b"", np.uint8)
+    return broadcast(buffer).tobytes() if size else b""

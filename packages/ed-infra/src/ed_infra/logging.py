@@ -7,13 +7,30 @@ import sys
 
 ROOT = "easydel"
 _said: set[str] = set()
+_process = 0
 
 logging.getLogger(ROOT).addHandler(logging.NullHandler())
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module, below the project's own (`easydel.ed_infra.mesh`)."""
-    return logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
+    """Return the logger of a module, below the project's own (`easydel.ed_infra.mesh`).
+
+    In a run of several processes it passes one line for each event, not one for each process: what
+    is less than an error is dropped everywhere but on process 0.
+    """
+    logger = logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
+    logger.addFilter(_speaks)
+    return logger
+
+
+def set_process(index: int) -> None:
+    """Say which process this is; `ed_infra.distributed.initialize` does."""
+    global _process
+    _process = index
+
+
+def _speaks(record: logging.LogRecord) -> bool:
+    return _process == 0 or record.levelno >= logging.ERROR
 
 
 def once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:

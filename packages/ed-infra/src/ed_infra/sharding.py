@@ -221,26 +221,67 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def make_global(batch: Any, sharding: NamedSharding | Any) -> Any:
-    """Turn a batch that every process describes in full into global arrays.
+def make_global(batch: Any, sharding: NamedSharding | Any, *, rows: int | None = None) -> Any:
+    """Turn a batch of numpy arrays on each process into global arrays.
 
-    Each process copies to its devices only the rows that they hold.
+    Each process copies to its devices only what they hold.
 
     Args:
-        batch: pytree of numpy arrays, equal on all processes.
+        batch: pytree of numpy arrays. Without `rows` they are the whole batch, equal on all
+            processes. With `rows` they are the rows `local_rows(sharding, rows)` of it.
         sharding: one sharding for all arrays, or a pytree of them. Entries beyond an array's
             rank, and axes that do not divide its dimensions, are dropped.
+        rows: leading size of the whole batch, if a process has a part of it.
+
+    Raises:
+        ConfigError: a process gives a number of rows that is not the one it should.
     """
 
     def place(array: Any, where: NamedSharding) -> jax.Array:
         array = np.asarray(array)
-        spec = fit_spec(PartitionSpec(*where.spec[: array.ndim]), array.shape, where.mesh)[0]
-        fitted = NamedSharding(where.mesh, spec)
-        return jax.make_array_from_callback(array.shape, fitted, lambda index: array[index])
+        first, shape = 0, array.shape
+        if rows is not None:
+            own = local_rows(where, rows)
+            first, shape = own.start, (rows, *shape[1:])
+            if array.ndim == 0 or len(array) != own.stop - own.start:
+                raise ConfigError(
+                    f"an array of shape {array.shape} from process {jax.process_index()}, which "
+                    f"holds rows {own.start} to {own.stop} of {rows}: give these "
+                    f"{own.stop - own.start} rows (ed_infra.sharding.local_rows)"
+                )
+        fitted = _fitted(where, shape)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            if rows is None:
+                return array[index]
+            start, stop, _ = index[0].indices(rows)
+            return array[(slice(start - first, stop - first), *index[1:])]
+
+        return jax.make_array_from_callback(shape, fitted, part)
 
     if isinstance(sharding, jax.sharding.Sharding):
         return jax.tree.map(lambda array: place(array, sharding), batch)  # type: ignore
     return jax.tree.map(place, batch, sharding)
+
+
+def local_rows(sharding: NamedSharding, rows: int) -> slice:
+    """Return which rows of a global batch the devices of this process hold, as one range.
+
+    Processes that hold the same rows (they differ along `tp` or `sp`) get the same range.
+
+    Args:
+        sharding: of the batch; its first entry splits the rows.
+        rows: of the whole batch.
+    """
+    fitted = _fitted(sharding, (rows,))
+    held = fitted.addressable_devices_indices_map((rows,)).values()
+    ranges = [index[0].indices(rows) for index in held if index is not None]
+    return slice(min(r[0] for r in ranges), max(r[1] for r in ranges))
+
+
+def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    spec = fit_spec(PartitionSpec(*sharding.spec[: len(shape)]), shape, sharding.mesh)[0]
+    return NamedSharding(sharding.mesh, spec)
 
 
 def _settings(

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 #: A Llama that is built and compiled in seconds; grouped-query attention, dimensions that divide
@@ -103,3 +108,69 @@ def hf_logits(directory: str | os.PathLike[str], input_ids: Any, **inputs: Any) 
     with torch.no_grad():
         output = model(input_ids=torch.tensor(np.asarray(input_ids)), **tensors)
     return output.logits.float().numpy()
+
+
+def run_processes(
+    command: Sequence[str | os.PathLike[str]],
+    logs: str | os.PathLike[str],
+    *,
+    processes: int = 2,
+    devices: int = 4,
+    timeout: float = 300,
+) -> None:
+    """Run a Python program as the processes of one run, each with simulated CPU devices.
+
+    `ed_infra.distributed.initialize()` joins them. They answer through files: collectives of the
+    CPU print on stdout.
+
+    Args:
+        command: arguments of `python`: `["-c", code, ...]`, `["-m", module, ...]`, or a file.
+        logs: directory for what they print, `process_<i>.log`; made if missing.
+        processes: how many.
+        devices: of each.
+        timeout: seconds, for all.
+
+    Raises:
+        AssertionError: a process failed or did not end, with the end of its log. The others, which
+            would wait for it, are ended.
+    """
+    folder = pathlib.Path(logs)
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(processes),
+    }
+    running = []
+    for index in range(processes):
+        with open(folder / f"process_{index}.log", "wb") as log:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, command)],
+                    env={**environment, "JAX_PROCESS_ID": str(index)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.poll() is None for process in running):
+            if any(process.poll() for process in running) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    finally:
+        ended = [process.poll() for process in running]
+        for process in running:
+            process.kill()
+            process.wait()
+    for index, code in enumerate(ended):
+        if code:
+            text = (folder / f"process_{index}.log").read_text(errors="replace")
+            raise AssertionError(f"process {index} ended with {code}:\n{text[-4000:]}")
+    if None in ended:
+        raise AssertionError(f"processes did not end in {timeout} s (exit codes so far: {ended})")

@@ -1,0 +1,85 @@
+"""What each process of `test_multidevice_processes` runs: a folder and sizes of mesh axes.
+
+Results go to files: `<folder>/values.npz` from process 0, `<folder>/said_<process>.txt` from each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from ed_infra import distributed, sharding
+from ed_infra.logging import get_logger, once
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.multidevice import llama_case as case
+
+
+def whole(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """The arrays on the host, on every process."""
+    everywhere = NamedSharding(next(iter(tree.values())).sharding.mesh, PartitionSpec())
+    gathered = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
+    return {name: np.asarray(array) for name, array in gathered.items()}
+
+
+def named(model: nnx.Module) -> dict[str, jax.Array]:
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {case.leaf_name(path): variable.get_value() for path, variable in flat}
+
+
+def on_mesh(dims: case.Dims) -> dict[str, np.ndarray]:
+    """Create, shard, gather, forward, gradient."""
+    config = case.config(dims).seal()
+    created = case.LlamaForCausalLM.create(config, seed=1)
+    gathered = created.gather_model()
+    result = {f"created {name}": np.asarray(array) for name, array in named(gathered).items()}
+    # A host description, equal on all processes, is placed again.
+    graphdef, state = nnx.split(gathered)
+    again = nnx.merge(graphdef, jax.tree.map(np.asarray, state)).shard_model()
+    for name, array in named(again).items():
+        assert array.sharding == named(created)[name].sharding, name
+    result |= {f"sharded {name}": array for name, array in whole(named(again)).items()}
+
+    where = case.rows_sharding(config)
+    batch = case.batch()
+    rows = sharding.local_rows(where, case.B)
+    own = {name: array[rows] for name, array in batch.items()}
+    from_own_rows = sharding.make_global(own, where, rows=case.B)
+    from_all_rows = sharding.make_global(batch, where)
+    for name, array in whole(from_own_rows).items():
+        np.testing.assert_array_equal(array, batch[name])
+        assert from_own_rows[name].sharding == from_all_rows[name].sharding
+    placed = case.Placed(again, from_own_rows)
+    result |= whole({"loss": placed.loss, "logits": placed.logits})
+    result |= {f"gradient {name}": array for name, array in whole(placed.gradients).items()}
+    return result
+
+
+def main(folder: Path, dims: case.Dims) -> None:
+    process = os.environ["JAX_PROCESS_ID"]
+    said = logging.FileHandler(folder / f"said_{process}.txt")
+    logging.getLogger("easydel").addHandler(said)
+    logging.getLogger("easydel").setLevel(logging.INFO)
+    assert distributed.initialize() and jax.device_count() == 8
+    distributed.barrier("start")
+    mine = {"process": np.int32(jax.process_index() + 7), "line": np.full(3, jax.process_index())}
+    assert distributed.broadcast(mine)["process"] == 7
+    assert distributed.broadcast(mine)["line"].tolist() == [0, 0, 0]
+    for message in (b"", "plan: å".encode()):
+        assert distributed.broadcast_bytes(message if distributed.is_main() else None) == message
+    once(get_logger("ed_infra.event"), "an event of the whole run")
+    get_logger("ed_infra.event").error("an error of process %d", jax.process_index())
+
+    values = on_mesh(dims)
+    if distributed.is_main():
+        np.savez(folder / "values.npz", **values)
+    distributed.barrier("end")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), tuple(int(n) for n in sys.argv[2:]))  # type: ignore[arg-type]
