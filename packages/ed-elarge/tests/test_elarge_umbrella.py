@@ -14,6 +14,7 @@ PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.proves("easydel.infra")
 def test_every_name_is_there(module: str) -> None:
     loaded = importlib.import_module(module)
     for name in MODULES[module]:
