@@ -1,9 +1,10 @@
 """Checks that need more than one section, and the values that follow from other sections.
 
-Batch size: `trainer.total_batch_size` and `mixture.batch_size` are one number, the sequences of an
-optimizer step; either may be left out. Length of a sequence: `mixture.pack_seq_length` when
-packing, else `trainer.max_length`, else `mixture.tokenization.max_length`. Seeds: `mixture.seed` orders the
-data and falls back to `trainer.seed`, which is everything else's.
+- Batch size: `trainer.total_batch_size` and `mixture.batch_size` are one number, the sequences of
+  an optimizer step; either may be left out.
+- Length of a sequence: `mixture.pack_seq_length` when packing, else `trainer.max_length`, else
+  `mixture.tokenization.max_length`.
+- Seeds: `mixture.seed` orders the data and falls back to `trainer.seed`, everything else's.
 """
 
 from __future__ import annotations
