@@ -22,6 +22,7 @@ def empty_registry(monkeypatch):
     monkeypatch.setattr(registry, "_entry_points", dict)
 
 
+@pytest.mark.proves("register_config", "register_module")
 def test_registered_classes_are_found(empty_registry):
     @registry.register_config("toy")
     class ToyConfig(EasyDeLBaseConfig):

@@ -104,7 +104,6 @@ def test_tables_equal_transformers(kind: str, length: int, theta: float, record_
 @pytest.mark.torch
 @pytest.mark.parametrize("length", [300, 6000])
 @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
-@pytest.mark.proves("get_basic_frequencies(layer_type)")
 def test_parameters_for_each_layer_type(layer_type: str, length: int):
     require_torch()
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding

@@ -51,6 +51,7 @@ def greedy(model, prompt):
     return ids[:, LENGTH:]
 
 
+@pytest.mark.proves("EasyGenerationMixin", "generate")
 def test_equals_a_loop_without_cache(model, prompt, greedy):
     out = model.generate(prompt, max_new_tokens=NEW)
     np.testing.assert_array_equal(out.sequences[:, :LENGTH], prompt)

@@ -73,6 +73,7 @@ def equal(a, b):
     )
 
 
+@pytest.mark.proves("model.save_pretrained")
 def test_layout_is_hugging_faces(saved):
     names = sorted(p.name for p in saved.iterdir())
     assert names[:2] == ["config.json", "generation_config.json"]
@@ -88,6 +89,7 @@ def test_layout_is_hugging_faces(saved):
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
+@pytest.mark.proves("AutoEasyDeLModelForCausalLM.from_pretrained")
 def test_values_are_the_same_on_any_mesh(model, saved, dims, scan_layers):
     again = load(saved, dims, config_kwargs={"scan_layers": scan_layers})
     assert again.mesh.size == np.prod(dims)
@@ -128,6 +130,7 @@ def test_parameters_are_converted_once_and_directly(model, copy):
     assert narrow.dtype == jnp.float32
 
 
+@pytest.mark.proves("AutoEasyDeLModelForCausalLM.from_pretrained(auto_shard_model)")
 def test_unsharded(saved):
     model = load(saved, (1, 8, 1, 1, 1), auto_shard_model=False)
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(nnx.state(model))} == {1}
@@ -142,6 +145,7 @@ def test_partition_rules_override(saved):
         load(saved, partition_rules=[("lm_haed/kernel", (None, "fsdp"))])
 
 
+@pytest.mark.proves("EasyBridgeMixin")
 def test_a_class_loads_itself(saved, model):
     again = LlamaForCausalLM.from_pretrained(saved, sharding_axis_dims=ONE)
     assert equal(nnx.state(again), nnx.state(model))

@@ -101,6 +101,7 @@ def test_ragged_pages_equal_no_cache(either, plain):
         np.testing.assert_allclose(logits, plain[row, : len(logits)], atol=1e-5)
 
 
+@pytest.mark.proves("EasyDeLBaseModule", "EasyDeLBaseModule.__call__")
 def test_logits_at_picks_from_the_flattened_batch(model, plain):
     at = np.asarray([0, 5, S, B * S - 1], np.int32)
     out = forward(model, input_ids=IDS, logits_at=at)
@@ -118,6 +119,7 @@ def test_head_and_chunked_logprobs_agree(model, plain):
     np.testing.assert_allclose(logp, full, atol=1e-5)
 
 
+@pytest.mark.proves("MaskInfo")
 def test_a_packed_row_equals_its_documents_apart(model):
     packed = np.asarray(forward(model, input_ids=IDS, segment_ids=SEGMENTS).logits)
     for row, segment in [(0, 1), (1, 2), (2, 3)]:
@@ -173,6 +175,7 @@ def test_what_saves_memory_changes_no_gradient(changes, expected):
     assert_same(loss_and_grads(LlamaForCausalLM.create(config(**changes), seed=1)), expected)
 
 
+@pytest.mark.proves("compute_loss")
 def test_compute_loss_is_the_mean_over_counted_tokens(model):
     labels = IDS.copy()
     labels[:, :5] = -100

@@ -16,6 +16,7 @@ def equal(left, right):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.proves("EasyDeLState", "EasyDeLState.apply_gradients")
 def test_apply_gradients_is_the_optimizer_and_counts(toy):
     model = toy.model()
     state = EasyDeLState.create(model=model, tx=optax.sgd(0.5), init_opt_state=True)
@@ -47,6 +48,7 @@ def test_optimizer_state_lives_with_its_parameters(toy):
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
 
 
+@pytest.mark.proves("EasyDeLState.save_state")
 def test_save_and_load_onto_another_mesh(toy, tmp_path):
     state = EasyDeLState.create(
         model=toy.model((1, 8, 1, 1, 1)), tx=optax.adamw(1e-1), init_opt_state=True

@@ -129,13 +129,23 @@ class MeshMethods(Held):
         return PartitionManager(axis)
 
     def get_partition_rules(self, fully_sharded: bool = True) -> Any:
-        """Return (regular expression, `PartitionSpec`) pairs, or None to derive the sharding.
+        """Return (regular expression, `PartitionSpec`) pairs, or None for unregistered model types.
 
         A family does not override this: parameters say their logical axes where they are made, and
-        `ed_infra.sharding.partition_rules` shows the rules that follow. Rules returned by a class
-        of yours are used instead, matched against canonical names, the first match deciding.
+        these are the rules that follow. Rules returned by a class of yours are used instead: they
+        are matched against canonical names, the first match deciding.
+
+        Args:
+            fully_sharded: False leaves out the fully-sharded axis.
         """
-        return None
+        from ed_infra.model_rules import model_rules
+
+        return model_rules(self, fully_sharded)  # type: ignore[arg-type]
+
+    def own_partition_rules(self) -> Any:
+        """Return `get_partition_rules()` of a class that overrides it, else None."""
+        overridden = type(self).get_partition_rules is not MeshMethods.get_partition_rules
+        return self.get_partition_rules() if overridden else None
 
     def get_axis_dims(self) -> Sequence[int]:
         """Return `sharding_axis_dims`."""

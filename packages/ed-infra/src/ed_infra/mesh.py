@@ -158,7 +158,9 @@ def _hybrid(
         raise MeshError(
             f"{len(dcn_dims)} DCN dims {tuple(dcn_dims)} for {len(names)} axes {tuple(names)}"
         )
-    outer = resolve_axis_dims(dcn_dims, len(granules), names)
+    outer = tuple(dcn_dims)
+    if -1 in outer:
+        outer = resolve_axis_dims(dcn_dims, len(granules), names)
     if math.prod(outer) != len(granules):
         raise MeshError(
             f"DCN dims {tuple(dcn_dims)} take {math.prod(outer)} slices, but there are "

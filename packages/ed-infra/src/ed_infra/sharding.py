@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ed_infra import paths
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
 from ed_infra.logging import get_logger, once
 from ed_infra.partition import PartitionManager, fit_spec
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 M = TypeVar("M", bound=nnx.Module)
 Rules = Sequence[tuple[str, Any]]
@@ -54,7 +56,7 @@ def logical_axes(state: Any) -> dict[tuple[Any, ...], tuple[str | None, ...] | N
 def specs(
     state: Any,
     config: EasyDeLBaseConfig | PartitionManager,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     overrides: Rules | None = None,
 ) -> Any:
     """Return the `PartitionSpec` of each variable, in the structure of `state`.
@@ -62,7 +64,7 @@ def specs(
     Args:
         state: `nnx.State` or module, abstract or not.
         config: gives the rules, and the mesh and overrides where they are not given.
-        mesh: what to place on.
+        mesh: what to place on; an abstract one will do.
         overrides: (regular expression, spec) pairs that are tried in order on the canonical name of
             each layer's parameter (`/` or `.` between its parts) before the logical axes. The specs
             are those of one layer.
@@ -75,8 +77,8 @@ def specs(
         ConfigError: a rule matches nothing, names an axis the mesh lacks, or is different for
             layers that are stored as one array.
     """
-    manager, mesh, overrides = _settings(config, mesh, overrides)
-    rules = _Rules(overrides, mesh)
+    manager, place, overrides = _settings(config, mesh, overrides)
+    rules = _Rules(overrides, place)
     flat = []
     for path, variable in _leaves(state):
         array = _array(variable)
@@ -91,7 +93,7 @@ def specs(
             spec = PartitionSpec(None, *spec)
         name = paths.canonical(path)[0]
         try:
-            spec, notes = fit_spec(spec, shape, mesh)
+            spec, notes = fit_spec(spec, shape, place)
         except MeshError as error:
             raise MeshError(f"{name}: {error}") from None
         for note in notes:
@@ -108,9 +110,9 @@ def shardings(
     overrides: Rules | None = None,
 ) -> Any:
     """Return the `NamedSharding` of each variable, in the structure of `state`; see `specs`."""
-    mesh = _settings(config, mesh, overrides)[1]
-    flat = nnx.to_flat_state(specs(state, config, mesh, overrides))
-    return nnx.from_flat_state([(path, NamedSharding(mesh, spec)) for path, spec in flat])
+    place = _settings(config, mesh, overrides)[1]
+    flat = nnx.to_flat_state(specs(state, config, place, overrides))
+    return nnx.from_flat_state([(path, NamedSharding(place, spec)) for path, spec in flat])
 
 
 def partition_rules(
@@ -121,8 +123,8 @@ def partition_rules(
     The rules are what `specs` gives, before dimensions are checked against sizes; given back as
     overrides they change nothing.
     """
-    manager, mesh, overrides = _settings(config, mesh, None)
-    matcher = _Rules(overrides, mesh)
+    manager, place, overrides = _settings(config, mesh, None)
+    matcher = _Rules(overrides, place)
     rules: dict[str, PartitionSpec] = {}
     for path, variable in _leaves(state):
         spec = matcher.match(path)
@@ -185,9 +187,9 @@ def shard(module: M, config: EasyDeLBaseConfig, **settings: Any) -> M:
 
 def gather(module: M, config: EasyDeLBaseConfig, mesh: Mesh | None = None) -> M:
     """Return the module with each parameter whole on each device of the mesh."""
-    mesh = _settings(config, mesh, None)[1]
+    everywhere = NamedSharding(_settings(config, mesh, None)[1], PartitionSpec())
     graphdef, state = nnx.split(module)
-    return _placed(graphdef, state, lambda path: NamedSharding(mesh, PartitionSpec()))
+    return _placed(graphdef, state, lambda path: everywhere)
 
 
 def _placed(graphdef: Any, state: Any, where: Callable[[tuple[Any, ...]], NamedSharding]) -> Any:
@@ -251,7 +253,7 @@ def make_global(batch: Any, sharding: NamedSharding | Any, *, rows: int | None =
                 )
         fitted = _fitted(where, shape)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             if rows is None:
                 return array[index]
             start, stop, _ = index[0].indices(rows)
@@ -285,14 +287,14 @@ def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _settings(
-    config: EasyDeLBaseConfig | PartitionManager, mesh: Mesh | None, overrides: Rules | None
-) -> tuple[PartitionManager, Mesh, Rules]:
+    config: EasyDeLBaseConfig | PartitionManager, mesh: Any, overrides: Rules | None
+) -> tuple[PartitionManager, Any, Rules]:
     if isinstance(config, PartitionManager):
         if mesh is None:
             raise ConfigError("a PartitionManager has no mesh: give mesh=...")
         return config, mesh, overrides or ()
     if overrides is None:
-        overrides = (*(config.sharding_rules or ()), *(config.get_partition_rules() or ()))
+        overrides = (*(config.sharding_rules or ()), *(config.own_partition_rules() or ()))
     return config.partition_manager, mesh if mesh is not None else config.mesh, overrides
 
 
@@ -301,25 +303,36 @@ def _family(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
+def _checked(pattern: str, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Return the spec of a rule, all of whose axes the mesh has, each used once."""
+    used: list[str] = []
+    for entry in spec:
+        used += [entry] if isinstance(entry, str) else entry or ()
+    for axis in used:
+        if axis not in mesh.axis_names:
+            raise ConfigError(
+                f"sharding rule {pattern!r} names the mesh axis {axis!r}"
+                f"{did_you_mean(axis, mesh.axis_names)} (axes: {', '.join(mesh.axis_names)})"
+            )
+        if used.count(axis) > 1:
+            raise ConfigError(
+                f"sharding rule {pattern!r} uses the mesh axis {axis!r} twice in {spec}: the "
+                "devices along an axis can split one dimension only"
+            )
+    return spec
+
+
 class _Rules:
     """Regular expressions over canonical names; each must match something."""
 
-    def __init__(self, rules: Rules, mesh: Mesh):
+    def __init__(self, rules: Rules, mesh: Mesh | AbstractMesh):
         self.rules: list[tuple[str, re.Pattern[str], PartitionSpec]] = []
         for pattern, spec in rules:
             try:
                 compiled = re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"sharding rule {pattern!r} is not a pattern: {error}") from None
-            spec = PartitionSpec(*spec)
-            for entry in spec:
-                for axis in (entry,) if isinstance(entry, str) else entry or ():
-                    if axis not in mesh.axis_names:
-                        hint = did_you_mean(axis, mesh.axis_names)
-                        raise ConfigError(
-                            f"sharding rule {pattern!r} names the mesh axis {axis!r}{hint} "
-                            f"(axes: {', '.join(mesh.axis_names)})"
-                        )
+            spec = _checked(pattern, PartitionSpec(*spec), mesh)
             self.rules.append((pattern, compiled, spec))
         self.used: set[int] = set()
         self.seen: list[str] = []

@@ -32,9 +32,11 @@ BY_NAME: dict[str, Callable[..., Any]] = {
 
 MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
 ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
-FIXED["mlp_notsaveable"] = POLICIES.save_anything_except_these_names(*MLP)
-FIXED["attn_notsaveable"] = POLICIES.save_anything_except_these_names(*ATTENTION)
-FIXED["mlp_attn_notsaveable"] = POLICIES.save_anything_except_these_names(*MLP, *ATTENTION)
+# "Any names but these" and not "anything except these names": the latter keeps what a name is given
+# to, which is all but the same array.
+FIXED["mlp_notsaveable"] = POLICIES.save_any_names_but_these(*MLP)
+FIXED["attn_notsaveable"] = POLICIES.save_any_names_but_these(*ATTENTION)
+FIXED["mlp_attn_notsaveable"] = POLICIES.save_any_names_but_these(*MLP, *ATTENTION)
 
 
 def remat(

@@ -1,0 +1,100 @@
+"""docs/config_reference.md: every documented name has a test that proves its effect.
+
+A name without one fails, unless it is on the list of `later` below, which is strict both ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.config_files import FileMethods
+from ed_infra.config_mesh import MeshMethods
+from ed_infra.config_positions import PositionMethods
+from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
+
+from tools import config_reference
+
+# Shrink it: whoever gives a name its effect takes it off here, in tools/config_reference.py and,
+# for a field, in ed_infra.fields.WITHOUT_EFFECT.
+LATER = {
+    *("bits", "blocksize_b", "flash_attention_backward_pass_impl", "hardware_abstraction"),
+    *("init_operations_cache", "kv_cache_quantization_config", "moe_force_xla_gmm", "moe_method"),
+    *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
+    *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size", "platform"),
+    *("prepare_inputs_for_generation", "quantization_config", "scan_ring_attention"),
+    *("use_expert_tensor_mode", "use_ring_of_experts"),
+}
+# Our own, beside what EasyDeL documents.
+OWN_FIELDS = {
+    *("sharding_rules", "freq_max_position_embeddings", "mask_max_position_embeddings"),
+}
+OWN_METHODS = {"from_dict", "from_json_file", "get_config_dict", "own_partition_rules"}
+OWN_KEYWORDS = {"layer_type"}
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = config_reference.PAGE.read_text(encoding="utf-8")
+    assert written == config_reference.page(), "run: uv run python -m tools.config_reference"
+    assert "**missing**" not in written
+
+
+def test_every_name_is_proven_or_waits_for_a_part(record_property) -> None:
+    names, proven = config_reference.names(), config_reference.proofs()
+    assert len(names) == len(set(names))
+    assert set(config_reference.LATER) == LATER, "the list is strict"
+    missing = set(names) - set(proven) - LATER
+    assert not missing, f"no test proves {sorted(missing)}: mark one with pytest.mark.proves"
+    assert not LATER & set(proven), "proven, so take it off the list"
+    assert set(names) >= LATER
+    unknown = {name for name in proven if name not in names}
+    assert not unknown, f"proven, but not documented: {sorted(unknown)}"
+    record_property(
+        "summary",
+        f"configuration reference: {len(names)} documented names, {len(names) - len(LATER)} proven "
+        f"by {len({test for tests in proven.values() for test in tests})} tests, "
+        f"{len(LATER)} wait for a later part",
+    )
+
+
+def test_fields_without_effect_are_those_that_warn() -> None:
+    assert {name for name in LATER if name in FIELDS} == WITHOUT_EFFECT
+
+
+def test_every_field_is_documented() -> None:
+    fields = {canonical_field(name) for name in config_reference.names()} & set(FIELDS)
+    assert fields == set(FIELDS) - OWN_FIELDS
+
+
+def test_every_method_and_keyword_is_documented() -> None:
+    names = set(config_reference.names())
+    for cls in (EasyDeLBaseConfig, MeshMethods, PositionMethods, FileMethods):
+        for method, value in vars(cls).items():
+            if method.startswith("_") or method in OWN_METHODS | {"known_keywords", "model_type"}:
+                continue
+            if method in FIELDS or method in ("seal", "replace", "compute_dtype"):
+                continue
+            assert method in names, f"{cls.__name__}.{method}"
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            if not inspect.isfunction(function) or f"{method}(" not in " ".join(names):
+                continue
+            for keyword in inspect.signature(function).parameters.values():
+                if keyword.name in ("self", "cls", *OWN_KEYWORDS):
+                    continue
+                if keyword.kind in (keyword.VAR_KEYWORD, keyword.VAR_POSITIONAL):
+                    continue
+                assert f"{method}({keyword.name})" in names, f"{method}({keyword.name})"
+
+
+def test_a_missing_row_is_noticed(tmp_path: Path, monkeypatch) -> None:
+    tests = tmp_path / "packages/p/tests"
+    tests.mkdir(parents=True)
+    (tests / "test_x.py").write_text(
+        "@pytest.mark.proves('mesh')\n"
+        "@pytest.mark.parametrize('a', [pytest.param(1, marks=proves('bits'))])\n"
+        "def test_y(a): ...\n"
+    )
+    monkeypatch.setattr(config_reference, "ROOT", tmp_path)
+    assert set(config_reference.proofs()) == {"mesh", "bits"}
+    assert "| `jax_mesh` | **missing** |" in config_reference.page()

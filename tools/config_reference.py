@@ -1,0 +1,216 @@
+"""Write docs/config_reference.md: what EasyDeL's pages document, and the test that proves it acts.
+
+    uv run python -m tools.config_reference            rewrite the page
+    uv run python -m tools.config_reference --check    exit 1 if the page is not what it would write
+
+`DOCUMENTED` lists what the pages name. A test says what it proves by the marker
+`pytest.mark.proves("name", ...)`; markers are read from the source, no test is run. A name that no
+test proves belongs into `LATER`, with the part of the project that will give it its effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+from ed_infra.fields import FIELDS, canonical_field
+
+from tools.workspace import ROOT
+
+PAGE = ROOT / "docs/config_reference.md"
+
+#: Heading -> the names that EasyDeL's pages document under it.
+DOCUMENTED: dict[str, str] = {
+    "Parameters of `EasyDeLBaseConfig`": """
+        sharding_axis_dims sharding_dcn_axis_dims sharding_axis_names attn_mechanism
+        decode_attn_mechanism blocksize_k blocksize_q blocksize_b moe_tiling_size_batch
+        moe_tiling_size_seqlen moe_tiling_size_dim partition_axis use_sharded_kv_caching
+        use_sharding_constraint backend platform easy_method bits scan_ring_attention
+        scan_attention_layers use_scan_mlp scan_mlp_chunk_size sequence_axis_name
+        gradient_checkpointing gradient_checkpointing_targets precompute_masks
+        kv_cache_quantization_config quantization_config kv_cache_sharding_sequence_axis_name
+        flash_attention_backward_pass_impl attn_dtype kvdtype attn_softmax_dtype fcm_max_ratio
+        fcm_min_ratio hardware_abstraction pallas_m_block_size pallas_k_block_size
+        pallas_n_block_size moe_method moe_force_xla_gmm use_expert_tensor_mode
+        use_ring_of_experts fsdp_is_ep_bound sp_is_ep_bound operation_configs
+        EasyDeLBaseConfig(**kwargs) UserWarning
+        attention_mechanism gradient_checkpointing_policy use_hardware_abstraction
+        rope_theta rope_scaling max_position_embeddings""",
+    "Methods and properties of `EasyDeLBaseConfig`": """
+        add_basic_configurations add_basic_configurations(**kwargs) attach_custom_arguments
+        auto_expert_mesh create_mesh create_mesh(sharding_axis_dims)
+        create_mesh(sharding_axis_names) create_mesh(sharding_dcn_axis_dims)
+        create_mesh(process_is_granule) create_mesh(should_sort_granules_by_key)
+        create_mesh(allow_split_physical_axes) create_mesh(backend) create_mesh(axis_dims)
+        create_mesh(axis_names) expert_abstract_mesh expert_mesh from_pretrained
+        from_pretrained(pretrained_model_name_or_path) from_pretrained(cache_dir)
+        from_pretrained(force_download) from_pretrained(resume_download)
+        from_pretrained(proxies) from_pretrained(local_files_only) from_pretrained(token)
+        from_pretrained(revision) from_pretrained(return_unused_kwargs)
+        from_pretrained(subfolder) from_pretrained(**kwargs) get_axis_dims get_axis_names
+        get_backend get_basic_causal_mask get_basic_causal_mask(max_length)
+        get_basic_causal_mask(dtype) get_basic_frequencies get_basic_frequencies(head_size)
+        get_basic_frequencies(rotary_dim) get_basic_frequencies(base)
+        get_basic_frequencies(max_position_embeddings) get_basic_inv_frequencies
+        get_basic_inv_frequencies(head_size) get_basic_inv_frequencies(rotary_dim)
+        get_basic_inv_frequencies(base) get_basic_inv_frequencies(partial_rotary_factor)
+        get_basic_rope get_basic_rope(dtype) get_basic_rope(head_size)
+        get_basic_rope(rotary_dim) get_basic_rope(is_neox_style) get_basic_rope(base)
+        get_basic_rope(max_position_embeddings) get_fcm_mask get_fcm_mask(batch_size)
+        get_fcm_mask(seq_length) get_fcm_mask(deterministic) get_fcm_mask(key)
+        get_fcm_mask(shape) get_fcm_mask(fcm_ratio) get_mask_details get_partition_rules
+        get_partition_rules(fully_sharded) granted_freq_max_position_embedding
+        granted_mask_max_position_embedding jax_mesh mesh partition_manager
+        PartitionManager.resolve read_basics_from_config save_pretrained
+        save_pretrained(save_directory) save_pretrained(push_to_hub) set_model_mesh to_dict
+        to_diff_dict to_json_file to_json_file(json_file_path) to_json_file(use_diff)""",
+    "Classes and functions beside it": """
+        EasyDeLBaseConfigDict EasyMethod EasyMethod.from_dict EasyMethod.from_json
+        EasyMethod.replace EasyMethod.to_dict EasyMethod.to_json extract_commit_hash
+        extract_commit_hash(resolved_file) extract_commit_hash(commit_hash) set_attrs_smartly
+        set_attrs_smartly(attr_name) set_attrs_smartly(default) set_attrs_smartly(new_attr)
+        ModuleCaches AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig PartitionAxis
+        EasyDeLBackends EasyDeLPlatforms EasyDeLGradientCheckPointers
+        AVAILABLE_ATTENTION_MECHANISMS AVAILABLE_GRADIENT_CHECKPOINT_TARGETS
+        AVAILABLE_MOE_METHODS""",
+    "Models, states and the registry, as the overview names them": """
+        register_config register_module MaskInfo EasyDeLBaseModule EasyDeLBaseModule.__call__
+        compute_loss model.config graphdef graphstate _get_partition_rules EasyGenerationMixin
+        generate prepare_inputs_for_generation init_operations_cache EasyBridgeMixin
+        AutoEasyDeLModelForCausalLM.from_pretrained
+        AutoEasyDeLModelForCausalLM.from_pretrained(dtype)
+        AutoEasyDeLModelForCausalLM.from_pretrained(auto_shard_model) model.save_pretrained
+        push_to_hub EasyDeLState EasyDeLState.apply_gradients EasyDeLState.save_state
+        easydel.infra""",
+}
+
+#: Name -> the part that gives it its effect. Setting one of the fields among them is warned of.
+LATER: dict[str, str] = {
+    **dict.fromkeys(
+        ("blocksize_b", "flash_attention_backward_pass_impl", "platform", "scan_ring_attention"),
+        "attention kernels",
+    ),
+    **dict.fromkeys(
+        (
+            *("hardware_abstraction", "pallas_m_block_size", "pallas_k_block_size"),
+            "pallas_n_block_size",
+        ),
+        "kernels of matrix products",
+    ),
+    **dict.fromkeys(
+        (
+            *("moe_force_xla_gmm", "moe_method", "moe_tiling_size_batch", "moe_tiling_size_dim"),
+            *("moe_tiling_size_seqlen", "use_expert_tensor_mode", "use_ring_of_experts"),
+        ),
+        "experts",
+    ),
+    **dict.fromkeys(("bits", "quantization_config"), "quantization"),
+    "kv_cache_quantization_config": "quantized caches",
+    **dict.fromkeys(
+        ("prepare_inputs_for_generation", "init_operations_cache"), "generation of all families"
+    ),
+}
+
+
+def names() -> list[str]:
+    """Every documented name, in the order of the page."""
+    return [name for listed in DOCUMENTED.values() for name in listed.split()]
+
+
+def proofs() -> dict[str, list[str]]:
+    """Name -> the tests that prove it, as `path::test`, from the markers in the sources."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(
+        (*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("tests/**/test_*.py"))
+    ):
+        source = file.read_text(encoding="utf-8")
+        if "proves(" not in source:
+            continue
+        for function in ast.walk(ast.parse(source)):
+            if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+                test = f"{file.relative_to(ROOT).as_posix()}::{function.name}"
+                for name in (n for d in function.decorator_list for n in _marked(d)):
+                    tests = found.setdefault(name, [])
+                    if test not in tests:
+                        tests.append(test)
+    return found
+
+
+def _marked(decorator: ast.expr) -> list[str]:
+    """The arguments of every `proves(...)` in a decorator, those of parameters included."""
+    marks = (
+        node
+        for node in ast.walk(decorator)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "proves"
+    )
+    return [
+        argument.value
+        for mark in marks
+        for argument in mark.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
+
+
+def page() -> str:
+    """The page as it should be."""
+    proven = proofs()
+    lines = [
+        "# The configuration, name by name",
+        "",
+        "Generated by `tools/config_reference.py`. Each row is a parameter, method, property or",
+        "class that EasyDeL's pages document, and the test that proves its effect: a program, a",
+        "sharding, an output, a file or an error that changes. Reading a value back proves",
+        "nothing.",
+        "",
+        f"{len(names())} names; {len(LATER)} have no effect yet, and name the part that will give",
+        "it. Setting such a field is warned of, once.",
+    ]
+    for heading, listed in DOCUMENTED.items():
+        fields = heading.startswith("Parameters")
+        head = "| name | default | meaning | proof |" if fields else "| name | proof |"
+        lines += ["", f"## {heading}", "", head, "| --- " * (head.count("|") - 1) + "|"]
+        for name in listed.split():
+            cells = [f"`{name}`", *(_field(name) if fields else ()), _proof(name, proven)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _field(name: str) -> tuple[str, str]:
+    """Default and meaning of an execution field; empty for other names."""
+    field = FIELDS.get(canonical_field(name))
+    if field is None:
+        return "", ""
+    default = "see `PartitionAxis`" if name == "partition_axis" else f"`{field.default!r}`"
+    meaning = field.doc if name == field.name else f"another name of `{field.name}`: {field.doc}"
+    return default, meaning.replace("|", "\\|")
+
+
+def _proof(name: str, proven: dict[str, list[str]]) -> str:
+    if name in LATER:
+        return f"later: {LATER[name]}"
+    tests = proven.get(name, ())
+    links = []
+    for test in tests[:2]:
+        path, function = test.split("::")
+        links.append(f"[{function}](../{path})")
+    return ", ".join(links) or "**missing**"
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    text = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if Path(PAGE).read_text(encoding="utf-8") == text:
+        return 0
+    print("docs/config_reference.md is out of date: run `uv run python -m tools.config_reference`")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
