@@ -143,6 +143,7 @@ def test_the_first_rule_decides(config):
         (("layers.4.up", P("fdsp")), ConfigError, "mesh axis 'fdsp'; did you mean 'fsdp'"),
         (("layers.4.up", P(None, None, "tp")), MeshError, r"layers\.4\.up\.kernel: .*3 entries"),
         (("layers.(up", P("tp")), ConfigError, "is not a pattern"),
+        (("layers.4.up", [["fsdp", "tp"], "tp"]), ConfigError, "mesh axis 'tp' twice"),
     ],
 )
 def test_rules_that_cannot_hold(config, rule, error, says):
@@ -198,3 +199,14 @@ def test_a_global_batch_is_placed_row_by_row(config):
         np.testing.assert_array_equal(placed[name], batch[name])
     same = sharding.make_global(batch, dict.fromkeys(batch, where))
     assert same["ids"].sharding == placed["ids"].sharding
+
+
+def test_a_process_gives_its_own_rows(config):
+    rows = np.arange(48).reshape(8, 6)
+    where = NamedSharding(config.mesh, P(("fsdp", "dp"), "sp"))
+    assert sharding.local_rows(where, 8) == slice(0, 8)  # one process holds all of them
+    own = sharding.make_global({"ids": rows}, where, rows=8)["ids"]
+    np.testing.assert_array_equal(own, rows)
+    assert own.sharding == sharding.make_global(rows, where).sharding
+    with pytest.raises(ConfigError, match=r"shape \(4, 6\) .* give these 8 rows"):
+        sharding.make_global(rows[:4], where, rows=8)

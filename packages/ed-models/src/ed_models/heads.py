@@ -42,7 +42,7 @@ class CausalLM(EasyDeLBaseModule):
     ):
         super().__init__(config, dtype, param_dtype, precision)
         self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
-        if not config.tie_word_embeddings:
+        if not self.is_tied:
             self.lm_head = Linear(
                 config.hidden_size,
                 config.vocab_size,
@@ -50,7 +50,7 @@ class CausalLM(EasyDeLBaseModule):
                 dtype=dtype,
                 param_dtype=param_dtype,
                 precision=precision,
-                kernel_init=jax.nn.initializers.normal(config.initializer_range),
+                kernel_init=jax.nn.initializers.normal(getattr(config, "initializer_range", 0.02)),
                 rngs=rngs,
             )
 
@@ -114,6 +114,11 @@ class CausalLM(EasyDeLBaseModule):
         """What the body keeps per token."""
         return self.model.cache_specs()
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding; not if the config (of a class of yours) is silent."""
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Scores of the next token, float32."""
         head = self.lm_head_weight()
@@ -121,7 +126,7 @@ class CausalLM(EasyDeLBaseModule):
 
     def lm_head_weight(self) -> Float[Array, "d v"]:
         """The head as [d, v]: what `ed_layers.losses` takes."""
-        if self.config.tie_word_embeddings:
+        if self.is_tied:
             return self.model.embed_tokens.embedding.get_value().T
         return self.lm_head.kernel.get_value()
 
