@@ -37,7 +37,7 @@ DOCUMENTED: dict[str, str] = {
         use_ring_of_experts fsdp_is_ep_bound sp_is_ep_bound operation_configs
         EasyDeLBaseConfig(**kwargs) UserWarning
         attention_mechanism gradient_checkpointing_policy use_hardware_abstraction
-        rope_theta rope_scaling max_position_embeddings""",
+        hidden_size num_attention_heads rope_theta rope_scaling max_position_embeddings""",
     "Methods and properties of `EasyDeLBaseConfig`": """
         add_basic_configurations add_basic_configurations(**kwargs) attach_custom_arguments
         auto_expert_mesh create_mesh create_mesh(sharding_axis_dims)

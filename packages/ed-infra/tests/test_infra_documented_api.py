@@ -174,12 +174,15 @@ def test_the_call_of_the_page():
 @proves("get_basic_inv_frequencies", "get_basic_inv_frequencies(head_size)")
 @proves("get_basic_inv_frequencies(rotary_dim)", "get_basic_inv_frequencies(base)")
 @proves("get_basic_inv_frequencies(partial_rotary_factor)", "granted_freq_max_position_embedding")
+@proves("hidden_size", "num_attention_heads")
 def test_frequencies():
     config = EasyDeLBaseConfig(**SIZES, rope_theta=100.0)
     table = config.get_basic_frequencies()
     assert isinstance(table, ModuleCaches) and table.shape == (32, 16)
     assert len(table.sharding.device_set) == config.mesh.size == 8
     assert config.get_basic_frequencies(8).shape == (32, 8)
+    assert config.replace(hidden_size=128).get_basic_frequencies().shape == (32, 32)
+    assert config.replace(num_attention_heads=8).get_basic_frequencies().shape == (32, 8)
     assert config.get_basic_frequencies(8, rotary_dim=4).shape == (32, 4)
     assert config.get_basic_frequencies(max_position_embeddings=5).shape == (5, 16)
     assert not np.allclose(config.get_basic_frequencies(base=7.0), table)

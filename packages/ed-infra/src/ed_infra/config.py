@@ -38,6 +38,7 @@ from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import (
     FIELD_ALIASES,
     FIELDS,
+    OPERATIONS,
     WITHOUT_EFFECT,
     canonical_field,
     normalize,
@@ -154,6 +155,10 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
             if getattr(self, name) != FIELDS[name].default:
                 value = getattr(self, name)
                 once(logger, f"{name} = {value!r} has no effect in this version of EasyDeL")
+        for operation in sorted(set(self.operation_configs or ()) - OPERATIONS):
+            once(
+                logger, f"operation_configs[{operation!r}] has no effect in this version of EasyDeL"
+            )
         names = self.sharding_axis_names
         for field in ("sharding_axis_dims", "sharding_dcn_axis_dims"):
             dims = getattr(self, field)

@@ -42,6 +42,7 @@ __all__ = [
     "DTYPE_ALIASES",
     "FIELDS",
     "FIELD_ALIASES",
+    "OPERATIONS",
     "WITHOUT_EFFECT",
     "ExecutionFields",
     "Field",
@@ -211,6 +212,9 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "use_ring_of_experts",
     }
 )
+
+#: Operations whose settings in `operation_configs` are read; others are said to have no effect.
+OPERATIONS: frozenset[str] = frozenset({"blockwise"})
 
 _DTYPE_FIELDS = frozenset({"attn_dtype", "attn_softmax_dtype", "kvdtype"})
 _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {
