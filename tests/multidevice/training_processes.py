@@ -1,0 +1,58 @@
+"""Training as `test_multidevice_training` runs it: in one process of eight devices, or in two.
+
+Arguments: the directory of the run, and how many steps it goes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from ed_infra import distributed
+from ed_trainers import SFTArguments, SFTTrainer
+
+from tests.multidevice import llama_case as case
+
+
+class Rows:
+    """The same rows at each step, in another order; the same on every process."""
+
+    steps_per_epoch = 4
+    fingerprint = "rows"
+
+    def batch_at(self, step: int) -> dict[str, np.ndarray]:
+        batch = case.batch()
+        ids, segments = (
+            np.roll(batch[name], step, axis=0) for name in ("input_ids", "segment_ids")
+        )
+        starts = np.diff(segments, axis=1, prepend=0) != 0
+        places = np.broadcast_to(np.arange(case.S), ids.shape)
+        first = np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+        return {
+            "input_ids": ids,
+            "labels": np.where(segments > 0, ids, -100).astype(np.int32),
+            "segment_ids": segments,
+            "position_ids": (places - first).astype(np.int32),
+        }
+
+
+def train(folder: Path, steps: int) -> None:
+    """Train to a step, from the last checkpoint in the folder if there is one."""
+    model = case.LlamaForCausalLM.create(case.config((1, 2, 1, 2, 2)), seed=1)
+    arguments = SFTArguments(
+        save_directory=str(folder),
+        total_batch_size=case.B,
+        max_training_steps=steps,
+        save_steps=2,
+        log_steps=1,
+        report_steps=1,
+        learning_rate=1e-2,
+        use_tensorboard=False,
+    )
+    SFTTrainer(arguments, model=model, train_dataset=Rows()).train()
+
+
+if __name__ == "__main__":
+    distributed.initialize()
+    train(Path(sys.argv[1]), int(sys.argv[2]))
