@@ -59,6 +59,14 @@ def test_durations(text, seconds):
     assert SFTArguments(training_time_limit=text).training_time_limit == seconds
 
 
+def test_what_is_none_by_default_may_be_given_as_none():
+    unset = {
+        name: None for name, field in SFTArguments.model_fields.items() if field.default is None
+    }
+    assert "training_time_limit" in unset
+    assert SFTArguments(**unset) == SFTArguments()
+
+
 def test_spellings_become_canonical():
     # PyYAML reads 2e-5 as a string.
     arguments = SFTArguments(learning_rate="2e-5", tx_mu_dtype="bf16", master_dtype="fp32")

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from ed_elarge import actions, preflight, surroundings
+from ed_elarge import actions, compile_cache, preflight, surroundings
 from ed_elarge.build import blame_at
 from ed_elarge.model import eLargeModel
 from ed_elarge.normalize import Run
@@ -34,6 +34,7 @@ def execute(run: Run, *, verbose: bool = False) -> int:
         if action.name in _HEAVY and not prepared:
             from ed_infra import distributed
 
+            compile_cache.enable()
             distributed.initialize()
             preflight.prepare(session.elm, run.actions)
             prepared = True

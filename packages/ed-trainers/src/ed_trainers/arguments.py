@@ -88,7 +88,9 @@ class TrainingArguments(Options):
     """Passes over the data; read when `max_training_steps` is not given."""
     max_training_steps: Positive | None = None
     """Optimizer steps of the whole run, before and after any resume."""
-    training_time_limit: Annotated[float | None, BeforeValidator(_duration), Field(gt=0)] = None
+    training_time_limit: Annotated[
+        Annotated[float, Field(gt=0)] | None, BeforeValidator(_duration)
+    ] = None
     """Seconds after which training stops as it would on Ctrl-C: `5400`, `"90min"`, `"1h30m"`."""
     total_batch_size: Positive = 32
     """Sequences of one optimizer step, over all hosts and all microbatches."""

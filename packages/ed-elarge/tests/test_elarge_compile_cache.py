@@ -1,0 +1,25 @@
+"""Compiled programs are kept where the user's caches are, unless the user said otherwise."""
+
+import jax
+import pytest
+from ed_elarge import compile_cache
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_run_keeps_programs_in_the_users_cache(unset, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compile_cache.enable()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "easydel" / "jax")
+
+
+def test_the_users_own_folder_stands(unset):
+    jax.config.update("jax_compilation_cache_dir", "mine")
+    compile_cache.enable()
+    assert jax.config.jax_compilation_cache_dir == "mine"
