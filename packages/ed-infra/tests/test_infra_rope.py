@@ -74,11 +74,7 @@ def test_plain_frequencies_and_rotation_equal_transformers():
     turn = EasyDeLBaseConfig(**BASE).get_basic_rope(jnp.float32, 32)
     ours = turn(q.swapaxes(1, 2), k.swapaxes(1, 2), positions)
     for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(np.asarray(a).swapaxes(1, 2), b.numpy(), atol=2e-3)
-    near = positions[:, :3]
-    ours = turn(q.swapaxes(1, 2)[:, :3], k.swapaxes(1, 2)[:, :3], near)
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(np.asarray(a).swapaxes(1, 2), b.numpy()[:, :, :3], atol=2e-6)
+        np.testing.assert_allclose(np.asarray(a).swapaxes(1, 2), b.numpy(), atol=2e-6)
 
 
 def test_old_spellings_give_the_same():
