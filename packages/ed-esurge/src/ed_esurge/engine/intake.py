@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from ed_infra.errors import ConfigError
 
@@ -18,6 +18,16 @@ from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import bad_word_ids, encode
 
 Prompt = str | Sequence[int]
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and not isinstance(many[0], str) and not hasattr(many[0], "__len__"):
+        return [cast("Sequence[int]", many)]
+    return many
 
 
 class Intake:

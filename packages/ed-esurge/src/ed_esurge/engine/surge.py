@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
@@ -12,7 +12,7 @@ from ed_infra.logging import get_logger
 from ed_esurge.completion import Group
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.intake import Intake, Prompt
+from ed_esurge.engine.intake import Intake, Prompt, as_prompts
 from ed_esurge.engine.setup import Setup, eos_token_ids, served_model
 from ed_esurge.engine.setup import model_name as name_of
 from ed_esurge.outputs import CompletionOutput, RequestOutput
@@ -392,13 +392,3 @@ class eSurge:
             "num_steps": self._steps,
             "num_compiled": self._runner.num_traces,
         }
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    many = list(prompts)
-    if many and not isinstance(many[0], str) and not hasattr(many[0], "__len__"):
-        return [cast("Sequence[int]", many)]
-    return many
