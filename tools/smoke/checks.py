@@ -105,12 +105,16 @@ def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:
         extras=True,
         beside=tools["dependency-groups"]["test"],
     )
+    # Laid out as in the repository, where tests find the examples, but without any source.
     here = environment.folder
-    shutil.copytree(package.folder / "tests", here / "tests")
-    shutil.copy(package.folder / "README.md", here / "README.md")
+    own = Path("packages", package.folder.name)
+    shutil.copytree(package.folder / "tests", here / own / "tests")
+    shutil.copy(package.folder / "README.md", here / own / "README.md")
+    shutil.copytree(ROOT / "examples", here / "examples")
     shutil.copy(ROOT / "conftest.py", here / "conftest.py")
     (here / "pytest.ini").write_text(_pytest_settings(), encoding="utf-8")
-    run(environment.python, "-m", "pytest", *pytest_arguments, "tests", cwd=here, show=True)
+    command = (environment.python, "-m", "pytest", *pytest_arguments, own / "tests")
+    run(*command, cwd=here, show=True)
 
 
 def _pytest_settings() -> str:
