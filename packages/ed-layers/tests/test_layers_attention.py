@@ -23,6 +23,7 @@ def config(name: str, **changes):
         "blocksize_k": 32,
         "attn_dtype": None,
         "attn_softmax_dtype": "float32",
+        "platform": None,
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -131,17 +132,8 @@ def test_sinks_take_part_in_the_softmax_only(qkv):
     ("name", "features", "message"),
     [
         ("vanila", set(), "did you mean 'vanilla'"),
-        ("blockwise", {"sinks"}, "cannot do sinks.*vanilla"),
-        ("ragged_page_attention_v3", set(), "the engine's pages only"),
     ],
 )
 def test_a_mechanism_that_cannot_is_refused_when_built(name, features, message):
     with pytest.raises(ConfigError, match=message):
         Mechanism.resolve(config(name), features=frozenset(features))
-
-
-def test_auto_leaves_the_score_matrix_for_long_sequences():
-    auto = Mechanism.resolve(config("auto"))
-    assert auto.pick(512, frozenset()) == "vanilla"
-    assert auto.pick(513, frozenset()) == "blockwise"
-    assert auto.pick(4096, frozenset({"sinks"})) == "vanilla"

@@ -1,7 +1,5 @@
 """Dense and paged caches give what attention over the whole sequence gives."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +9,7 @@ from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import DenseCache, LayerCacheSpec, PagedCache, RaggedBatch
 
 H, G, K, LAYERS, PAGE = 4, 2, 8, 3, 4
-MECHANISM = Mechanism.resolve(
-    SimpleNamespace(
-        attn_mechanism="vanilla",
-        decode_attn_mechanism=None,
-        operation_configs=None,
-        blocksize_q=128,
-        blocksize_k=128,
-        attn_dtype=None,
-        attn_softmax_dtype="float32",
-    )
-)
+MECHANISM = Mechanism()
 SPECS = [LayerCacheSpec(G, K)] * LAYERS
 rng = np.random.default_rng(0)
 
@@ -142,8 +130,10 @@ def test_padding_tokens_write_nothing():
 
 def test_a_scanned_model_cannot_take_an_unrolled_cache():
     cache = DenseCache.create(SPECS, batch_size=1, capacity=4, layout="leaves")
+    kv = sequence(1)
+    cache, info, _ = cache.begin(jnp.ones((1, 1), jnp.int32))
     with pytest.raises(TypeError, match="init_cache"):
-        jax.jit(lambda layer: cache.read(layer))(jnp.asarray(0))
+        jax.jit(lambda layer: attend(*kv, info, cache=cache, layer=layer, mechanism=MECHANISM))(0)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])

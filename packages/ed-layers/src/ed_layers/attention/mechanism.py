@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError, unknown_name
 
-# What a layer may ask of attention beyond q, k, v and a mask.
-FEATURES = ("window", "chunk", "soft_cap", "sinks", "bias", "dropout")
+from ed_layers.attention.scoring import FEATURES
+
+#: What a mechanism reads: "projected" keys and values of the same call (training, and prompts too),
+#: a contiguous "cache", or the engine's "pages".
+Reads = Literal["projected", "cache", "pages"]
+
+ALL = frozenset(FEATURES)
 
 
 @dataclass(frozen=True)
@@ -17,34 +22,48 @@ class Ability:
     """What a mechanism can do; the same on every platform.
 
     Attributes:
-        features: the names of FEATURES it carries out.
-        paged: it reads the paged cache of the engine.
+        features: the names of FEATURES that it carries out.
+        reads: where its keys and values are.
         doc: one line for error messages and generated tables.
     """
 
     features: frozenset[str]
-    paged: bool
+    reads: Reads
     doc: str
 
 
+#: What each can do; `ed_layers.attention.dispatch` says which function does it.
 MECHANISMS: dict[str, Ability] = {
     "vanilla": Ability(
-        frozenset(FEATURES), paged=False, doc="full score matrix; exact reference, any feature"
+        ALL,
+        "projected",
+        "full score matrix; the exact reference, any feature",
     ),
     "blockwise": Ability(
-        frozenset({"window", "chunk", "soft_cap"}),
-        paged=False,
-        doc="online softmax over key blocks, masked blocks skipped; memory linear in length",
+        ALL,
+        "projected",
+        "online softmax over key blocks, masked blocks skipped; memory linear in length",
     ),
     "ragged_page_attention_v3": Ability(
         frozenset({"window", "chunk", "soft_cap"}),
-        paged=True,
-        doc="mixed prefill and decode over pages; the engine's mechanism",
+        "pages",
+        "mixed prefill and decode over pages; the engine's mechanism",
     ),
 }
 
-# "auto" leaves the score matrix to be materialised up to this many query tokens.
-AUTO_VANILLA_LIMIT = 512
+
+@dataclass(frozen=True)
+class Settings:
+    """Kernel settings of one mechanism.
+
+    Attributes:
+        block_q, block_k: tokens per block; None leaves the choice to the mechanism.
+        platform: language of its kernel ("jax", "triton" or "pallas"); None = the best there is.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None
+    platform: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,21 +71,26 @@ class Mechanism:
     """A resolved choice, held by the attention layer; hashable, fixed when the model is built.
 
     Attributes:
-        name: "auto" or a key of MECHANISMS.
+        name: "auto" or a key of MECHANISMS that reads what is projected.
         decode: the one that reads a contiguous cache; None = chosen by the number of queries.
-        block_q, block_k: block sizes of `blockwise`.
+        pages: the one that reads the engine's pages.
+        settings: kernel settings by mechanism, where they are not `default`.
+        default: those of all others.
         dtype: dtype of q, k and v inside attention; None keeps theirs.
         softmax_dtype: dtype of scores and softmax.
         dropout: probability of dropping an attention weight in training.
+        config: the model's, for its mesh and what single mechanisms are configured by.
     """
 
     name: str = "vanilla"
     decode: str | None = None
-    block_q: int = 128
-    block_k: int = 128
+    pages: str = "ragged_page_attention_v3"
+    settings: tuple[tuple[str, Settings], ...] = ()
+    default: Settings = Settings()
     dtype: Any = None
     softmax_dtype: Any = jnp.float32
     dropout: float = 0.0
+    config: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
     def resolve(
@@ -76,66 +100,80 @@ class Mechanism:
 
         Args:
             config: an EasyDeLBaseConfig (`attn_mechanism`, `decode_attn_mechanism`, `blocksize_q`,
-                `blocksize_k`, `operation_configs`, `attn_dtype`, `attn_softmax_dtype`).
+                `blocksize_k`, `platform`, `operation_configs`, `attn_dtype`, `attn_softmax_dtype`,
+                and the mesh).
             features: the names of FEATURES that the layer uses.
             dropout: attention dropout probability.
 
         Raises:
-            ConfigError: the mechanism is unknown, needs the engine's pages, or lacks a feature.
+            ConfigError: a mechanism is unknown, reads something else, or lacks a feature.
         """
         name, decode = config.attn_mechanism, config.decode_attn_mechanism
+        pages = "ragged_page_attention_v3"
+        for given in (name, decode):
+            if given in MECHANISMS and MECHANISMS[given].reads == "pages":
+                pages = given
+        # A model that names a paged mechanism is for the engine; what it does besides is "auto".
+        name = "auto" if name == pages else name
+        decode = None if decode == pages else decode
         needed = features | ({"dropout"} if dropout else set())
-        check("attn_mechanism", name, needed)
-        if decode == "ragged_page_attention_v3":  # what the engine does in any case
-            decode = None
-        elif decode is not None:
-            check("decode_attn_mechanism", decode, features)
-        blocks = (config.operation_configs or {}).get("blockwise")
+        check("attn_mechanism", name, needed, reads=("projected",))
+        if decode is not None:
+            needed = features - {"dropout"}
+            check("decode_attn_mechanism", decode, needed, reads=("projected", "cache"))
+        default = Settings(config.blocksize_q, config.blocksize_k, config.platform)
+        settings = {
+            operation: Settings(
+                given.block_q or default.block_q,
+                given.block_k or default.block_k,
+                given.platform or default.platform,
+            )
+            for operation, given in (config.operation_configs or {}).items()
+        }
         return cls(
             name=name,
             decode=decode,
-            block_q=(blocks and blocks.block_q) or config.blocksize_q,
-            block_k=(blocks and blocks.block_k) or config.blocksize_k,
+            pages=pages,
+            settings=tuple(settings.items()),
+            default=default,
             dtype=None if config.attn_dtype is None else jnp.dtype(config.attn_dtype),
             softmax_dtype=jnp.dtype(config.attn_softmax_dtype),
             dropout=dropout,
+            config=config,
         )
 
-    def pick(self, q_len: int, asked: frozenset[str], cached: bool = False) -> str:
-        """The mechanism for this call: by length where the config says "auto".
+    def settings_of(self, name: str) -> Settings:
+        """Kernel settings of a mechanism."""
+        return dict(self.settings).get(name, self.default)
 
-        Args:
-            q_len: queries of each row.
-            asked: the names of FEATURES that the call uses.
-            cached: keys and values come from a contiguous cache. One query has a score matrix of
-                one row, so only `decode_attn_mechanism` takes it away from "vanilla".
-        """
-        name = self.name
-        if cached:
-            named = name if name != "auto" and q_len > 1 else "vanilla"
-            name = self.decode or named
-        if name != "auto":
-            return name
-        if asked <= MECHANISMS["blockwise"].features and q_len > AUTO_VANILLA_LIMIT:
-            return "blockwise"
-        return "vanilla"
+    def blocks(self, name: str, s: int, t: int) -> tuple[int, int]:
+        """Queries and keys per block of a mechanism, not more than there are."""
+        settings = self.settings_of(name)
+        return min(settings.block_q or 128, s), min(settings.block_k or 128, t)
 
 
-def check(field: str, name: str, needed: frozenset[str] | set[str]) -> None:
-    """Raise ConfigError unless the mechanism is known, works without pages and has the features."""
+def check(
+    field_name: str,
+    name: str,
+    needed: frozenset[str] | set[str],
+    *,
+    reads: tuple[Reads, ...],
+) -> None:
+    """Raise ConfigError unless the mechanism is known, fits its place and has the features."""
     if name == "auto":
         return
     if name not in MECHANISMS:
         raise unknown_name("attention mechanism", name, ["auto", *MECHANISMS])
     ability = MECHANISMS[name]
-    if ability.paged:
+    fitting = {m: a for m, a in MECHANISMS.items() if a.reads in reads}
+    if name not in fitting:
         raise ConfigError(
-            f"{field}={name!r} works on the engine's pages only; choose "
-            "'auto', 'vanilla' or 'blockwise' for training and generate()"
+            f"{field_name}={name!r} reads {ability.reads} only; choose one of: "
+            f"auto, {', '.join(fitting)}"
         )
     if missing := sorted(needed - ability.features):
-        able = [m for m, a in MECHANISMS.items() if needed <= a.features and not a.paged]
+        able = [m for m, a in fitting.items() if needed <= a.features]
         raise ConfigError(
-            f"{field}={name!r} cannot do {', '.join(missing)}, which this model "
+            f"{field_name}={name!r} cannot do {', '.join(missing)}, which this model "
             f"needs; these can: {', '.join(able)}"
         )

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ed_layers.cache.protocol import Layer
+from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.scoring import Scoring
+from ed_layers.cache.paged import Pages
 from ed_layers.cache.ragged import RaggedBatch
 
 # Keys per step of the online softmax, and queries per block of a prefill.
@@ -23,40 +25,30 @@ QUERY_BLOCK = 128
 
 def paged_attention(
     q: Float[Array, "T h k"],
-    pages: tuple[Float[Array, "*lead P page g 2 k"], tuple[Layer, ...]],
+    pages: Pages,
     ragged: RaggedBatch,
-    *,
-    group: str = "full",
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    soft_cap: float | None = None,
-    softmax_dtype: jnp.dtype = jnp.float32,
+    scoring: Scoring,
+    mechanism: Mechanism,
 ) -> Float[Array, "T h k"]:
-    """Causal attention of a flat batch; see `attend`. Padding tokens get zeros.
-
-    Args:
-        pages: the pool, and the index of the layer in it, as `PagedCache.read` gives them.
-        group: which page table of `ragged`.
-    """
+    """Causal attention of a flat batch; see `attend`. Padding tokens get zeros."""
     tokens, heads, head_dim = q.shape
-    groups = pages[0].shape[-3]
-    q = (q * scale).reshape(tokens, groups, heads // groups, head_dim)
-    table = ragged.page_table[group]
-    reader = PageReader(pages, table, window, chunk, soft_cap, softmax_dtype)
-    out = jnp.zeros(q.shape, softmax_dtype)
+    groups = pages.pool.shape[-3]
+    q = (q * scoring.scale).reshape(tokens, groups, heads // groups, head_dim)
+    reader = PageReader(pages, ragged.page_table[pages.group], scoring)
+    out = jnp.zeros(q.shape, scoring.softmax_dtype)
     out = decode_all(q, reader, ragged, out)
     if not ragged.decode_only:
         out = prefill_each(q, reader, ragged, out)
-    return out.reshape(tokens, heads, head_dim).astype(pages[0].dtype)
+    return out.reshape(tokens, heads, head_dim).astype(pages.pool.dtype)
 
 
 class PageReader:
     """Gathers a block of pages and runs one step of the online softmax on it."""
 
-    def __init__(self, pages, table, window, chunk, soft_cap, softmax_dtype):
-        (self.pages, self.at), self.window, self.chunk = pages, window, chunk
-        self.soft_cap, self.softmax_dtype = soft_cap, softmax_dtype
+    def __init__(self, pages: Pages, table: jax.Array, scoring: Scoring):
+        self.pages, self.at, self.scoring = pages.pool, pages.at, scoring
+        self.window, self.chunk = scoring.window, scoring.chunk
+        self.softmax_dtype = scoring.softmax_dtype
         page_size = self.pages.shape[-4]
         self.pages_per_block = max(1, min(KEY_BLOCK // page_size, table.shape[1]))
         self.block = self.pages_per_block * page_size
@@ -82,8 +74,7 @@ class PageReader:
             top, total, acc = carry
             k, v = self.keys_values(rows, j)
             scores = jnp.einsum("mxgrk,mygk->mgrxy", q, k).astype(self.softmax_dtype)
-            if self.soft_cap is not None:
-                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+            scores, _ = self.scoring.cap(scores)
             at = j * self.block + jnp.arange(self.block)
             allowed = self.allowed(position, at) & valid[:, :, None]
             scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)

@@ -1,6 +1,7 @@
 """Attention with the whole score matrix: the exact reference, and the fast form for short queries.
 
-Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head, k head dim.
+Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head, k head dim,
+d head dim of values.
 """
 
 from __future__ import annotations
@@ -12,27 +13,23 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float
 
+from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.scoring import Scoring, kept, split_heads
+
 KVOrder = Literal["btgk", "bgtk"]
 
 
 def vanilla_attention(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b _ _ k"],
-    v: Float[Array, "b _ _ k"],
+    v: Float[Array, "b _ _ d"],
     mask_info: MaskInfo,
+    scoring: Scoring,
+    mechanism: Mechanism,
     *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " h"] | None = None,
-    bias: Float[Array, "b h s t"] | None = None,
-    dropout: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    softmax_dtype: jnp.dtype = jnp.float32,
     kv_order: KVOrder = "btgk",
     one_by_sum: bool = False,
-) -> Float[Array, "b s h k"]:
+) -> Float[Array, "b s h d"]:
     """Softmax attention; see `attend` for the arguments.
 
     Args:
@@ -45,29 +42,38 @@ def vanilla_attention(
     """
     b, s, h, _ = q.shape
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
+    dtype = scoring.softmax_dtype
     q = q.reshape(b, s, groups, h // groups, -1)
-    scores = score(q, k, kv_order, one_by_sum).astype(softmax_dtype) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if bias is not None:
-        scores = scores + bias.reshape(b, groups, h // groups, s, -1).astype(softmax_dtype)
-    allowed = mask_info.allowed(window=window, chunk=chunk)[:, None, None]
+    scores = score(q, k, kv_order, one_by_sum).astype(dtype) * scoring.scale
+    scores, _ = scoring.cap(scores)
+    if scoring.bias is not None:
+        scores = scores + split_heads(scoring.bias, groups, h // groups).astype(dtype)
+    allowed = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
 
     top = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.reshape(1, groups, h // groups, 1, 1).astype(softmax_dtype)
-        top = jnp.maximum(top, sink)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.reshape(1, groups, h // groups, 1, 1).astype(dtype)
+        top = jnp.maximum(top, sinks)
     # A row that may attend to nothing has top = -inf; it becomes zeros, not NaN.
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - top)
+    if scoring.sinks is not None:
+        total = total + jnp.exp(sinks - top)
     weights = weights / jnp.where(total == 0, 1, total)
-    if dropout > 0 and dropout_key is not None:
-        kept = jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape)
-        weights = jnp.where(kept, weights / (1 - dropout), 0)
+    if scoring.dropout > 0 and scoring.dropout_key is not None:
+        heads = jnp.arange(h).reshape(groups, -1, 1, 1)
+        rows, queries, keys = (jnp.arange(n) for n in (b, s, scores.shape[-1]))
+        stays = kept(
+            scoring.dropout_key,
+            scoring.dropout,
+            rows[:, None, None, None, None],
+            heads,
+            queries[:, None],
+            keys,
+        )
+        weights = jnp.where(stays, weights / (1 - scoring.dropout), 0)
     return combine(weights.astype(v.dtype), v, kv_order, one_by_sum).reshape(b, s, h, -1)
 
 

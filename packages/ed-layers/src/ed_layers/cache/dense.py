@@ -19,6 +19,7 @@ from ed_layers.cache.protocol import (
     LayerCacheSpec,
     Layout,
     PerLayer,
+    Stored,
     allocate,
     layer_of,
     update_layer,
@@ -117,13 +118,16 @@ class DenseCache:
         )
         return replace(self, segment_ids=kv_segments), mask_info, jnp.maximum(positions, 0)
 
-    def write(
+    def update(
         self,
         layer: Layer,
         kv: tuple[Float[Array, "b s g k"], Float[Array, "b s g k"]],
+        *,
+        mask_info: MaskInfo,
         ragged: RaggedBatch | None = None,
-    ) -> DenseCache:
-        """Store this step's keys and values of one layer behind what is there."""
+        group: str = "full",
+    ) -> tuple[DenseCache, Stored]:
+        """Store this step's keys and values of one layer behind what is there; give all."""
 
         def put(storage: PerLayer, new: jax.Array) -> PerLayer:
             new = jnp.swapaxes(new, 1, 2)
@@ -134,13 +138,9 @@ class DenseCache:
 
             return update_layer(storage, layer, update)
 
-        return replace(self, keys=put(self.keys, kv[0]), values=put(self.values, kv[1]))
-
-    def read(
-        self, layer: Layer, ragged: RaggedBatch | None = None
-    ) -> tuple[Float[Array, "b g t k"], Float[Array, "b g t k"]]:
-        """All keys and values of one layer, in the cache's own order [b, g, t, k]."""
-        return layer_of(self.keys, layer), layer_of(self.values, layer)
+        keys, values = put(self.keys, kv[0]), put(self.values, kv[1])
+        stored = Stored(layer_of(keys, layer), layer_of(values, layer), mask_info, self.layout)
+        return replace(self, keys=keys, values=values), stored
 
     def advance(self, count: int) -> DenseCache:
         """Move the write position after every layer has written its `count` tokens."""

@@ -79,12 +79,15 @@ class PagedCache:
         """Pages in the pool."""
         return jax.tree.leaves(self.pages)[0].shape[-5]
 
-    def write(
+    def update(
         self,
         layer: Layer,
         kv: tuple[Float[Array, "1 T g k"], Float[Array, "1 T g k"]],
+        *,
+        mask_info: MaskInfo | None = None,
         ragged: RaggedBatch,
-    ) -> PagedCache:
+        group: str = "full",
+    ) -> tuple[PagedCache, Pages]:
         """Scatter this step's keys and values into their slots; padding tokens are dropped."""
         new = jnp.stack([kv[0][0], kv[1][0]], axis=2)
         page, offset = jnp.divmod(ragged.slots[self.group], self.page_size)
@@ -92,11 +95,21 @@ class PagedCache:
         def update(pages: jax.Array, at: tuple) -> jax.Array:
             return pages.at[(*at, page, offset)].set(new.astype(pages.dtype), mode="drop")
 
-        return replace(self, pages=update_layer(self.pages, layer, update))
+        cache = replace(self, pages=update_layer(self.pages, layer, update))
+        return cache, Pages(*locate(cache.pages, layer), self.group)
 
-    def read(
-        self, layer: Layer, ragged: RaggedBatch
-    ) -> tuple[Float[Array, "*lead P page g 2 k"], tuple[Layer, ...]]:
-        """The pool and the leading index of the layer in it: only the pages that a sequence has
-        are ever gathered, never the pool of a layer."""
-        return locate(self.pages, layer)
+
+@dataclass(frozen=True)
+class Pages:
+    """What attention over pages reads: only the pages that a sequence has are ever gathered, never
+    the pool of a layer.
+
+    Attributes:
+        pool: [P, page_size, g, 2, k], or with a leading layer axis.
+        at: index of the layer in it, `(layer,)` or `()`.
+        group: which page table of the RaggedBatch.
+    """
+
+    pool: jax.Array
+    at: tuple[Layer, ...]
+    group: str

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
 from ed_layers.cache.ragged import RaggedBatch
@@ -30,15 +31,43 @@ class LayerCacheSpec:
 CacheT = TypeVar("CacheT", bound="Cache")
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What attention reads of one layer of a contiguous cache.
+
+    Attributes:
+        k, v: [b, g, t, k] and [b, g, t, d].
+        mask_info: who may attend to which slot.
+        layout: how the cache stores its layers; where they are leaves, reading one copies nothing.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    mask_info: MaskInfo
+    layout: Layout
+
+
 class Cache(Protocol):
     """A pytree that a step donates and gets back; a scan over layers carries it."""
 
-    def write(self: CacheT, layer: Layer, kv: Any, ragged: RaggedBatch | None) -> CacheT:
-        """Store this step's keys and values of one layer."""
-        ...
+    def update(
+        self: CacheT,
+        layer: Layer,
+        kv: tuple[jax.Array, jax.Array] | None,
+        *,
+        mask_info: MaskInfo | None = None,
+        ragged: RaggedBatch | None = None,
+        group: str = "full",
+    ) -> tuple[CacheT, Any]:
+        """Store this step's keys and values of one layer, and give what its attention reads.
 
-    def read(self, layer: Layer, ragged: RaggedBatch | None) -> Any:
-        """Everything stored for one layer, in the form its attention mechanism takes."""
+        Args:
+            layer: which layer of the model.
+            kv: [b, s, g, k] and [b, s, g, d]; None where a layer only reads.
+            mask_info: who may attend to whom, as `begin` gave it.
+            ragged: the flat batch of a serving step, for caches of pages.
+            group: which kind of layer it is; see `attend`.
+        """
         ...
 
 

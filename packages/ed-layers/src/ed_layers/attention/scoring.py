@@ -1,0 +1,121 @@
+"""What turns queries and keys into attention weights, besides the mask.
+
+Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per kv head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jaxtyping import Array, Bool, Float, Int
+
+#: What a layer may ask of attention beyond causal self-attention with grouped heads and segments,
+#: which every mechanism does.
+FEATURES = (
+    "bidirectional",
+    "cross",
+    "window",
+    "chunk",
+    "soft_cap",
+    "sinks",
+    "value_dim",
+    "bias",
+    "dropout",
+)
+
+Limit = int | Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are made, limited and normalised; see `attend` for the meaning of each.
+
+    Attributes:
+        scale: factor on q·k.
+        window, chunk: an int, a traced scalar in which 0 = no limit, or None.
+        soft_cap: bound of the scores.
+        sinks: one logit per head, [h].
+        bias: [b or 1, h or 1, s, t], added to the scores after the soft cap.
+        dropout: probability that an attention weight is dropped; 0 unless there is a `dropout_key`.
+        dropout_key: PRNG key.
+        softmax_dtype: dtype of scores, softmax and sums.
+    """
+
+    scale: float
+    window: Limit | None = None
+    chunk: Limit | None = None
+    soft_cap: float | None = None
+    sinks: Float[Array, " h"] | None = None
+    bias: Float[Array, "#b #h s t"] | None = None
+    dropout: float = 0.0
+    dropout_key: jax.Array | None = None
+    softmax_dtype: Any = jnp.float32
+
+    def features(self, q: jax.Array, v: jax.Array, mask_info: MaskInfo) -> frozenset[str]:
+        """The names of FEATURES that a call uses, from what is known when it is traced.
+
+        Args:
+            q: [b, s, h, k].
+            v: [b, t, g, v].
+        """
+        used = {
+            "bidirectional": not mask_info.causal,
+            "cross": q.shape[1] != v.shape[1],
+            "window": self.window is not None,
+            "chunk": self.chunk is not None,
+            "soft_cap": self.soft_cap is not None,
+            "sinks": self.sinks is not None,
+            "value_dim": q.shape[-1] != v.shape[-1],
+            "bias": self.bias is not None,
+            "dropout": self.dropout > 0,
+        }
+        return frozenset(name for name, is_used in used.items() if is_used)
+
+    def cap(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+        """Scores within the soft cap, and the derivative of capping."""
+        if self.soft_cap is None:
+            return scores, 1.0
+        squashed = jnp.tanh(scores / self.soft_cap)
+        return self.soft_cap * squashed, 1 - squashed**2
+
+
+def split_heads(x: Float[Array, "b h *rest"], groups: int, repeat: int) -> jax.Array:
+    """[b, h or 1, ...] to [b, g, r, ...] or [b, 1, 1, ...]."""
+    lead = (1, 1) if x.shape[1] == 1 else (groups, repeat)
+    return x.reshape(x.shape[0], *lead, *x.shape[2:])
+
+
+def kept(
+    key: jax.Array,
+    rate: float,
+    row: Int[Array, ...],
+    head: Int[Array, ...],
+    query: Int[Array, ...],
+    position: Int[Array, ...],
+) -> Bool[Array, ...]:
+    """Which attention weights dropout keeps: a function of the key and the weight's coordinates.
+
+    No matter in which blocks a mechanism goes over the weights, it drops the same ones. The bits
+    are an integer hash (the finaliser of Wellons' `lowbias32`), much cheaper than a PRNG and good
+    enough for dropout.
+
+    Args:
+        rate: probability of dropping.
+        row, head, query, position: coordinates, int arrays that broadcast against each other.
+    """
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    x = seed[0]
+    for coordinate in (row, head, query):
+        x = _mix(x ^ (coordinate.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
+    x = _mix(x ^ _mix(position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77) ^ seed[1]))
+    return x >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
