@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from ed_infra.logging import get_logger, once
 
+from ed_layers.attention.hardware import platform_of
 from ed_layers.attention.mechanism import Mechanism
 
 logger = get_logger(__name__)
@@ -34,12 +33,3 @@ def said(name: str, platform: str) -> str:
     """Say once that "auto" took a mechanism."""
     once(logger, f"attention: auto takes {name!r} on {platform}", level=20)
     return name
-
-
-def platform_of(config: Any) -> str:
-    """Where a model runs: the platform of its mesh ("cpu", "gpu" or "tpu"), which may be one that
-    is compiled for and not here."""
-    mesh = getattr(config, "mesh", None)
-    if mesh is None:
-        return jax.default_backend()
-    return mesh.devices.flat[0].platform

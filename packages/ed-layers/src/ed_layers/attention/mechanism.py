@@ -16,6 +16,9 @@ Reads = Literal["projected", "cache", "pages"]
 
 ALL = frozenset(FEATURES)
 
+#: What every mechanism over pages can do.
+PAGED_FEATURES = frozenset({"window", "chunk", "soft_cap"})
+
 
 @dataclass(frozen=True)
 class Ability:
@@ -25,11 +28,14 @@ class Ability:
         features: the names of FEATURES that it carries out.
         reads: where its keys and values are.
         doc: one line for error messages and generated tables.
+        kernels: its native kernels, as (platform of the devices, language of the kernel); where it
+            has none, or the kernel cannot take a call, plain XLA computes the same.
     """
 
     features: frozenset[str]
     reads: Reads
     doc: str
+    kernels: tuple[tuple[str, str], ...] = ()
 
 
 #: What each can do; `ed_layers.attention.dispatch` says which function does it.
@@ -44,10 +50,51 @@ MECHANISMS: dict[str, Ability] = {
         "projected",
         "online softmax over key blocks, masked blocks skipped; memory linear in length",
     ),
+    "ring": Ability(
+        ALL - {"bias", "dropout"},
+        "projected",
+        "context parallelism: keys go round the devices that split the sequence, zig-zag if causal",
+    ),
+    "flash_attn2": Ability(
+        ALL,
+        "projected",
+        "flash attention by the kernel of the platform; elsewhere as blockwise",
+        (("tpu", "pallas"), ("gpu", "triton")),
+    ),
+    "blocksparse": Ability(
+        ALL - {"bias", "dropout"},
+        "projected",
+        "splash attention: blocks outside the mask are skipped; elsewhere as blockwise",
+        (("tpu", "pallas"),),
+    ),
+    "cudnn": Ability(
+        ALL - {"soft_cap", "sinks", "dropout"},
+        "projected",
+        "cuDNN's flash attention in bfloat16 and float16; elsewhere as blockwise",
+        (("gpu", "cudnn"),),
+    ),
+    "sdpa": Ability(
+        ALL - {"soft_cap", "sinks", "dropout"},
+        "projected",
+        "jax.nn.dot_product_attention in XLA, with the mask as an array",
+    ),
     "ragged_page_attention_v3": Ability(
-        frozenset({"window", "chunk", "soft_cap"}),
+        PAGED_FEATURES,
         "pages",
         "mixed prefill and decode over pages; the engine's mechanism",
+        (("tpu", "pallas"),),
+    ),
+    "ragged_page_attention_v2": Ability(
+        PAGED_FEATURES,
+        "pages",
+        "another name of ragged_page_attention_v3: jax ships one such kernel",
+        (("tpu", "pallas"),),
+    ),
+    "page_attention": Ability(
+        PAGED_FEATURES,
+        "pages",
+        "another name of ragged_page_attention_v3: decode is the case of one token a sequence",
+        (("tpu", "pallas"),),
     ),
 }
 
