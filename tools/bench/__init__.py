@@ -1,0 +1,1 @@
+"""Scripts behind every figure in the docs: `python -m tools.bench.<name>`."""

@@ -1,0 +1,192 @@
+"""Attention mechanisms against each other and against torch, in one run: time, memory, error.
+
+uv run python -m tools.bench.attention --length 512 2048
+uv run python -m tools.bench.attention --mechanisms vanilla blockwise --forward --window 256
+
+Time is the median of interleaved runs, given as a ratio to torch's scaled_dot_product_attention
+too; memory is the growth of the process's resident memory (each contender in a process of its own);
+the error is the largest difference from vanilla in float64, relative to its largest value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from tools.bench.measure import Run, machine, peak_growth, table, take_turns
+
+TORCH = "torch sdpa"
+
+
+@dataclass(frozen=True)
+class Case:
+    """The shape of one measurement."""
+
+    length: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    forward: bool
+
+    def inputs(self) -> list[np.ndarray]:
+        """q, k, v as [b, s, heads, head_dim], and the cotangent of the output."""
+        rng = np.random.default_rng(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(self.batch, self.length, h, self.head_dim) for h in heads]
+        return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def jax_contender(name: str, case: Case, dtype: str = "float32") -> Callable[[], list[np.ndarray]]:
+    """A mechanism of this project; compiled here, not when it is run."""
+    import jax
+    import jax.numpy as jnp
+    from ed_infra.masks import MaskInfo
+    from ed_layers.attention import Mechanism, attend
+
+    mechanism = Mechanism(name=name, softmax_dtype=jnp.dtype(dtype))
+    q, k, v, d_out = (jnp.asarray(x, dtype) for x in case.inputs())
+    mask_info = MaskInfo.full(case.batch, case.length)
+
+    def forward(q, k, v):
+        return attend(q, k, v, mask_info, window=case.window, mechanism=mechanism)[0]
+
+    def both(q, k, v, d_out):
+        out, pull = jax.vjp(forward, q, k, v)
+        return (out, *pull(d_out))
+
+    arguments = (q, k, v) if case.forward else (q, k, v, d_out)
+    compiled = jax.jit(forward if case.forward else both).lower(*arguments).compile()
+    return lambda: jax.tree.leaves(jax.block_until_ready(compiled(*arguments)))
+
+
+def torch_contender(case: Case) -> Callable[[], list[np.ndarray]]:
+    """torch's fused attention; a window needs its mask written out."""
+    import torch
+
+    q, k, v, d_out = (torch.tensor(x).transpose(1, 2) for x in case.inputs())
+    mask = None
+    if case.window is not None:
+        at = torch.arange(case.length)
+        near = at[:, None] - at[None] < case.window
+        mask = near & (at[:, None] >= at[None])
+
+    def run():
+        leaves = [x.detach().requires_grad_(not case.forward) for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        if not case.forward:
+            out.backward(d_out)
+        grads = [] if case.forward else [x.grad for x in leaves]
+        return [x.detach().transpose(1, 2) for x in (out, *grads)]
+
+    return run
+
+
+def contender(name: str, case: Case) -> Callable[[], list[np.ndarray]]:
+    """A contender by its name in the table."""
+    return torch_contender(case) if name == TORCH else jax_contender(name, case)
+
+
+def exact(case: Case) -> list[np.ndarray]:
+    """What the full score matrix gives in float64."""
+    import jax
+
+    with jax.enable_x64(True):
+        return [np.asarray(x) for x in jax_contender("vanilla", case, "float64")()]
+
+
+def error(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest difference relative to each array's largest value."""
+    pairs = zip(found, expected, strict=True)
+    return max(float(np.abs(np.asarray(x) - y).max() / np.abs(y).max()) for x, y in pairs)
+
+
+def memory_of(name: str, case: Case) -> int:
+    """`peak_growth` of a contender, in a process of its own."""
+    given = [f"--{field.name.replace('_', '-')}" for field in fields(Case)]
+    flags: list[str] = []
+    for flag, field in zip(given, fields(Case), strict=True):
+        value = getattr(case, field.name)
+        if value is not None and value is not False:
+            flags += [flag] if value is True else [flag, str(value)]
+    command = [sys.executable, "-m", "tools.bench.attention", "--memory-of", name, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+def measure(case: Case, names: list[str], rounds: int) -> str:
+    """The table of one case."""
+    runs = {name: contender(name, case) for name in names}
+    expected = exact(case)
+    errors = {name: error(run(), expected) for name, run in runs.items()}
+    timed: dict[str, Run] = dict(runs)
+    seconds = take_turns(timed, rounds=rounds)
+    base = seconds.get(TORCH, seconds[names[0]])
+    rows = [
+        [
+            name,
+            f"{seconds[name] * 1e3:.1f}",
+            f"{seconds[name] / base:.2f}",
+            f"{memory_of(name, case) / 1e6:.0f}",
+            f"{errors[name]:.1e}",
+        ]
+        for name in names
+    ]
+    beside = TORCH if TORCH in names else names[0]
+    return table(["mechanism", "ms", f"of {beside}", "peak MB", "error"], rows)
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--mechanisms", nargs="+", default=["vanilla", "sdpa", "blockwise", "flash_attn2"])
+    add("--length", type=int, nargs="+", default=[512, 2048])
+    add("--batch", type=int, default=1)
+    add("--heads", type=int, default=9)
+    add("--kv-heads", type=int, default=3)
+    add("--head-dim", type=int, default=64)
+    add("--window", type=int, help="sliding window, in positions")
+    add("--forward", action="store_true", help="without the backward pass")
+    add("--rounds", type=int, default=7)
+    add("--memory-of", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    cases = [
+        Case(length, *(getattr(given, field.name) for field in fields(Case)[1:]))
+        for length in given.length
+    ]
+    if given.memory_of:
+        print(peak_growth(contender(given.memory_of, cases[0])))
+        return
+    names = list(given.mechanisms)
+    try:
+        import torch  # noqa: F401 - only whether it is there
+    except ImportError:
+        print("torch is not installed: measured without it\n")
+    else:
+        names.append(TORCH)
+    print(machine())
+    for case in cases:
+        passes = "forward" if case.forward else "forward and backward"
+        window = "" if case.window is None else f", window {case.window}"
+        print(
+            f"\n{passes}, causal{window}, {case.batch} x {case.length} tokens, "
+            f"{case.heads}/{case.kv_heads} heads of {case.head_dim}, float32\n"
+        )
+        print(measure(case, names, given.rounds))
+
+
+if __name__ == "__main__":
+    main()

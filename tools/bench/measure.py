@@ -1,0 +1,102 @@
+"""Timing that stands noise: contenders take turns, and medians and ratios are what counts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+Run = Callable[[], object]
+
+
+def take_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, float]:
+    """Median seconds of each contender.
+
+    Every round runs each of them once, so that a slow moment of the machine meets all; the first
+    round warms up and does not count. A contender returns when its work is done.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.collect()
+    for turn in range(rounds + 1):
+        for name, run in contenders.items():
+            began = time.perf_counter()
+            run()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def peak_growth(run: Run) -> int:
+    """Bytes by which the resident memory of this process grows at most during a run (Linux)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = status("VmRSS")
+    run()
+    return max(0, status("VmHWM") - before)
+
+
+def status(field: str) -> int:
+    """A size in bytes from the process's status."""
+    text = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a sum over 512 MB of float32 reads: the best of several runs."""
+    import jax
+    import jax.numpy as jnp
+
+    data = jnp.ones((1 << 27,), jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(data).block_until_ready()
+    best = float("inf")
+    for _ in range(8):
+        began = time.perf_counter()
+        total(data).block_until_ready()
+        best = min(best, time.perf_counter() - began)
+    return data.nbytes / best
+
+
+def machine() -> str:
+    """One line that says what was measured on, and with what."""
+    import jax
+
+    device = jax.devices()[0]
+    kind = cpu_name() if device.platform == "cpu" else f"{device.device_kind} x{len(jax.devices())}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("jax", "torch", "transformers"):
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"{kind}, {cores} cores; {', '.join(versions)}"
+
+
+def cpu_name() -> str:
+    """The processor's model, and whether it has AVX-512."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = re.search(r"model name\s*: (.*)", text)
+    wide = " (AVX-512)" if "avx512f" in text else ""
+    return f"{name[1] if name else platform.machine()}{wide}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, columns aligned."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
