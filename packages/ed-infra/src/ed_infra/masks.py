@@ -43,6 +43,9 @@ class MaskInfo:
         q_index: int32 [b, s].
         kv_index: int32 [b, t].
         causal: static.
+        in_order: queries and keys are the same tokens, in the order of the row, and each token sees
+            itself: a difference of indices is one of places. Static; kernels that mask by place
+            need it. False where nothing is known.
     """
 
     q_segment_ids: Int[jax.Array, "b s"]
@@ -50,13 +53,14 @@ class MaskInfo:
     q_index: Int[jax.Array, "b s"]
     kv_index: Int[jax.Array, "b t"]
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def from_segments(cls, segment_ids: Any, causal: bool = True) -> MaskInfo:
         """Make the mask of self-attention over packed rows, from int [b, s], 0 = padding."""
         segments = jnp.asarray(segment_ids, jnp.int32)
         index = segment_index(segments)
-        return cls(segments, segments, index, index, causal)
+        return cls(segments, segments, index, index, causal, in_order=True)
 
     @classmethod
     def from_attention_mask(cls, mask: Any, causal: bool = True) -> MaskInfo:
@@ -96,7 +100,8 @@ class MaskInfo:
         b, t = self.kv_segment_ids.shape
         ratio = jax.random.uniform(draw, (b, 1), minval=min_ratio, maxval=max_ratio)
         keep = (jax.random.uniform(drop, (b, t)) >= ratio) | (self.kv_index == 0)
-        return dataclasses.replace(self, kv_segment_ids=jnp.where(keep, self.kv_segment_ids, 0))
+        segments = jnp.where(keep, self.kv_segment_ids, 0)
+        return dataclasses.replace(self, kv_segment_ids=segments, in_order=False)
 
     def allowed(self, window: Any = None, chunk: Any = None) -> Bool[jax.Array, "b s t"]:
         """Return the mask as bool [b, s, t], True where attention is allowed.

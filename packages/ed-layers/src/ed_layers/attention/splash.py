@@ -1,0 +1,174 @@
+"""`blocksparse`: jax's splash attention on TPU, which skips the blocks that the mask leaves empty.
+
+The kernel knows a static mask over places and segment ids over tokens; both are made here from a
+`MaskInfo` that is in the order of the row. A chunk becomes part of the segment ids, so it may be
+traced. Rows of padding see each other inside the kernel, and become zeros behind it.
+
+Legend: b batch, s length, h heads, g kv heads, k head dim of queries and keys, d head dim of
+values, x block of queries, y block of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jaxtyping import Array, Float, Int
+
+from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.native import (
+    as_blockwise,
+    limit_of,
+    native_platform,
+    over_devices,
+    static,
+    taken,
+)
+from ed_layers.attention.scoring import Scoring
+
+#: Lanes of a TPU register: blocks of keys are multiples of it.
+LANES = 128
+
+
+def blocksparse_attention(
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b t g k"],
+    v: Float[Array, "b t g d"],
+    mask_info: MaskInfo,
+    scoring: Scoring,
+    mechanism: Mechanism,
+) -> Float[Array, "b s h d"]:
+    """Splash attention on TPU, `blockwise` elsewhere; see `attend` for the arguments."""
+    given = (q, k, v, mask_info, scoring, mechanism)
+    if native_platform(mechanism, "blocksparse") == "tpu":
+        missing = refusals(q, k, v, mask_info, scoring)
+        if taken(mechanism, "blocksparse", "splash attention (Pallas)", missing):
+            return splash_attention("blocksparse", *given)
+    return as_blockwise("blocksparse", *given)
+
+
+def refusals(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_info: MaskInfo, scoring: Scoring
+) -> list[str]:
+    """What splash attention cannot do of what a call asks for."""
+    reasons = {
+        "queries and keys are not the same tokens in order": not mask_info.in_order,
+        "the window is traced": not static(scoring.window),
+        "a bias": scoring.bias is not None,
+        "dropout": scoring.dropout > 0,
+        f"{q.dtype} (it has float32 and bfloat16)": q.dtype not in (jnp.float32, jnp.bfloat16),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def splash_attention(
+    name: str,
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b s g k"],
+    v: Float[Array, "b s g d"],
+    mask_info: MaskInfo,
+    scoring: Scoring,
+    mechanism: Mechanism,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "b s h d"]:
+    """The kernel, by the block sizes of mechanism `name`.
+
+    Args:
+        interpret: run the kernel's Python on any device; for tests.
+    """
+    block_q, block_k, length = blocks_of(mechanism, name, q.shape[1])
+    kernel = partial(
+        on_one_device,
+        block_q=block_q,
+        block_k=block_k,
+        causal=mask_info.causal,
+        window=limit_of(scoring.window),
+        soft_cap=scoring.soft_cap,
+        interpret=interpret,
+    )
+    segments = segments_of(mask_info, scoring.chunk)
+    padding = length - q.shape[1]
+    q, k, v, ids = (padded(x, padding) for x in (q * scoring.scale, k, v, segments))
+    out = over_devices(kernel, mechanism.config, q.astype(k.dtype), k, v, ids, scoring.sinks)
+    return jnp.where(segments[:, :, None, None] > 0, out[:, : segments.shape[1]], 0)
+
+
+def on_one_device(
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b s g k"],
+    v: Float[Array, "b s g d"],
+    segments: Int[Array, "b s"],
+    sinks: Float[Array, " h"] | None,
+    *,
+    block_q: int,
+    block_k: int,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: bool,
+) -> Float[Array, "b s h d"]:
+    """The kernel over rows: it takes [h, s, k], and queries that are scaled already."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    s, h = q.shape[1:3]
+    if window is not None:
+        # Splash counts the keys beside a query, a window counts the query too.
+        mask = masks.LocalMask((s, s), (window - 1, 0 if causal else window - 1), offset=0)
+    else:
+        mask = masks.CausalMask((s, s)) if causal else masks.FullMask((s, s))
+    sizes = kernels.BlockSizes(
+        block_q=block_q,
+        block_kv=block_k,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_k,
+        block_q_dq=block_q,
+        block_kv_dq=block_k,
+    )
+    run = kernels.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * h),
+        block_sizes=sizes,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
+        ids = kernels.SegmentIds(segments, segments)
+        out: Any = run(q, k, v, segment_ids=ids, sinks=sinks)
+        return out.swapaxes(0, 1)
+
+    return jax.vmap(row)(q, k, v, segments)
+
+
+def blocks_of(mechanism: Mechanism, name: str, s: int) -> tuple[int, int, int]:
+    """Tokens per block of queries and of keys, and the length that both divide, at least `s`."""
+    settings = mechanism.settings_of(name)
+    longest = -(-s // LANES) * LANES
+    block_q, block_k = (
+        min(-(-(size or LANES) // LANES) * LANES, longest)
+        for size in (settings.block_q, settings.block_k)
+    )
+    both = math.lcm(block_q, block_k)
+    return block_q, block_k, -(-s // both) * both
+
+
+def segments_of(mask_info: MaskInfo, chunk: Any) -> Int[Array, "b s"]:
+    """Segment ids in which a chunk of a segment is a segment: the place where it starts, from 1."""
+    segments = mask_info.q_segment_ids
+    if chunk is None:
+        return segments
+    size = jnp.asarray(chunk)
+    within = jnp.where(size > 0, mask_info.q_index % jnp.maximum(size, 1), mask_info.q_index)
+    starts = jnp.arange(segments.shape[1]) - within + 1
+    return jnp.where(segments > 0, starts, 0).astype(segments.dtype)
+
+
+def padded(x: jax.Array, padding: int) -> jax.Array:
+    """Zeros behind the second axis."""
+    return jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
