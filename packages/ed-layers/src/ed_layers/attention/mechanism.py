@@ -17,7 +17,7 @@ Reads = Literal["projected", "cache", "pages"]
 ALL = frozenset(FEATURES)
 
 #: What every mechanism over pages can do.
-PAGED_FEATURES = frozenset({"window", "chunk", "soft_cap"})
+PAGED_FEATURES = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim"})
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ MECHANISMS: dict[str, Ability] = {
         "online softmax over key blocks, masked blocks skipped; memory linear in length",
     ),
     "ring": Ability(
-        ALL - {"bias", "dropout"},
+        ALL,
         "projected",
         "context parallelism: keys go round the devices that split the sequence, zig-zag if causal",
     ),
@@ -77,6 +77,11 @@ MECHANISMS: dict[str, Ability] = {
         ALL - {"soft_cap", "sinks", "dropout"},
         "projected",
         "jax.nn.dot_product_attention in XLA, with the mask as an array",
+    ),
+    "autoregressive_decodeattn": Ability(
+        ALL - {"dropout"},
+        "cache",
+        "few queries to a long cache: as much of it as is written, by splits on accelerators",
     ),
     "ragged_page_attention_v3": Ability(
         PAGED_FEATURES,
@@ -157,9 +162,10 @@ class Mechanism:
         """
         name, decode = config.attn_mechanism, config.decode_attn_mechanism
         pages = "ragged_page_attention_v3"
-        for given in (name, decode):
+        for field_name, given in (("attn_mechanism", name), ("decode_attn_mechanism", decode)):
             if given in MECHANISMS and MECHANISMS[given].reads == "pages":
                 pages = given
+                check(field_name, pages, features - {"cross", "dropout"}, reads=("pages",))
         # A model that names a paged mechanism is for the engine; what it does besides is "auto".
         name = "auto" if name == pages else name
         decode = None if decode == pages else decode
@@ -219,8 +225,10 @@ def check(
             f"auto, {', '.join(fitting)}"
         )
     if missing := sorted(needed - ability.features):
-        able = [m for m, a in fitting.items() if needed <= a.features]
+        able = {m: a for m, a in MECHANISMS.items() if needed <= a.features}
+        others = [m for m in able if m in fitting]
+        where = "" if others else f"nothing that reads {' or '.join(reads)} can; outside of it "
         raise ConfigError(
             f"{field_name}={name!r} cannot do {', '.join(missing)}, which this model "
-            f"needs; these can: {', '.join(able)}"
+            f"needs; {where}these can: {', '.join(others or able)}"
         )

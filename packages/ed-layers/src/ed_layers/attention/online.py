@@ -40,7 +40,9 @@ class Spec:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q_segments", "q_index", "k_segments", "k_index", "window", "chunk", "key"],
+    data_fields=[
+        *("q_segments", "q_index", "k_segments", "k_index", "window", "chunk", "key", "places")
+    ],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Where:
         k_segments, k_index: [j, b, y].
         window, chunk: scalars in which 0 = no limit, or None.
         key: of dropout, or None.
+        places: what dropout goes by where blocks are parts of a larger call, in its numbers: rows
+            [b], heads [h], queries [i, x] and keys [j, y]. None counts from 0.
     """
 
     q_segments: jax.Array
@@ -61,6 +65,7 @@ class Where:
     window: Any = None
     chunk: Any = None
     key: jax.Array | None = None
+    places: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None
 
     @classmethod
     def of(cls, mask_info: MaskInfo, scoring: Scoring, block_q: int, block_k: int) -> Where:
@@ -147,9 +152,14 @@ def block_of(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> jax
 def kept_of(spec: Spec, where: Where, i: jax.Array, j: jax.Array, shape: tuple[int, ...]):
     """Factor of dropout on the weights of one block [b, g, r, x, y]: 0 or 1 / (1 - rate)."""
     b, groups, repeat, x, y = shape
-    rows = jnp.arange(b)[:, None, None, None, None]
-    heads = jnp.arange(groups * repeat).reshape(1, groups, repeat, 1, 1)
-    queries, keys = (i * x + jnp.arange(x))[:, None], j * y + jnp.arange(y)
+    if where.places is None:
+        rows, heads = jnp.arange(b), jnp.arange(groups * repeat)
+        queries, keys = i * x + jnp.arange(x), j * y + jnp.arange(y)
+    else:
+        rows, heads, queries, keys = where.places
+        queries, keys = queries[i], keys[j]
+    rows, heads = rows[:, None, None, None, None], heads.reshape(1, groups, repeat, 1, 1)
+    queries = queries[:, None]
     assert where.key is not None
     stays = kept(where.key, spec.dropout, rows, heads, queries, keys)
     return stays.astype(spec.softmax_dtype) / (1 - spec.dropout)
