@@ -6,7 +6,8 @@ import jax
 from ed_infra.logging import get_logger, once
 
 from ed_layers.attention.hardware import platform_of
-from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.mechanism import MECHANISMS, Mechanism
+from ed_layers.attention.ring_layout import sequence_axes
 
 logger = get_logger(__name__)
 
@@ -26,6 +27,10 @@ def choose(mechanism: Mechanism, q: jax.Array, k: jax.Array, features: frozenset
     if mechanism.name != "auto":
         return mechanism.name
     name = "blockwise" if q.shape[1] > FULL_SCORES_LIMIT else "vanilla"
+    # Blocks of a split sequence would be gathered; whole scores of a short one may as well be.
+    split = name == "blockwise" and sequence_axes(mechanism.config) is not None
+    if split and features <= MECHANISMS["ring"].features:
+        name = "ring"
     return said(name, platform_of(mechanism.config))
 
 
