@@ -81,6 +81,8 @@ class EasyDeLGradientCheckPointers(StrEnum):
     MLP_NOTSAVEABLE = "mlp_notsaveable"
     ATTN_NOTSAVEABLE = "attn_notsaveable"
     MLP_ATTN_NOTSAVEABLE = "mlp_attn_notsaveable"
+    OFFLOAD_DOT_WITH_NO_BATCH_DIMS = "offload_dot_with_no_batch_dims"
+    SAVE_AND_OFFLOAD_ONLY_THESE_NAMES = "save_and_offload_only_these_names"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,9 +34,14 @@ class Run(NamedTuple):
         """Attribute under which a `Stack` stores the run."""
         return f"run_{self.start}_{self.count}_{self.period}"
 
+    @property
+    def repeats(self) -> int:
+        """How often the period occurs: the leading dimension of each leaf."""
+        return self.count // self.period
+
     def layers(self, index: int) -> list[int]:
         """Layers held by the leaves of list entry `index`, in the order of the leading dim."""
-        return [self.start + index + j * self.period for j in range(self.count // self.period)]
+        return [self.start + index + j * self.period for j in range(self.repeats)]
 
 
 def parse_run(name: object) -> Run | None:

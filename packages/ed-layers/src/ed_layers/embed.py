@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_layers.linear import Initializer
+from ed_layers.named import named
 
 
 class Embed(nnx.Module):
@@ -35,4 +36,5 @@ class Embed(nnx.Module):
         # split it again; gathering the rows first leaves it a lookup.
         table = constrain(self.embedding.get_value(), ("vocab", None), self.config)
         x = jnp.take(table, input_ids, axis=0).astype(self.dtype)
-        return constrain(x, ("batch", "sequence", "hidden"), self.config)
+        x = constrain(x, ("batch", "sequence", "hidden"), self.config)
+        return named(x, "embeddings", ("batch", "sequence", "hidden"))

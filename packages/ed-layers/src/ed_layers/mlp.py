@@ -79,18 +79,24 @@ class GatedMLP(nnx.Module):
         self.hidden_act = hidden_act
         activation(hidden_act)
         self.config = config
-        scanned = config is not None and config.use_scan_mlp
-        self.chunk: int | None = config.scan_mlp_chunk_size if scanned else None
+        self.chunk: int | None = None
+        if config is not None and config.use_scan_mlp:
+            self.chunk = config.scan_mlp_chunk_size
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx | None = None) -> Float[Array, "b s d"]:
-        if self.chunk is None or x.shape[1] <= self.chunk:
-            return self.block(x, ctx)
+        out = self.scanned(x, ctx) if self.chunk and x.shape[1] > self.chunk else self.block(x, ctx)
+        return named(out, "mlp_output", ("batch", "sequence", "hidden"), self.config)
+
+    def scanned(self, x: Float[Array, "b s d"], ctx: Ctx | None) -> Float[Array, "b s d"]:
+        """The layer, `chunk` positions at a time (Liu & Abbeel 2023)."""
+        assert self.chunk is not None
 
         # Recomputed in the backward pass: else the scan would save [b, s, f] after all.
         @jax.checkpoint
         def one(chunk: tuple[jax.Array, jax.Array | None]) -> jax.Array:
             part, ids = chunk
-            return self.block(part, ctx if ids is None else replace(ctx, adapter_ids=ids))
+            told = ctx if ctx is None or ids is None else replace(ctx, adapter_ids=ids)
+            return self.block(part, told)
 
         ids = None if ctx is None else ctx.adapter_ids
         parts = jax.lax.map(one, jax.tree.map(partial(chunks, size=self.chunk), (x, ids)))

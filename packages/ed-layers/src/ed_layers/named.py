@@ -1,4 +1,24 @@
-"""Intermediate results with a name: what remat policies choose from, and what a mesh pins."""
+"""Intermediate results with a name: what remat policies choose from, and what a mesh pins.
+
+A family gives a name to one array of a layer, and not two names to the same: or else a policy that
+leaves one of them out would keep it under the other.
+
+| name | array |
+| --- | --- |
+| `layer_output` | the stream between two layers (`ed_layers.stack` names it) |
+| `normed_input` | what attention and MLP read: the normed stream |
+| `attn_query`, `attn_key`, `attn_value` | projections, split into heads, before rotary positions |
+| `attn_qkv`, `attn_key_value` | the same where one projection makes several |
+| `attn_weights` | softmax of the scores, where they exist as a whole (`vanilla`) |
+| `attn_output` | weighted sum of values, before the output projection |
+| `attn_dense` | its output projection |
+| `attn_receptance` | the receptance of RWKV |
+| `residual` | the stream after attention |
+| `mlp_gate`, `mlp_up`, `mlp_down` | projections of the MLP |
+| `mlp_output` | what the MLP adds to the stream; `mlp_down` of all chunks, where it is scanned |
+| `moe_router_logits`, `moe_gate_logits`, `moe_expert_output`, `moe_output` | of experts |
+| `embeddings`, `model_output`, `lm_head_output` | outside of the layers, where all is kept |
+"""
 
 from __future__ import annotations
 
@@ -7,9 +27,12 @@ from typing import Any
 import jax
 from ed_infra.sharding import constrain
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 
-def named(x: jax.Array, name: str, axes: tuple[str | None, ...], config: Any = None) -> jax.Array:
+def named(
+    x: Float[Array, "*dims"], name: str, axes: tuple[str | None, ...], config: Any = None
+) -> jax.Array:
     """Name an intermediate result of a layer.
 
     Args:

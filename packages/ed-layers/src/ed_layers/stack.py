@@ -11,16 +11,21 @@ Legend: L layers, n layers of a run, p period.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from ed_infra.paths import Run
 from flax import nnx
+from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
-from ed_layers.remat import remat
+from ed_layers.named import named
+from ed_layers.remat import BETWEEN, Remat, names_in
+from ed_layers.runs import runs_of
 
 Layout = Literal["stacked", "leaves"]
 MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
@@ -29,15 +34,23 @@ MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
 class Stack(nnx.Module):
     """The layers of a decoder.
 
+    A layer is called `layer(x, ctx, cache, index) -> (x, cache, aux)`; its index is a traced number
+    where it is scanned, so that a table of windows, say, is indexed by it.
+
     Args:
-        make: `make(layer_index, rngs)` builds one layer; layers whose indices differ by a multiple
-            of `period` must be equal in structure.
+        make: `make(layer_index, rngs)` builds one layer.
         num_layers: L.
         scan: store runs of layers stacked and scan over them; False stores every layer on its own.
         period: how many layers make one repeating unit (Gemma 3's five windowed layers and a full
             one: 6). What is left over at the end is a run of its own.
-        gradient_checkpointing, gradient_checkpointing_targets: see `ed_layers.remat`.
+        kinds: instead of `period`, a value for each layer; layers of the same value are equal in
+            structure. Runs and periods are found from them: a dense layer before those with
+            experts, or one layer that a rule singles out, is a run of its own.
+        remat: what the backward pass keeps.
         rngs: layer i gets `fold_in(rngs.params(), i)`, whatever the storage.
+
+    Raises:
+        ConfigError: layers of one run are not equal, or `kinds` does not fit.
     """
 
     def __init__(
@@ -47,27 +60,27 @@ class Stack(nnx.Module):
         *,
         scan: bool,
         period: int = 1,
-        gradient_checkpointing: str = "",
-        gradient_checkpointing_targets: Sequence[str] | None = None,
+        kinds: Sequence[Hashable] | None = None,
+        remat: Remat | None = None,
         rngs: nnx.Rngs,
     ):
+        if kinds is not None and (len(kinds) != num_layers or period != 1):
+            raise ConfigError(
+                f"Stack(num_layers={num_layers}, period={period}) with {len(kinds)} kinds: give "
+                "one kind for each layer, and no period beside them"
+            )
         self.num_layers = num_layers
-        self.period = period
-        self.gradient_checkpointing = str(gradient_checkpointing)
-        self.targets = tuple(gradient_checkpointing_targets or ())
-        remat(lambda: None, self.gradient_checkpointing, self.targets)
+        self.runs = runs_of([i % period for i in range(num_layers)] if kinds is None else kinds)
+        self.remat = Remat() if remat is None else remat
         key = rngs.params()
         if not scan:
             for i in range(num_layers):
                 layer_rngs = nnx.Rngs(params=jax.random.fold_in(key, i))
                 setattr(self, f"layer_{i}", make(i, layer_rngs))
             return
-        for start, n, run_period in runs_of(num_layers, period):
-            units = [
-                build_stacked(make, key, start + slot, run_period, n // run_period)
-                for slot in range(run_period)
-            ]
-            setattr(self, f"run_{start}_{n}_{run_period}", nnx.List(units))
+        for run in self.runs:
+            units = [build_stacked(make, key, run, slot) for slot in range(run.period)]
+            setattr(self, run.name, nnx.List(units))
 
     @property
     def layout(self) -> Layout:
@@ -75,8 +88,8 @@ class Stack(nnx.Module):
         return "leaves" if hasattr(self, "layer_0") else "stacked"
 
     def __call__(
-        self, x: jax.Array, ctx: Ctx, cache: Any = None, *, keep_hidden: bool = False
-    ) -> tuple[jax.Array, Any, dict[str, Any], tuple[jax.Array, ...] | None]:
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any = None, *, keep_hidden: bool = False
+    ) -> tuple[Float[Array, "b s d"], Any, dict[str, Any], tuple[jax.Array, ...] | None]:
         """Run all layers.
 
         Args:
@@ -85,77 +98,79 @@ class Stack(nnx.Module):
             keep_hidden: also return the input of every layer.
 
         Returns:
-            x, the cache, the layers' `aux` with a leading axis [L], and the hidden states.
+            x, the cache, the layers' `aux` (each entry with a leading axis over the layers that
+            have it), and the hidden states.
+
+        Raises:
+            ConfigError: a `gradient_checkpointing_targets` is made by no layer.
         """
         hidden: list[jax.Array] = []
-        aux: list[Any] = []
+        aux: list[dict[str, Any]] = []
         apply = partial(apply_layer, ctx=ctx)
-        if cache is None and ctx.mode == "train":
-            apply = remat(apply, self.gradient_checkpointing, self.targets)
+        training = cache is None and ctx.mode == "train"
+        remat = self.remat if training else Remat()
+        remat.check(self.names(apply, x))
+
+        def alone(static: Static, state: Any, x: jax.Array, cache: Any):
+            hidden.append(x)
+            x, cache, layer_aux = remat.wrap(apply)(static, state, x, cache)
+            aux.append(jax.tree.map(lambda leaf: leaf[None], layer_aux))
+            return x, cache
+
         if self.layout == "leaves":
             for i in range(self.num_layers):
-                if keep_hidden:
-                    hidden.append(x)
                 graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
-                x, cache, layer_aux = apply(Static(graphdef, i), state, x, cache)
-                aux.append(jax.tree.map(lambda leaf: leaf[None], layer_aux))
-        for start, n, period in self.runs():
-            units = getattr(self, f"run_{start}_{n}_{period}")
-            split = [nnx.split(unit) for unit in units]
-            graphdefs, states = [s[0] for s in split], [s[1] for s in split]
-
-            def unit(carry, weights, graphdefs=graphdefs, start=start, period=period):
-                x, cache = carry
-                states, repeat = weights
-                inputs, auxes = [], []
-                for slot in range(period):
-                    inputs.append(x)
-                    layer = start + repeat * period + slot
-                    x, cache, layer_aux = apply(
-                        Static(graphdefs[slot]), states[slot], x, cache, layer
-                    )
-                    auxes.append(layer_aux)
-                kept = jnp.stack(inputs) if keep_hidden else None
-                return (x, cache), (kept, jax.tree.map(lambda *a: jnp.stack(a), *auxes))
-
-            (x, cache), (kept, run_aux) = jax.lax.scan(
-                unit, (x, cache), (states, jnp.arange(n // period))
-            )
+                x, cache = alone(Static(graphdef, i), state, x, cache)
+        for run, units in self.stored():
+            if run.repeats == 1:
+                graphdef, state = units[0]
+                state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
+                x, cache = alone(Static(graphdef, run.start), state, x, cache)
+                continue
+            body = partial(unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
+            xs = [state for _, state in units], jnp.arange(run.repeats)
+            (x, cache), (kept, slots) = jax.lax.scan(body, (x, cache), xs)
             if kept is not None:
-                hidden.extend(kept.reshape(n, *x.shape))
-            aux.append(jax.tree.map(lambda leaf, n=n: leaf.reshape(n, *leaf.shape[2:]), run_aux))
-        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *aux)
-        return x, cache, joined, (*hidden, x) if keep_hidden else None
+                hidden.extend(kept.reshape(run.count, *x.shape))
+            aux.append(interleave(slots))
+        return x, cache, concatenate(aux), (*hidden, x) if keep_hidden else None
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """`(start, n, period)` of the stored runs; empty when unrolled."""
-        return [] if self.layout == "leaves" else runs_of(self.num_layers, self.period)
+    def stored(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
+        """The runs with their split layers, one for each slot of the period; none if unrolled."""
+        for run in self.runs if self.layout == "stacked" else ():
+            yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
+
+    def names(self, apply: Callable[..., Any], x: jax.Array) -> Iterator[set[str]]:
+        """Names that `ed_layers.named` gives in each kind of layer; a kind is traced when asked."""
+        if self.layout == "leaves":
+            for i in range(self.num_layers):
+                graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
+                yield names_in(jax.make_jaxpr(apply)(Static(graphdef, i), state, x, None))
+        for run, units in self.stored():
+            for slot, (graphdef, state) in enumerate(units):
+                state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state)
+                static = Static(graphdef, run.start + slot)
+                yield names_in(jax.make_jaxpr(apply)(static, state, x, None))
 
     def to_layout(self, layout: Layout) -> None:
         """Change the storage in place: separate leaves for a CPU engine, stacks for training."""
         if layout == self.layout:
             return
         if layout == "leaves":
-            for start, n, period in self.runs():
-                name = f"run_{start}_{n}_{period}"
-                for slot, unit in enumerate(getattr(self, name)):
-                    graphdef, state = nnx.split(unit)
-                    for repeat in range(n // period):
+            for run, units in list(self.stored()):
+                for slot, (graphdef, state) in enumerate(units):
+                    for repeat, layer in enumerate(run.layers(slot)):
                         one = jax.tree.map(lambda leaf, r=repeat: leaf[r], state)
-                        layer = start + repeat * period + slot
                         setattr(self, f"layer_{layer}", nnx.merge(graphdef, one))
-                delattr(self, name)
+                delattr(self, run.name)
             return
-        for start, n, period in runs_of(self.num_layers, self.period):
+        for run in self.runs:
             units = []
-            for slot in range(period):
-                layers = [
-                    getattr(self, f"layer_{i}") for i in range(start + slot, start + n, period)
-                ]
-                split = [nnx.split(layer) for layer in layers]
+            for slot in range(run.period):
+                split = [nnx.split(getattr(self, f"layer_{i}")) for i in run.layers(slot)]
                 stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[s[1] for s in split])
                 units.append(nnx.merge(split[0][0], stacked))
-            setattr(self, f"run_{start}_{n}_{period}", nnx.List(units))
+            setattr(self, run.name, nnx.List(units))
         for i in range(self.num_layers):
             delattr(self, f"layer_{i}")
 
@@ -164,7 +179,7 @@ class Stack(nnx.Module):
 class Static:
     """What a layer is built from besides arrays, hidden from tracing.
 
-    An unrolled layer knows its index here; a scanned one is told by a traced number.
+    A layer that is on its own knows its index here; a scanned one is told by a traced number.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, layer: int | None = None):
@@ -182,33 +197,68 @@ def apply_layer(
 ):
     """One layer, as a function of arrays: what remat wraps and scan repeats."""
     index: Any = static.layer if layer is None else layer
+    # Named on its way in: so a policy that offloads it holds no second copy on the device.
+    x = named(x, BETWEEN, ("batch", "sequence", "hidden"))
     return nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
 
 
-def runs_of(num_layers: int, period: int) -> list[tuple[int, int, int]]:
-    """`(start, n, period)`: whole periods, then the rest as runs of single layers.
+def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):
+    """One period of a run: the body of the scan. Gives the layers' inputs and their `aux`."""
+    x, cache = carry
+    states, repeat = xs
+    inputs, slots = [], []
+    for slot, (graphdef, _) in enumerate(units):
+        inputs.append(x)
+        layer = run.start + repeat * run.period + slot
+        x, cache, aux = apply(Static(graphdef), states[slot], x, cache, layer)
+        slots.append(aux)
+    return (x, cache), (jnp.stack(inputs) if keep_hidden else None, slots)
 
-    >>> runs_of(30, 1), runs_of(8, 3)
-    ([(0, 30, 1)], [(0, 6, 3), (6, 1, 1), (7, 1, 1)])
-    """
-    whole = num_layers // period * period
-    runs = [(0, whole, period)] if whole else []
-    return runs + [(i, 1, 1) for i in range(whole, num_layers)]
+
+def interleave(slots: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`aux` of the slots of a period, each [n / p, ...], in the order of the layers."""
+
+    def merge(*leaves: jax.Array) -> jax.Array:
+        return jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:])
+
+    return by_key(merge, slots)
 
 
-def build_stacked(make: MakeLayer, key: jax.Array, first: int, step: int, count: int) -> nnx.Module:
-    """`count` equal layers, every leaf with a leading axis; metadata stays that of one layer."""
-    graphdef: nnx.GraphDef | None = None
+def concatenate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`aux` of all layers, from that of the runs."""
+    return by_key(lambda *leaves: jnp.concatenate(leaves), parts)
 
-    def build(layer_key: jax.Array) -> nnx.State:
-        nonlocal graphdef
-        graphdef, state = nnx.split(make(first, nnx.Rngs(params=layer_key)))
+
+def by_key(merge: Callable[..., jax.Array], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge each entry over the parts that have it: a dense layer has no router's."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: jax.tree.map(merge, *[p[key] for p in parts if key in p]) for key in keys}
+
+
+def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.Module:
+    """The equal layers of one slot, every leaf with a leading axis; metadata stays that of one."""
+    layers = run.layers(slot)
+    graphdefs: list[nnx.GraphDef] = []
+
+    def build(index: int, layer_key: jax.Array) -> nnx.State:
+        graphdef, state = nnx.split(make(index, nnx.Rngs(params=layer_key)))
+        graphdefs.append(graphdef)
         return state
 
-    indices = first + step * jnp.arange(count)
-    state = jax.vmap(build)(jax.vmap(partial(jax.random.fold_in, key))(indices))
-    assert graphdef is not None
-    return nnx.merge(graphdef, state)
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.asarray(layers))
+    state = jax.vmap(partial(build, layers[0]))(keys)
+    if len(layers) > 1:
+        # Only the ends are compared: what lies between is the caller's word.
+        last = jax.eval_shape(partial(build, layers[-1]), key)
+        shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(state)]
+        if graphdefs[0] != graphdefs[1] or shapes != [x.shape for x in jax.tree.leaves(last)]:
+            raise ConfigError(
+                f"layers {layers[0]} and {layers[-1]} are scanned as one run, but differ in "
+                "structure or in an attribute that is no array: tell Stack by `kinds` which are "
+                "equal, take what differs from a table indexed by the layer, or unroll them "
+                "(scan_layers: false)"
+            )
+    return nnx.merge(graphdefs[0], state)
 
 
 def to_layout(module: nnx.Module, layout: Layout) -> None:

@@ -14,6 +14,7 @@ from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import LayerCacheSpec, RaggedBatch
 from ed_layers.linear import Linear, dot
 from ed_layers.losses import cross_entropy_sum
+from ed_layers.named import named
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -122,7 +123,8 @@ class CausalLM(EasyDeLBaseModule):
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Scores of the next token, float32."""
         head = self.lm_head_weight()
-        return dot(hidden, head, precision=self.precision).astype(jnp.float32)
+        scores = dot(hidden, head, precision=self.precision).astype(jnp.float32)
+        return named(scores, "lm_head_output", (None,) * scores.ndim)
 
     def lm_head_weight(self) -> Float[Array, "d v"]:
         """The head as [d, v]: what `ed_layers.losses` takes."""

@@ -18,6 +18,7 @@ from ed_infra.outputs import BaseModelOutput
 from ed_infra.partition import PartitionManager
 from ed_layers.cache import DenseCache, LayerCacheSpec, PagedCache
 from ed_layers.context import Ctx
+from ed_layers.named import named
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
@@ -201,6 +202,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         """What a body returns; a contiguous cache moves on by the tokens that it was given."""
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(hidden.shape[1])
+        hidden = named(hidden, "model_output", ("batch", "sequence", "hidden"))
         return BaseModelOutput(
             last_hidden_state=hidden, past_key_values=cache, hidden_states=hidden_states, aux=aux
         )

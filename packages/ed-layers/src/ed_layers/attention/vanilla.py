@@ -11,6 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ed_layers.attention.mechanism import Mechanism
@@ -74,7 +75,8 @@ def vanilla_attention(
             keys,
         )
         weights = jnp.where(stays, weights / (1 - scoring.dropout), 0)
-    return combine(weights.astype(v.dtype), v, kv_order, one_by_sum).reshape(b, s, h, -1)
+    weights = checkpoint_name(weights.astype(v.dtype), "attn_weights")
+    return combine(weights, v, kv_order, one_by_sum).reshape(b, s, h, -1)
 
 
 def score(q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool) -> jax.Array:

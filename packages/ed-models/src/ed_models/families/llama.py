@@ -32,6 +32,7 @@ from ed_layers.linear import Linear
 from ed_layers.mlp import GatedMLP
 from ed_layers.named import named
 from ed_layers.norms import RMSNorm
+from ed_layers.remat import Remat
 from ed_layers.rotary import apply_rotary
 from ed_layers.stack import Stack
 from flax import nnx
@@ -90,8 +91,9 @@ class LlamaAttention(nnx.Module):
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )
+        out = named(out, "attn_output", split, self.config)
         out = self.o_proj(out.reshape(b, s, -1), ctx)
-        return named(out, "attn_output", ("batch", "sequence", "hidden"), self.config), cache
+        return named(out, "attn_dense", ("batch", "sequence", "hidden"), self.config), cache
 
 
 class LlamaDecoderLayer(nnx.Module):
@@ -123,10 +125,13 @@ class LlamaDecoderLayer(nnx.Module):
         self.config = config
 
     def __call__(self, x, ctx: Ctx, cache, layer):
-        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = x + attended
-        x = x + self.mlp(self.post_attention_layernorm(x), ctx)
-        return constrain(x, ("batch", "sequence", "hidden"), self.config), cache, {}
+        stream = ("batch", "sequence", "hidden")
+        normed = named(self.input_layernorm(x), "normed_input", stream, self.config)
+        attended, cache = self.self_attn(normed, ctx, cache, layer)
+        x = named(x + attended, "residual", stream, self.config)
+        normed = named(self.post_attention_layernorm(x), "normed_input", stream, self.config)
+        x = x + self.mlp(normed, ctx)
+        return constrain(x, stream, self.config), cache, {}
 
 
 class LlamaModel(EasyDeLBaseModule):
@@ -158,8 +163,7 @@ class LlamaModel(EasyDeLBaseModule):
             lambda i, rngs: LlamaDecoderLayer(config, dtype, param_dtype, precision, rngs=rngs),
             config.num_hidden_layers,
             scan=config.scan_layers,
-            gradient_checkpointing=config.gradient_checkpointing,
-            gradient_checkpointing_targets=config.gradient_checkpointing_targets,
+            remat=Remat.resolve(config),
             rngs=rngs,
         )
         self.norm = RMSNorm(
