@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jax.ad_checkpoint import checkpoint_name
 
 from ed_layers.attention.scoring import Scoring, kept
 
@@ -214,7 +215,8 @@ def forward(spec: Spec, q, k, v, bias, where: Where) -> tuple[jax.Array, jax.Arr
 
 
 def forward_and_save(spec: Spec, q, k, v, bias, where: Where):
-    out, lse = forward(spec, q, k, v, bias, where)
+    # Named in here, so that a remat policy which keeps them need not run the forward pass again.
+    out, lse = checkpoint_name(forward(spec, q, k, v, bias, where), "attn_output")
     return (out, lse), (q, k, v, bias, where, out, lse)
 
 
