@@ -5,14 +5,19 @@ Legend: b batch, s queries, g kv heads, t slots, h heads, k head dim.
 
 from __future__ import annotations
 
+from ed_infra.logging import get_logger, once
 from jaxtyping import Array, Float
 
 from ed_layers.attention.choose import choose
-from ed_layers.attention.dispatch import PROJECTED
-from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.decode import NAME as DECODE
+from ed_layers.attention.dispatch import CACHED, PROJECTED
+from ed_layers.attention.mechanism import Mechanism, check
 from ed_layers.attention.scoring import Scoring
 from ed_layers.attention.vanilla import vanilla_attention
+from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.protocol import Stored
+
+logger = get_logger(__name__)
 
 
 def attend_to_cache(
@@ -20,20 +25,37 @@ def attend_to_cache(
 ) -> Float[Array, "b s h d"]:
     """Attention to what a cache has stored; see `attend`.
 
-    One query has a score matrix of one row, so only `decode_attn_mechanism` takes it away from
-    "vanilla".
+    Where `decode_attn_mechanism` says nothing, `autoregressive_decodeattn` reads what is quantized
+    or split over devices along its slots. Else one query has a score matrix of one row, which is
+    "vanilla", and a prompt goes by `attn_mechanism`.
+
+    Raises:
+        ConfigError: the mechanism cannot do what the call asks for.
     """
-    name = mechanism.decode
+    name = None if mechanism.decode == "auto" else mechanism.decode
+    features = scoring.features(q, q, stored.mask_info) | {"cross"}
+    if name is None and (stored.quantized or stored.sharding is not None):
+        name = DECODE
+    if name in CACHED:
+        check("decode_attn_mechanism", name, features, reads=("projected", "cache"))
+        return CACHED[name](q, stored, scoring, mechanism)
+    k, v = stored.k, stored.v
+    if isinstance(k, Codes):
+        once(
+            logger,
+            f"decode_attn_mechanism={name!r} reads a copy of the cache that is no longer "
+            f"quantized; {DECODE!r} reads the codes",
+        )
+    k, v = (decode(x, q.dtype) if isinstance(x, Codes) else x for x in (k, v))
     if name is None:
-        features = scoring.features(q, q, stored.mask_info) | {"cross"}
-        name = "vanilla" if q.shape[1] == 1 else choose(mechanism, q, stored.k, features)
+        name = "vanilla" if q.shape[1] == 1 else choose(mechanism, q, k, features)
     if name != "vanilla":
-        k, v = (x.swapaxes(1, 2) for x in (stored.k, stored.v))
+        k, v = (x.swapaxes(1, 2) for x in (k, v))
         return PROJECTED[name](q, k, v, stored.mask_info, scoring, mechanism)
     return vanilla_attention(
         q,
-        stored.k,
-        stored.v,
+        k,
+        v,
         stored.mask_info,
         scoring,
         mechanism,

@@ -8,10 +8,12 @@ from functools import partial
 import jax
 
 from ed_layers.attention.blockwise import blockwise_attention
+from ed_layers.attention.decode import decode_attention
 from ed_layers.attention.native import as_blockwise
-from ed_layers.attention.paged import paged_attention
+from ed_layers.attention.paged_tpu import ragged_page_attention
 from ed_layers.attention.ring import ring_attention
 from ed_layers.attention.sdpa import sdpa_attention
+from ed_layers.attention.splash import blocksparse_attention
 from ed_layers.attention.vanilla import vanilla_attention
 
 #: Keys and values of the call: `(q, k, v, mask_info, scoring, mechanism) -> out`, all [b, s, h, k].
@@ -19,15 +21,20 @@ PROJECTED: dict[str, Callable[..., jax.Array]] = {
     "vanilla": vanilla_attention,
     "blockwise": blockwise_attention,
     "flash_attn2": partial(as_blockwise, "flash_attn2"),
-    "blocksparse": partial(as_blockwise, "blocksparse"),
+    "blocksparse": blocksparse_attention,
     "cudnn": partial(as_blockwise, "cudnn"),
     "sdpa": sdpa_attention,
     "ring": ring_attention,
 }
 
+#: A contiguous cache: `(q [b, s, h, k], stored, scoring, mechanism) -> out`.
+CACHED: dict[str, Callable[..., jax.Array]] = {
+    "autoregressive_decodeattn": decode_attention,
+}
+
 #: The engine's pages: `(q [T, h, k], pages, ragged, scoring, mechanism) -> out`.
 PAGED: dict[str, Callable[..., jax.Array]] = {
-    "ragged_page_attention_v3": paged_attention,
-    "ragged_page_attention_v2": paged_attention,
-    "page_attention": paged_attention,
+    "ragged_page_attention_v3": partial(ragged_page_attention, "ragged_page_attention_v3"),
+    "ragged_page_attention_v2": partial(ragged_page_attention, "ragged_page_attention_v2"),
+    "page_attention": partial(ragged_page_attention, "page_attention"),
 }

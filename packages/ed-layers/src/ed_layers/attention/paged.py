@@ -9,12 +9,16 @@ k head dim, x queries in a block, y keys in a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.partial import normalised
 from ed_layers.attention.scoring import Scoring
+from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.paged import Pages
 from ed_layers.cache.ragged import RaggedBatch
 
@@ -34,32 +38,53 @@ def paged_attention(
     tokens, heads, head_dim = q.shape
     groups = pages.pool.shape[-3]
     q = (q * scoring.scale).reshape(tokens, groups, heads // groups, head_dim)
-    reader = PageReader(pages, ragged.page_table[pages.group], scoring)
-    out = jnp.zeros(q.shape, scoring.softmax_dtype)
+    reader = PageReader(
+        pages, ragged.page_table[pages.group], scoring, head_dim, pages.value_dim or head_dim
+    )
+    value_dim = pages.value_dim or head_dim
+    out = jnp.zeros((*q.shape[:-1], value_dim), scoring.softmax_dtype)
     out = decode_all(q, reader, ragged, out)
     if not ragged.decode_only:
         out = prefill_each(q, reader, ragged, out)
-    return out.reshape(tokens, heads, head_dim).astype(pages.pool.dtype)
+    return out.reshape(tokens, heads, value_dim).astype(q.dtype)
 
 
 class PageReader:
-    """Gathers a block of pages and runs one step of the online softmax on it."""
+    """Gathers a block of pages and runs one step of the online softmax on it.
 
-    def __init__(self, pages: Pages, table: jax.Array, scoring: Scoring):
+    Args:
+        head_dim, value_dim: numbers of a key and of a value; pages are as wide as the wider one.
+    """
+
+    def __init__(
+        self, pages: Pages, table: jax.Array, scoring: Scoring, head_dim: int, value_dim: int
+    ):
         self.pages, self.at, self.scoring = pages.pool, pages.at, scoring
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.window, self.chunk = scoring.window, scoring.chunk
         self.softmax_dtype = scoring.softmax_dtype
+        self.groups = self.pages.shape[-3]
+        self.sinks = None
+        if scoring.sinks is not None:
+            self.sinks = scoring.sinks.reshape(self.groups, -1)[:, :, None, None]
         page_size = self.pages.shape[-4]
         self.pages_per_block = max(1, min(KEY_BLOCK // page_size, table.shape[1]))
         self.block = self.pages_per_block * page_size
         self.table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % self.pages_per_block)))
 
-    def keys_values(self, rows: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Block j of the sequences with these page-table rows [m, p]: two of [m, y, g, k]."""
+    def keys_values(self, rows: jax.Array, j: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Block j of the sequences with these page-table rows [m, p]: [m, y, g, k], [m, y, g, d].
+
+        Quantized pages become numbers of `dtype`, a block at a time.
+        """
         page = jax.lax.dynamic_slice_in_dim(rows, j * self.pages_per_block, self.pages_per_block, 1)
-        kv = self.pages[(*self.at, page)]
+        kv = jax.tree.map(lambda pages: pages[(*self.at, page)], self.pages)
+        if isinstance(kv, Codes):
+            # Slots before numbers, and after scales, as `decode` has them.
+            values = jnp.moveaxis(kv.values, 2, 4)
+            kv = jnp.moveaxis(decode(Codes(values, kv.scale), dtype), 4, 2)
         kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[-3:])
-        return kv[..., 0, :], kv[..., 1, :]
+        return kv[..., 0, : self.head_dim], kv[..., 1, : self.value_dim]
 
     def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
         """Online softmax of q [m, x, g, r, k] over blocks `first_block` to `last_block`.
@@ -72,7 +97,7 @@ class PageReader:
 
         def step(j, carry):
             top, total, acc = carry
-            k, v = self.keys_values(rows, j)
+            k, v = self.keys_values(rows, j, q.dtype)
             scores = jnp.einsum("mxgrk,mygk->mgrxy", q, k).astype(self.softmax_dtype)
             scores, _ = self.scoring.cap(scores)
             at = j * self.block + jnp.arange(self.block)
@@ -86,33 +111,37 @@ class PageReader:
             acc = acc * decay + jnp.einsum("mgrxy,mygk->mgrxk", weights.astype(v.dtype), v)
             return new_top, total, acc
 
-        m, x, groups, repeat, head_dim = q.shape
+        m, x, groups, repeat, _ = q.shape
         rows_shape = (m, groups, repeat, x)
         start = (
             jnp.full((*rows_shape, 1), -jnp.inf, self.softmax_dtype),
             jnp.zeros((*rows_shape, 1), self.softmax_dtype),
-            jnp.zeros((*rows_shape, head_dim), self.softmax_dtype),
+            jnp.zeros((*rows_shape, self.value_dim), self.softmax_dtype),
         )
-        _, total, acc = jax.lax.fori_loop(first_block, last_block, step, start)
-        return (acc / jnp.where(total == 0, 1, total)).transpose(0, 3, 1, 2, 4)
+        part = jax.lax.fori_loop(first_block, last_block, step, start)
+        return normalised(part, self.sinks).transpose(0, 3, 1, 2, 4)
 
     def allowed(self, position: jax.Array, at: jax.Array) -> jax.Array:
         """Causal, and within the window and chunk: [m, x, y]."""
         query = position[:, :, None]
         ok = at <= query
         if self.window is not None:
-            ok &= query - at < self.window
+            ok &= (query - at < self.window) | (jnp.asarray(self.window) <= 0)
         if self.chunk is not None:
-            ok &= query // self.chunk == at // self.chunk
+            size = jnp.maximum(jnp.asarray(self.chunk), 1)
+            ok &= (query // size == at // size) | (jnp.asarray(self.chunk) <= 0)
         return ok
 
     def first_block(self, position: jax.Array) -> jax.Array:
         """The first block that a query at `position` may see."""
         start = jnp.zeros_like(position)
         if self.window is not None:
-            start = jnp.maximum(start, position - self.window + 1)
+            near = jnp.maximum(position - self.window + 1, 0)
+            start = jnp.where(jnp.asarray(self.window) > 0, near, start)
         if self.chunk is not None:
-            start = jnp.maximum(start, position // self.chunk * self.chunk)
+            size = jnp.maximum(jnp.asarray(self.chunk), 1)
+            own = jnp.maximum(position // size * size, start)
+            start = jnp.where(jnp.asarray(self.chunk) > 0, own, start)
         return start // self.block
 
 

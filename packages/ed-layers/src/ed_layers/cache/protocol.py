@@ -1,32 +1,21 @@
-"""What attention expects of a cache, and the storage that every cache of keys and values shares.
+"""What attention and a model expect of a cache.
 
-Legend: L layers.
+Legend: b batch, s new tokens, g kv heads, t slots, k numbers of a key, d numbers of a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
-from jaxtyping import Array, Int
 
+from ed_layers.cache.codes import Codes, Numbers
 from ed_layers.cache.ragged import RaggedBatch
-
-Layout = Literal["stacked", "leaves"]
-Layer = int | Int[Array, ""]
-
-
-@dataclass(frozen=True)
-class LayerCacheSpec:
-    """What one attention layer needs kept: `num_kv_heads` heads of `head_dim` per token."""
-
-    num_kv_heads: int
-    head_dim: int
-
+from ed_layers.cache.spec import LayerCacheSpec as LayerCacheSpec
+from ed_layers.cache.storage import Layer as Layer
+from ed_layers.cache.storage import Layout, take_layer
 
 CacheT = TypeVar("CacheT", bound="Cache")
 
@@ -36,15 +25,36 @@ class Stored:
     """What attention reads of one layer of a contiguous cache.
 
     Attributes:
-        k, v: [b, g, t, k] and [b, g, t, d].
+        keys, values: [b, g, t, k] and [b, g, t, d], or with a leading layer axis.
+        at: index of the layer in keys and values, `(layer,)` or `()`.
         mask_info: who may attend to which slot.
         layout: how the cache stores its layers; where they are leaves, reading one copies nothing.
+        ordered: slot i holds the token of order index i, so slots behind the newest are empty.
+        sharding: of [b, g, t, k] where slots are split over devices; None = they are not.
     """
 
-    k: jax.Array
-    v: jax.Array
+    keys: Numbers
+    values: Numbers
+    at: tuple[Layer, ...]
     mask_info: MaskInfo
     layout: Layout
+    ordered: bool = False
+    sharding: jax.sharding.NamedSharding | None = None
+
+    @property
+    def k(self) -> Numbers:
+        """Keys of the layer, [b, g, t, k]."""
+        return take_layer(self.keys, self.at)
+
+    @property
+    def v(self) -> Numbers:
+        """Values of the layer, [b, g, t, d]."""
+        return take_layer(self.values, self.at)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether codes are stored."""
+        return isinstance(self.keys, Codes)
 
 
 class Cache(Protocol):
@@ -71,58 +81,15 @@ class Cache(Protocol):
         ...
 
 
-# One array [L, ...] for scanned depth (a scan carries it and indexes it by a traced layer), or a
-# tuple of L arrays for unrolled depth: slicing a stack inside jit copies the slice.
-PerLayer = jax.Array | tuple[jax.Array, ...]
+def keys_values(kv: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, jax.Array]:
+    """This step's keys and values.
 
-
-def allocate(num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], jax.Array]):
-    """Allocate per-layer storage.
-
-    Args:
-        num_layers: L.
-        layout: "stacked" for scanned depth, "leaves" for unrolled depth.
-        make: makes an array, given the leading dims (`(L,)` or `()`).
+    Raises:
+        ValueError: there are none.
     """
-    if layout == "stacked":
-        return make((num_layers,))
-    return tuple(make(()) for _ in range(num_layers))
-
-
-def layer_of(storage: PerLayer, layer: Layer) -> jax.Array:
-    """The array of one layer."""
-    array, at = locate(storage, layer)
-    return (
-        jax.lax.dynamic_index_in_dim(array, jnp.asarray(at[0]), 0, keepdims=False) if at else array
-    )
-
-
-def locate(storage: PerLayer, layer: Layer) -> tuple[jax.Array, tuple[Layer, ...]]:
-    """An array and the leading index at which the layer is in it: `(layer,)` or `()`."""
-    if isinstance(storage, tuple):
-        return storage[static_layer(layer)], ()
-    return storage, (layer,)
-
-
-def update_layer(
-    storage: PerLayer, layer: Layer, update: Callable[[jax.Array, tuple], jax.Array]
-) -> PerLayer:
-    """Replace one layer by `update(array, leading_index)`.
-
-    `update` gets the whole array and the index of the layer in it (`(layer,)` or `()`), so that it
-    writes in place instead of taking the layer out and putting it back.
-    """
-    if isinstance(storage, tuple):
-        at = static_layer(layer)
-        return (*storage[:at], update(storage[at], ()), *storage[at + 1 :])
-    return update(storage, (layer,))
-
-
-def static_layer(layer: Layer) -> int:
-    """The layer as a Python int; unrolled storage cannot be indexed by a traced number."""
-    if isinstance(layer, int):
-        return layer
-    raise TypeError(
-        "this cache keeps one array per layer, for unrolled models, but a scanned model reads it: "
-        "create it by the model's own init_cache()"
-    )
+    if kv is None:
+        raise ValueError(
+            "a layer gave no keys and values to a cache that stores each step's own; only layers "
+            'of the group "cross" read what was written before'
+        )
+    return kv

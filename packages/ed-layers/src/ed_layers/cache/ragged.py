@@ -60,6 +60,13 @@ class RaggedBatch:
         """Tokens of each sequence in this step."""
         return jnp.diff(self.cu_q_lens)
 
+    def group_of(self, name: str) -> str:
+        """The group whose slots and pages a cache of this name uses: "full" unless it has its own.
+
+        A scheduler that frees no page before a sequence ends needs one page table for all layers.
+        """
+        return name if name in self.page_table else "full"
+
     def positions(self) -> Int[Array, "1 T"]:
         """Position of each token in its own sequence (padding tokens get 0)."""
         seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)

@@ -1,0 +1,144 @@
+"""Keys and values in 8 bits: codes, and float32 scales beside them.
+
+A scale belongs to one token and one head (or to a group of its numbers), so a token is quantized
+once, when it is written, whatever comes after it.
+
+Legend: b batch, g kv heads, t slots, k numbers of a head, n groups of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from jaxtyping import Array, Float
+
+#: Format -> dtype of the codes, and the largest magnitude that one can hold.
+FORMATS: dict[str, tuple[Any, float]] = {
+    "int8": (jnp.int8, 127.0),
+    "fp8": (jnp.float8_e4m3fn, 448.0),
+}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@dataclass(frozen=True)
+class Codes:
+    """Quantized numbers; what they stand for is `values * scale`.
+
+    Attributes:
+        values: [..., t, k], int8 or float8_e4m3fn.
+        scale: float32 [..., n, t]. Slots come last: a trailing axis of size n would be padded to
+            whole lanes on accelerators.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """dtype of the codes."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the codes."""
+        return self.values.shape
+
+
+#: Stored numbers: as they are, or quantized.
+Numbers = jax.Array | Codes
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a cache quantizes.
+
+    Attributes:
+        name: "int8" or "fp8".
+        group_size: numbers of a head that share a scale; None = all.
+    """
+
+    name: str
+    group_size: int | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Format | None:
+        """Read a `kv_cache_quantization_config`; None stays None.
+
+        Raises:
+            ConfigError: a format that is not of 8 bits.
+        """
+        if config is None:
+            return None
+        if config.dtype not in FORMATS:
+            raise ConfigError(
+                f"kv_cache_quantization_config: dtype {config.dtype!r} is not for a cache of keys "
+                f"and values; choose one of the 8-bit formats: {', '.join(FORMATS)}"
+            )
+        return cls(config.dtype, config.group_size)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """dtype of the codes."""
+        return jnp.dtype(FORMATS[self.name][0])
+
+    def groups(self, size: int) -> int:
+        """Scales of a head of `size` numbers.
+
+        Raises:
+            ConfigError: `group_size` does not divide the head.
+        """
+        if self.group_size is None:
+            return 1
+        if size % self.group_size:
+            raise ConfigError(
+                f"kv_cache_quantization_config: group_size {self.group_size} does not divide the "
+                f"{size} numbers of a head; choose a divisor, or None for one scale per head"
+            )
+        return size // self.group_size
+
+    def encode(self, x: Float[Array, "*rows t k"]) -> Codes:
+        """Quantize: codes [..., t, k], scales [..., n, t]."""
+        dtype, largest = FORMATS[self.name]
+        groups = self.groups(x.shape[-1])
+        grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+        scale = jnp.max(jnp.abs(grouped), axis=-1) / largest
+        codes = grouped / jnp.where(scale == 0, 1, scale)[..., None]
+        if dtype == jnp.int8:
+            codes = jnp.round(codes)
+        return Codes(codes.reshape(x.shape).astype(dtype), jnp.swapaxes(scale, -1, -2))
+
+
+def encode(x: Float[Array, "*rows t k"], like: Numbers) -> Numbers:
+    """What `x` is stored as, in the format of the storage that it goes to."""
+    if not isinstance(like, Codes):
+        return x.astype(like.dtype)
+    name = next(name for name, (dtype, _) in FORMATS.items() if dtype == like.dtype)
+    groups = like.scale.shape[-2]
+    return Format(name, None if groups == 1 else x.shape[-1] // groups).encode(x)
+
+
+def decode(x: Numbers, dtype: Any) -> Float[Array, "*rows t k"]:
+    """The numbers that are stored, in `dtype`."""
+    if not isinstance(x, Codes):
+        return x.astype(dtype)
+    groups = x.scale.shape[-2]
+    scale = jnp.swapaxes(x.scale, -1, -2)[..., None]
+    values = x.values.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    return (values * scale).reshape(x.shape).astype(dtype)
+
+
+def map_slots(function: Callable[..., jax.Array], x: Numbers, *others: Numbers) -> Numbers:
+    """Apply `function(array, *others, slot_axis)` to numbers, or to codes and scales."""
+    if not isinstance(x, Codes):
+        return function(x, *others, x.ndim - 2)
+    rest: Any = others
+    return Codes(
+        function(x.values, *(o.values for o in rest), x.values.ndim - 2),
+        function(x.scale, *(o.scale for o in rest), x.scale.ndim - 1),
+    )
