@@ -1,0 +1,6 @@
+"""Tests import what they share by its name: `attention_cases`, `attention_reference`."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
