@@ -5,13 +5,15 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
-from ed_layers.cache import LayerCacheSpec, RaggedBatch
+from ed_layers.cache import RaggedBatch
+from ed_layers.cache.spec import LayerSpecs
 from ed_layers.linear import Linear, dot
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.named import named
@@ -111,8 +113,8 @@ class CausalLM(EasyDeLBaseModule):
             updates=body.updates,
         )
 
-    def cache_specs(self) -> list[LayerCacheSpec]:
-        """What the body keeps per token."""
+    def cache_specs(self) -> Sequence[LayerSpecs]:
+        """What the body keeps."""
         return self.model.cache_specs()
 
     @property

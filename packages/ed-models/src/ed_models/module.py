@@ -1,13 +1,12 @@
 """`EasyDeLBaseModule`: the one base class of every model.
 
 Its methods are thin calls: sharding is `ed_infra.sharding`, loading and saving is `ed_models.hub`,
-generating is `ed_models.generation`.
+caches are `ed_models.caches`, generating is `ed_models.generation`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import jax
@@ -15,21 +14,20 @@ import jax.numpy as jnp
 from ed_infra import sharding
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.outputs import BaseModelOutput
-from ed_infra.partition import PartitionManager
-from ed_layers.cache import DenseCache, LayerCacheSpec, PagedCache
 from ed_layers.context import Ctx
 from ed_layers.named import named
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
 from ed_models.bridge import EasyBridgeMixin
+from ed_models.caches import EasyCacheMixin
 from ed_models.generation import EasyGenerationMixin
 from ed_models.weights import Rule
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
 
-class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
+class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nnx.Module):
     """A model: a config, parameters, and one `__call__`.
 
     Args:
@@ -139,62 +137,6 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         """How the layers are stored."""
         stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
         return next(stacks).layout
-
-    # Caches.
-
-    def cache_specs(self) -> list[LayerCacheSpec]:
-        """What each attention layer keeps per token.
-
-        Raises:
-            TypeError: the model keeps nothing; it is no decoder.
-        """
-        raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
-
-    def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> DenseCache:
-        """An empty contiguous cache of `max_length` slots per row, sharded over batch and heads.
-
-        With `use_sharded_kv_caching` also over slots, along `kv_cache_sharding_sequence_axis_name`.
-        """
-        specs = self.cache_specs()
-        shape = (batch_size, specs[0].num_kv_heads, max_length, specs[0].head_dim)
-        slots = "key_sequence" if self.config.use_sharded_kv_caching else None
-        return DenseCache.create(
-            specs,
-            batch_size=batch_size,
-            capacity=max_length,
-            dtype=self.cache_dtype(dtype),
-            layout=self.layout,
-            sharding=self.cache_sharding(("batch", "kv_heads", slots, None), shape),
-        )
-
-    def init_paged_cache(self, num_pages: int, page_size: int, dtype: Any = None) -> PagedCache:
-        """An empty pool of pages, sharded over heads."""
-        specs = self.cache_specs()
-        shape = (num_pages, page_size, specs[0].num_kv_heads, 2, specs[0].head_dim)
-        return PagedCache.create(
-            specs,
-            num_pages=num_pages,
-            page_size=page_size,
-            dtype=self.cache_dtype(dtype),
-            layout=self.layout,
-            sharding=self.cache_sharding((None, None, "kv_heads", None, None), shape),
-        )
-
-    def cache_dtype(self, dtype: Any = None) -> jnp.dtype:
-        """`dtype`, else the config's `kvdtype`, else `attn_dtype`, else the compute dtype."""
-        chosen = dtype or self.config.kvdtype or self.config.attn_dtype or self.dtype
-        return jnp.dtype(chosen)
-
-    def cache_sharding(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...]
-    ) -> jax.sharding.Sharding | None:
-        """Where one layer's cache goes; a dimension that does not divide is replicated."""
-        if self.mesh.size == 1:
-            return None
-        sequence = self.config.kv_cache_sharding_sequence_axis_name
-        axis = replace(self.config.partition_manager.axis, decode_key_sequence_axis=sequence)
-        spec = PartitionManager(axis).resolve(axes, mode="decode", shape=shape, mesh=self.mesh)
-        return jax.sharding.NamedSharding(self.mesh, spec)
 
     def output(
         self, hidden: jax.Array, ctx: Ctx, cache: Any, aux: Any, hidden_states: Any
