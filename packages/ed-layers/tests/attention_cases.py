@@ -107,6 +107,18 @@ def readers(*kinds: str) -> list[str]:
     return [name for name, ability in MECHANISMS.items() if ability.reads in kinds]
 
 
+def declared(name: str) -> list[str]:
+    """The cells that a mechanism carries out."""
+    return [cell for cell, it in CELLS.items() if it.features <= MECHANISMS[name].features]
+
+
+def usual_cell(name: str) -> str:
+    """The cell of a mechanism in the default run: the richest that it carries out; of `ring`, whose
+    programs are large, one that is trained with."""
+    rich = max(declared(name), key=lambda cell: len(CELLS[cell].features))
+    return "window+soft_cap" if name == "ring" else rich
+
+
 def case_of(cell: Cell, groups: int = 2, *, seed: int = 0, segments: Any = SEGMENTS) -> Case:
     """A cell's call with random numbers; float32 values, so that float64 is what they are."""
     draw = np.random.default_rng(seed)

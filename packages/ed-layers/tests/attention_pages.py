@@ -77,11 +77,11 @@ def batch(q_lens: np.ndarray, kv_lens: np.ndarray) -> tuple[RaggedBatch, np.ndar
     return ragged, KV_STARTS[seq] + at
 
 
-def run(case: Case, mechanism: Mechanism, pool: float = 0.0) -> np.ndarray:
+def run(case: Case, mechanism: Mechanism, fill: float = 0.0) -> np.ndarray:
     """The output of the step; what came before it is in the cache already.
 
     Args:
-        pool: what the pages hold before anything is written.
+        fill: what the pages hold before anything is written, and what tokens of padding hold.
     """
 
     @jax.jit
@@ -92,11 +92,11 @@ def run(case: Case, mechanism: Mechanism, pool: float = 0.0) -> np.ndarray:
         return attend(q, k, v, None, mechanism=mechanism, **options)
 
     def padded(x: np.ndarray) -> jax.Array:
-        return jnp.pad(jnp.asarray(x), ((0, 0), (0, PADDING), (0, 0), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, PADDING), (0, 0), (0, 0)), constant_values=fill)
 
     spec = LayerCacheSpec(*case.k.shape[2:], value_dim=case.v.shape[-1])
     cache = PagedCache.create([spec], num_pages=page_table()[1], page_size=PAGE_SIZE)
-    cache = jax.tree.map(lambda x: x + pool, cache)
+    cache = jax.tree.map(lambda x: x + fill, cache)
     before = KV_LENS - Q_LENS
     ragged, tokens = batch(before, before)
     cache, _ = cache.update(

@@ -24,11 +24,6 @@ FORWARD, GRADIENT = 1e-5, 1e-4
 BF16_FORWARD, BF16_GRADIENT = 1e-2, 2e-2
 
 
-def declared(name: str) -> list[str]:
-    """The cells that a mechanism carries out."""
-    return [cell for cell, it in CELLS.items() if it.features <= MECHANISMS[name].features]
-
-
 def measure(name: str, cell_name: str, groups: int, dtype: str | None = None) -> dict[str, float]:
     """Errors of one cell by tensor: the output, and the gradients where the mechanism has any."""
     cell, kind = CELLS[cell_name], MECHANISMS[name].reads
@@ -76,9 +71,7 @@ def test_gradients_of_the_reference_are_its_slopes() -> None:
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_one_cell_of_each_mechanism(name) -> None:
-    # The richest that is declared; of ring, whose programs are large, one that is trained with.
-    rich = sorted(declared(name), key=lambda cell: len(CELLS[cell].features))
-    errors = measure(name, "window+soft_cap" if name == "ring" else rich[-1], groups=2)
+    errors = measure(name, cases.usual_cell(name), groups=2)
     assert errors.pop("out") <= FORWARD
     assert max(errors.values(), default=0.0) <= GRADIENT, errors
 
@@ -88,7 +81,7 @@ def test_one_cell_of_each_mechanism(name) -> None:
 @pytest.mark.parametrize("groups", [2, 1], ids=["gqa", "mqa"])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_cell(name, groups, record_property) -> None:
-    table = {cell: measure(name, cell, groups) for cell in declared(name)}
+    table = {cell: measure(name, cell, groups) for cell in cases.declared(name)}
     record_property("summary", report(f"{name}, {groups} kv heads", table))
     outs = {cell: errors["out"] for cell, errors in table.items()}
     grads = {
