@@ -89,7 +89,7 @@ DOCUMENTED: dict[str, str] = {
 #: Name -> the part that gives it its effect. Setting one of the fields among them is warned of.
 LATER: dict[str, str] = {
     **dict.fromkeys(
-        ("blocksize_b", "flash_attention_backward_pass_impl", "platform", "scan_ring_attention"),
+        ("blocksize_b", "flash_attention_backward_pass_impl", "platform"),
         "attention kernels",
     ),
     **dict.fromkeys(

@@ -23,7 +23,7 @@ LATER = {
     *("init_operations_cache", "kv_cache_quantization_config", "moe_force_xla_gmm", "moe_method"),
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size", "platform"),
-    *("prepare_inputs_for_generation", "quantization_config", "scan_ring_attention"),
+    *("prepare_inputs_for_generation", "quantization_config"),
     *("use_expert_tensor_mode", "use_ring_of_experts"),
 }
 # Our own, beside what EasyDeL documents.

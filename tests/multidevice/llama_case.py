@@ -111,9 +111,9 @@ def weights() -> Any:
     return jax.tree.map(np.asarray, nnx.state(model))
 
 
-def place(dims: Dims) -> Placed:
+def place(dims: Dims, **changes: Any) -> Placed:
     """The case on a mesh, with the weights of one device."""
-    own = config(dims).seal()
+    own = config(dims, **changes).seal()
     graphdef, state = nnx.split(abstract(own))
     where = nnx.to_flat_state(sharding.shardings(state, own))
     arrays = jax.device_put(jax.tree.leaves(weights()), [sharding for _, sharding in where])

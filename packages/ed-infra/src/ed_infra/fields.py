@@ -207,14 +207,13 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "pallas_n_block_size",
         "platform",
         "quantization_config",
-        "scan_ring_attention",
         "use_expert_tensor_mode",
         "use_ring_of_experts",
     }
 )
 
 #: Operations whose settings in `operation_configs` are read; others are said to have no effect.
-OPERATIONS: frozenset[str] = frozenset({"blockwise"})
+OPERATIONS: frozenset[str] = frozenset({"blockwise", "ring"})
 
 _DTYPE_FIELDS = frozenset({"attn_dtype", "attn_softmax_dtype", "kvdtype"})
 _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {

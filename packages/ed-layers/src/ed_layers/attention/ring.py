@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ed_layers.attention import online
@@ -81,8 +82,8 @@ def forward(
         limits: window and chunk, scalars in which 0 = no limit, or None; and the key of dropout.
 
     Returns:
-        [b, s, h, d] in the dtype of the sums, zeros for a query that sees nothing, and the
-        log-sum-exp of its scores [b, s, h], then -inf.
+        [b, s, h, d] in `plan.out_dtype`, zeros for a query that sees nothing, and the log-sum-exp
+        of its scores [b, s, h], then -inf.
     """
     run = plan.on_mesh(forward_here, "tttbmw", "tt")
     return run(q, k, v, bias, mask_info, limits)
@@ -105,13 +106,13 @@ def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Any):
     out = jnp.zeros((*rows, v.shape[-1]), plan.total_dtype)
     lse = jnp.full((*rows, 1), -jnp.inf, plan.total_dtype)
     _, out, lse = plan.steps(step, (hand, out, lse))
-    return here.tokens(out), here.tokens(lse)[..., 0]
+    return here.tokens(out.astype(plan.out_dtype)), here.tokens(lse)[..., 0]
 
 
 def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Any):
-    out, lse = forward(plan, q, k, v, bias, mask_info, limits)
-    # Kept in the dtype of q, as the layer after keeps it too; without sinks it is one array.
-    return (out, lse), (q, k, v, bias, mask_info, limits, out.astype(q.dtype), lse)
+    # Named in here, so that a remat policy which keeps them need not go round again for them.
+    found = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
+    return found, (q, k, v, bias, mask_info, limits, *found)
 
 
 def backward_of_call(plan: Plan, saved, cotangents):
@@ -128,6 +129,7 @@ attention_on_ring.defvjp(forward_and_save, backward_of_call)
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):
     """The second way round, on one device: gradients of q, k, v and bias."""
     here = Here(plan, q, k, bias, mask_info, limits)
+    out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
     # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
     q_blocks, d_out = here.query_blocks(q), here.query_blocks(d_out)

@@ -36,6 +36,7 @@ class Plan:
         zigzag: whether the order is zig-zag.
         scan: loop over the steps instead of unrolling them.
         block_q, block_k: positions per block, at most.
+        out_dtype: of what leaves the ring: that of the queries, unless sinks are still to join.
     """
 
     spec: Spec
@@ -48,6 +49,7 @@ class Plan:
     scan: bool
     block_q: int
     block_k: int
+    out_dtype: Any
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class Plan:
             scan=config.scan_ring_attention,
             block_q=settings.block_q or 128,
             block_k=settings.block_k or 128,
+            out_dtype=q.dtype if scoring.sinks is None else jnp.dtype(scoring.softmax_dtype),
         )
 
     @property
