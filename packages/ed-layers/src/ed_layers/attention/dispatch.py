@@ -9,7 +9,7 @@ import jax
 
 from ed_layers.attention.blockwise import blockwise_attention
 from ed_layers.attention.decode import decode_attention
-from ed_layers.attention.native import as_blockwise
+from ed_layers.attention.flash import cudnn_attention, flash_attention
 from ed_layers.attention.paged_tpu import ragged_page_attention
 from ed_layers.attention.ring import ring_attention
 from ed_layers.attention.sdpa import sdpa_attention
@@ -20,9 +20,9 @@ from ed_layers.attention.vanilla import vanilla_attention
 PROJECTED: dict[str, Callable[..., jax.Array]] = {
     "vanilla": vanilla_attention,
     "blockwise": blockwise_attention,
-    "flash_attn2": partial(as_blockwise, "flash_attn2"),
+    "flash_attn2": flash_attention,
     "blocksparse": blocksparse_attention,
-    "cudnn": partial(as_blockwise, "cudnn"),
+    "cudnn": cudnn_attention,
     "sdpa": sdpa_attention,
     "ring": ring_attention,
 }
