@@ -66,7 +66,7 @@ class Stack(nnx.Module):
     ):
         if kinds is not None and (len(kinds) != num_layers or period != 1):
             raise ConfigError(
-                f"Stack(num_layers={num_layers}, period={period}) with {len(kinds)} kinds: give "
+                f"Stack of {num_layers} layers with {len(kinds)} kinds and period={period}: give "
                 "one kind for each layer, and no period beside them"
             )
         self.num_layers = num_layers

@@ -1,0 +1,42 @@
+"""What saves memory does so, at no cost in accuracy: the tables of `tools.bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tools.bench import memory, remat
+
+pytestmark = pytest.mark.nightly
+
+
+def test_every_policy_gives_the_same_gradients_at_its_price(
+    record_property: Callable[[str, object], None],
+) -> None:
+    rows = remat.table(layers=8, width=64, batch=2, sequence=512)
+    record_property("summary", "remat, 8 layers of 64, 2 x 512 tokens\n" + remat.show(rows))
+    assert all(row.error <= 1e-6 for row in rows)
+    temp = {row.policy: row.temp for row in rows}
+    flops = {row.policy: row.flops for row in rows}
+    least = "nothing_saveable"
+    assert temp[least] == min(temp.values())
+    assert temp[least] < 0.25 * temp[""]
+    # A forward pass again, at most; and nothing for free.
+    assert 1.2 * flops[""] < flops[least] == max(flops.values()) < 4 / 3 * flops[""]
+    assert temp[least] < temp["save_only_these_names"] < temp["checkpoint_dots"] < temp[""]
+    assert flops["checkpoint_dots"] < flops["save_from_both_policies"]
+    assert flops["save_from_both_policies"] < flops["save_only_these_names"] < flops[least]
+
+
+def test_memory_of_blocks_and_chunks_is_linear_in_the_sequence(
+    record_property: Callable[[str, object], None],
+) -> None:
+    points = memory.measure()
+    record_property("summary", "memory of training by length\n" + memory.show(points))
+    by_length = {point.length: point for point in points}
+    short, long = by_length[4096], by_length[32768]
+    assert long.blockwise / long.length < 1.3 * short.blockwise / short.length
+    # Full scores are quadratic, so this is no property of the measure.
+    assert long.vanilla / long.length > 6 * short.vanilla / short.length
+    assert long.blockwise < long.vanilla / 100

@@ -1,0 +1,106 @@
+"""Memory of training against the length of the sequence: blocks and chunks against full scores.
+
+    python -m tools.bench.memory
+    python -m tools.bench.memory --lengths 2048 4096 --layers 8
+
+The gradient of a small Llama's loss is compiled for each length, not run: the figure is the memory
+of the compiled program for intermediate results (`memory_analysis`).
+
+- blockwise: attn_mechanism="blockwise" with use_scan_mlp, gradient_checkpointing="nothing_saveable"
+- vanilla: full scores and whole MLP, with the same gradient_checkpointing
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from flax import nnx
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+#: Options by the name of a column.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "blockwise": {"attn_mechanism": "blockwise", "use_scan_mlp": True, "scan_mlp_chunk_size": 1024},
+    "vanilla": {"attn_mechanism": "vanilla"},
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Bytes of intermediate results at one length."""
+
+    length: int
+    blockwise: int
+    vanilla: int
+
+
+def temp_bytes(length: int, *, layers: int, width: int, batch: int = 1, **options: Any) -> int:
+    """Temporary memory of the compiled gradient of a Llama's loss, in bytes.
+
+    Args:
+        length: tokens of a row.
+        layers, width: depth and hidden size; four heads, an MLP of four times the width.
+        batch: rows.
+        options: fields of the configuration.
+    """
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        max_position_embeddings=length,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+        gradient_checkpointing="nothing_saveable",
+        **options,
+    )
+    model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+
+    def loss(state: Any, input_ids: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state).compute_loss(input_ids, segment_ids=segment_ids)[0].loss
+
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    program = jax.jit(jax.grad(loss)).lower(state, tokens, tokens).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def measure(lengths: tuple[int, ...] = LENGTHS, *, layers: int = 2, width: int = 64) -> list[Point]:
+    """A point for each length."""
+
+    def of(variant: str, length: int) -> int:
+        return temp_bytes(length, layers=layers, width=width, **VARIANTS[variant])
+
+    return [Point(n, of("blockwise", n), of("vanilla", n)) for n in lengths]
+
+
+def show(points: list[Point]) -> str:
+    """The points as a table; bytes per token say whether memory is linear in the length."""
+    lines = [f"{'tokens':>7} {'blockwise MB':>13} {'kB/token':>9} {'vanilla MB':>11} {'ratio':>7}"]
+    for point in points:
+        per_token = point.blockwise / point.length / 1e3
+        lines.append(
+            f"{point.length:7} {point.blockwise / 1e6:13.1f} {per_token:9.2f} "
+            f"{point.vanilla / 1e6:11.1f} {point.vanilla / point.blockwise:7.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64, help="hidden size")
+    given = parser.parse_args()
+    print(show(measure(tuple(given.lengths), layers=given.layers, width=given.width)))
+
+
+if __name__ == "__main__":
+    main()
