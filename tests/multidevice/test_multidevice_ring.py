@@ -6,7 +6,7 @@ Legend: b batch, s sequence, h heads, g kv heads, k head dim, n devices of the r
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ed_infra.axes import AXIS_NAMES
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
+from ed_layers.attention.choose import choose
 from ed_layers.attention.online import Spec, Where
 from ed_layers.attention.ring_layout import Plan, Side
 from ed_layers.attention.scoring import Scoring
@@ -176,29 +177,32 @@ def test_equals_one_device(case: str, dims: Dims) -> None:
     assert_close(call.run(), want)
 
 
-def test_a_segment_never_sees_another_and_only_permutes_are_used() -> None:
-    inputs = inputs_of(s=64, t=64)
-    segments = np.pad(SEGMENTS, ((0, 0), (0, 3)))
-    call = Call("ring", (1, 1, 1, 1, 4), inputs, MaskInfo.from_segments(segments))
-    assert call.collectives == {"collective-permute"}
-    own = (segments == 2)[:, :, None, None]
-    before = call.run()
-    after = call.run(**{n: np.where(own, x + 3, x) for n, x in inputs.items()})
+@cache
+def on_four(scan: bool) -> Call:
+    """Packed rows of a length that divides, batch and heads whole."""
+    inputs, info = inputs_of(64, 64), MaskInfo.from_segments(np.pad(SEGMENTS, ((0, 0), (0, 3))))
+    fields = {"scan_ring_attention": scan}
+    return Call("ring", (1, 1, 1, 1, 4), inputs, info, config=fields)
+
+
+def test_a_segment_never_sees_another() -> None:
+    call = on_four(True)
+    own = (np.asarray(call.mask_info.q_segment_ids) == 2)[:, :, None, None]
+    changed = {n: np.where(own, np.asarray(x) + 3, x) for n, x in call.tensors.items()}
+    before, after = call.run(), call.run(**changed)
     for name, x in before.items():
-        other = np.broadcast_to(own, x.shape)
-        np.testing.assert_array_equal(x[~other], after[name][~other], err_msg=name)
-        assert np.abs(x - after[name])[other].max() > 1e-3, name
+        other = ~np.broadcast_to(own, x.shape)
+        np.testing.assert_array_equal(x[other], after[name][other], err_msg=name)
+        assert np.abs(x - after[name])[~other].max() > 1e-3, name
+
+
+def test_only_permutes_are_used() -> None:
+    assert on_four(True).collectives == on_four(False).collectives == {"collective-permute"}
 
 
 @pytest.mark.proves("scan_ring_attention")
 def test_unrolled_steps_give_the_same_and_another_program() -> None:
-    inputs = inputs_of(s=64, t=64)
-
-    def call(scan: bool) -> Call:
-        fields = {"scan_ring_attention": scan}
-        return Call("ring", (1, 1, 1, 1, 4), inputs, MaskInfo.full(B, 64), config=fields)
-
-    scanned, unrolled = call(True), call(False)
+    scanned, unrolled = on_four(True), on_four(False)
     for name, error in worst(unrolled.run(), scanned.run()).items():
         assert error <= 1e-6, name
     sent = [c.compiled.as_text().count(" collective-permute(") for c in (scanned, unrolled)]
@@ -231,12 +235,24 @@ def test_zigzag_gives_each_device_the_same_work() -> None:
 
 def test_one_device_is_blockwise_with_the_blocks_of_ring() -> None:
     blocks = {"operation_configs": {"ring": {"block_q": 16, "block_k": 4}}}
-    inputs, info = inputs_of(), packed()
-    alone = Call("ring", ONE, inputs, info, config=blocks)
-    same = Call("blockwise", ONE, inputs, info, config={"blocksize_q": 16, "blocksize_k": 4})
-    assert alone.compiled.as_text().count("[4,2,2,2,16,8]") > 0
-    for name, x in same.run().items():
-        np.testing.assert_array_equal(alone.run()[name], x)
+    call = Call("ring", ONE, inputs_of(), packed(), config=blocks)
+    assert call.collectives == set()
+    assert "[2,2,2,16,4]" in call.compiled.as_text(), "no scores of 16 queries and 4 keys"
+
+
+def test_auto_takes_it_where_the_mesh_splits_a_long_sequence() -> None:
+    def taken(dims: Dims, s: int, **axes: Any) -> str:
+        config = EasyDeLBaseConfig(
+            attn_mechanism="auto", sharding_axis_dims=dims, partition_axis=axes
+        )
+        x = jnp.zeros((1, s, 1, 8))
+        return choose(Mechanism.resolve(config), x, x, frozenset({"window"}))
+
+    assert taken((1, 1, 1, 1, 2), 256) == "ring"
+    assert taken((1, 1, 1, 1, 2), 64) == "vanilla"
+    assert taken((1, 2, 1, 1, 1), 256) != "ring"
+    assert taken((1, 1, 1, 1, 2), 256, sequence_axis=None) != "ring"
+    assert taken((1, 1, 1, 2, 1), 256, sequence_axis="tp") == "ring"
 
 
 LLAMA: list[Dims] = [(1, 2, 1, 2, 2), (1, 1, 1, 1, 8), (1, 1, 1, 2, 4), (1, 1, 1, 8, 1)]
