@@ -1,139 +1,258 @@
-"""Mechanisms against a float64 reference, forward and backward; segments never leak."""
+"""Who sees whom, position by position, and numbers at the edge of what floats can hold."""
 
-from types import SimpleNamespace
+from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra.errors import ConfigError
+from attention_cases import CELLS
+from attention_reference import Case, Mask, error
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import Mechanism, attend
+from ed_layers.attention.online import Where
+from ed_layers.attention.scoring import Scoring
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-B, S, H, G, K = 2, 77, 4, 2, 8
-SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], [20, 20, 20, 17], axis=1)
-
-
-def config(name: str, **changes):
-    fields = {
-        "attn_mechanism": name,
-        "decode_attn_mechanism": None,
-        "operation_configs": None,
-        "blocksize_q": 16,
-        "blocksize_k": 32,
-        "attn_dtype": None,
-        "attn_softmax_dtype": "float32",
-        "platform": None,
-    }
-    return SimpleNamespace(**{**fields, **changes})
+BLOCK, LENGTH, WIDTH = 8, 29, 32
+# Around the size of a block and of two, and the smallest.
+LIMITS = (1, 2, 7, 8, 9, 15, 16, 17)
+LEAN = ("vanilla", "blockwise")
+SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 1]], [18, 9, 2], axis=1)
 
 
-@pytest.fixture(scope="module")
-def qkv():
-    rng = np.random.default_rng(0)
-    shapes = [(B, S, H, K), (B, S, G, K), (B, S, G, K)]
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+def able(*features: str) -> list:
+    """Mechanisms that carry these out; all but the two plain ones are nightly."""
+    return [
+        pytest.param(name, marks=() if name in LEAN else pytest.mark.nightly)
+        for name in cases.readers("projected")
+        if cases.MECHANISMS[name].features >= set(features)
+    ]
 
 
-def reference(q, k, v, *, segments, causal, window=None, chunk=None, soft_cap=None):
-    """Float64 softmax attention, written from the definition, one row at a time."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros_like(q)
-    for b, s, h in np.ndindex(*q.shape[:3]):
-        start = np.flatnonzero(segments[b] == segments[b, s])[0]
-        keys = []
-        for t in range(k.shape[1]):
-            ok = segments[b, s] == segments[b, t] != 0 and (t <= s or not causal)
-            if window is not None:
-                ok &= abs(s - t) < window
-            if chunk is not None:
-                ok &= (s - start) // chunk == (t - start) // chunk
-            if ok:
-                keys.append(t)
-        if not keys:
-            continue
-        g = h // (q.shape[2] // k.shape[2])
-        scores = k[b, keys, g] @ q[b, s, h] * q.shape[3] ** -0.5
-        if soft_cap:
-            scores = soft_cap * np.tanh(scores / soft_cap)
-        weights = np.exp(scores - scores.max())
-        out[b, s, h] = weights / weights.sum() @ v[b, keys, g]
-    return out
+def seen(name: str, mask: Mask, *, traced: bool, window: int, chunk: int) -> np.ndarray:
+    """Which keys attention sees, [b, s, t]: equal scores, and values that are an identity."""
+    b, s = mask.q_segments.shape
+    q = np.zeros((b, s, 2, WIDTH), np.float32)
+    k = np.random.default_rng(0).normal(size=(b, LENGTH, 1, WIDTH)).astype(np.float32)
+    v = np.broadcast_to(np.eye(LENGTH, WIDTH, dtype=np.float32)[:, None], k.shape)
+    case = Case(q=q, k=k, v=v, mask=mask, window=window or None, chunk=chunk or None)
+    mechanism = cases.mechanism_of(name, blocksize_q=BLOCK, blocksize_k=BLOCK)
+    out = cases.run(case, mechanism, traced=traced)["out"][..., :LENGTH]
+    weights = out[:, :, 0]
+    np.testing.assert_array_equal(out[:, :, 1], weights)
+    allowed = weights > 0
+    counts = np.maximum(allowed.sum(-1, keepdims=True), 1)
+    np.testing.assert_allclose(weights, allowed / counts, atol=1e-6)
+    return allowed
 
 
-CASES = {
-    "causal": {},
-    "bidirectional": {"causal": False},
-    "window": {"window": 7},
-    "window_of_one": {"window": 1},
-    "chunk": {"chunk": 8},
-    "soft_cap": {"soft_cap": 2.0},
-    "window_and_cap": {"window": 19, "soft_cap": 3.0},
-}
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", able())
+def test_window_and_chunk_edges_at_every_position(name, causal) -> None:
+    """Traced limits: one program for all, in which 0 is no limit."""
+    mask = Mask.packed(SEGMENTS, causal)
+    for window, chunk in [(0, 0), *((n, 0) for n in LIMITS), *((0, n) for n in LIMITS), (9, 7)]:
+        found = seen(name, mask, traced=True, window=window, chunk=chunk)
+        np.testing.assert_array_equal(found, mask.allowed(window, chunk), f"{window}, {chunk}")
 
 
-def run(name, qkv, segments=SEGMENTS, causal=True, **features):
-    info = MaskInfo.from_segments(jnp.asarray(segments), causal=causal)
-    mechanism = Mechanism.resolve(config(name), features=frozenset(features))
-    return attend(*qkv, info, mechanism=mechanism, **features)[0]
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["vanilla", "blockwise"])
-def test_equals_the_float64_reference(name, case, qkv):
-    features = {"causal": True, **CASES[case]}
-    out = run(name, qkv, **features)
-    expected = reference(*qkv, segments=SEGMENTS, **features)
-    assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("case", ["causal", "window_and_cap"])
-def test_gradients_of_the_lean_form_equal_the_reference_form(case, qkv):
-    features = {"causal": True, **CASES[case]}
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(B, S, H, K)), jnp.float32)
-
-    def loss(name):
-        return lambda qkv: jnp.sum(run(name, qkv, **features) * weight)
-
-    lean, full = (jax.jit(jax.grad(loss(name)))(qkv) for name in ("blockwise", "vanilla"))
-    for a, b in zip(lean, full, strict=True):
-        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
-
-
-@pytest.mark.parametrize("name", ["vanilla", "blockwise"])
-def test_a_segment_never_sees_another(name, qkv):
-    changed = [x.at[0, 20:40].add(3.0) for x in qkv]
-    before, after = run(name, qkv), run(name, changed)
-    same = np.ones((B, S), bool)
-    same[0, 20:40] = False
-    np.testing.assert_array_equal(np.asarray(before)[same], np.asarray(after)[same])
-    assert np.abs(before - after)[~same].max() > 0
-
-
-@pytest.mark.parametrize("name", ["vanilla", "blockwise"])
-def test_padding_gets_zeros_and_no_nan_gradient(name, qkv):
-    out = run(name, qkv)
-    assert not np.asarray(out)[0, 60:].any()
-    grads = jax.grad(lambda qkv: jnp.sum(run(name, qkv)))(qkv)
-    assert all(np.isfinite(g).all() for g in grads)
-
-
-def test_sinks_take_part_in_the_softmax_only(qkv):
-    info = MaskInfo.full(B, S)
-    mechanism = Mechanism.resolve(config("vanilla"))
-    plain, _ = attend(*qkv, info, mechanism=mechanism)
-    low, _ = attend(*qkv, info, mechanism=mechanism, sinks=jnp.full((H,), -1e9))
-    high, _ = attend(*qkv, info, mechanism=mechanism, sinks=jnp.full((H,), 50.0))
-    np.testing.assert_allclose(low, plain, atol=1e-6)
-    assert np.abs(high).max() < 1e-6
-
-
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize(
-    ("name", "features", "message"),
-    [
-        ("vanila", set(), "did you mean 'vanilla'"),
-    ],
+    "sizes", [(BLOCK + 1,), pytest.param(LIMITS, marks=pytest.mark.nightly)], ids=["one", "all"]
 )
-def test_a_mechanism_that_cannot_is_refused_when_built(name, features, message):
-    with pytest.raises(ConfigError, match=message):
-        Mechanism.resolve(config(name), features=frozenset(features))
+@pytest.mark.parametrize("limit", ["window", "chunk"])
+@pytest.mark.parametrize("name", able())
+def test_static_edges(name, limit, sizes, causal) -> None:
+    mask = Mask.packed(SEGMENTS, causal)
+    for size in sizes:
+        only = {"window": 0, "chunk": 0, limit: size}
+        found = seen(name, mask, traced=False, **only)
+        np.testing.assert_array_equal(found, mask.allowed(**only), str(size))
+
+
+@pytest.mark.parametrize("name", able())
+def test_order_is_the_index_not_the_place(name) -> None:
+    """Shuffled tokens, as in a zig-zag over devices, get what they got in order."""
+    draw = np.random.default_rng(3)
+    mask = Mask.packed(SEGMENTS)
+    row = np.arange(2)[:, None]
+    q_at, k_at = (draw.permuted(np.tile(np.arange(LENGTH), (2, 1)), axis=1) for _ in range(2))
+    shuffled = Mask(
+        mask.q_segments[row, q_at],
+        mask.kv_segments[row, k_at],
+        mask.q_index[row, q_at],
+        mask.kv_index[row, k_at],
+    )
+    expected = mask.allowed(9, 0)[row[:, :, None], q_at[:, :, None], k_at[:, None, :]]
+    np.testing.assert_array_equal(seen(name, shuffled, traced=True, window=9, chunk=0), expected)
+
+
+numbers = st.integers(0, 2**32 - 1)
+limits = st.sampled_from([0, 1, 2, 3, 4, 5, 8])
+block_sizes = st.sampled_from([(4, 4), (4, 8), (3, 5), (16, 16)])
+
+
+def random_mask(seed: int, s: int, t: int, *, causal: bool, shuffled: bool) -> Mask:
+    """Segments of any length with padding among them; order by place, or by no rule at all."""
+    draw = np.random.default_rng(seed)
+    ids = np.sort(draw.integers(1, draw.integers(2, 6), (2, t)), axis=1)
+    mask = Mask.packed(np.where(draw.random((2, t)) < draw.choice([0, 0.3]), 0, ids), causal)
+    at = np.sort(draw.choice(t, s, replace=False))
+    index = draw.integers(0, 12, (2, t)) if shuffled else mask.kv_index
+    return Mask(mask.kv_segments[:, at], mask.kv_segments, index[:, at], index, causal)
+
+
+@partial(jax.jit, static_argnums=3)
+def spans(info: MaskInfo, window: int, chunk: int, sizes: tuple[int, int]):
+    """First and last key block of each query block."""
+    where = Where.of(info, Scoring(1.0, window=window, chunk=chunk), *sizes)
+    return where.spans(causal=info.causal)
+
+
+@settings(max_examples=200)
+@given(numbers, st.booleans(), st.booleans(), limits, limits, block_sizes)
+def test_no_block_is_left_out_that_a_query_needs(
+    seed, causal, shuffled, window, chunk, sizes
+) -> None:
+    mask = random_mask(seed, 17, 23, causal=causal, shuffled=shuffled)
+    first, last = map(np.asarray, spans(cases.info_of(mask), window, chunk, sizes))
+    allowed = mask.allowed(window, chunk)
+    for row, query, key in np.argwhere(allowed):
+        i, j = query // sizes[0], key // sizes[1]
+        assert first[i] <= j < last[i], (row, query, key)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_a_far_block_is_never_visited(causal) -> None:
+    """Spans are as short as order allows: that is where the time goes."""
+    first, last = spans(MaskInfo.full(1, 64, causal=causal), 9, 0, (8, 8))
+    blocks = np.arange(8)
+    np.testing.assert_array_equal(first, np.maximum(blocks - 1, 0))
+    np.testing.assert_array_equal(last, np.minimum(blocks + (1 if causal else 2), 8))
+
+
+@settings(max_examples=20)
+@given(numbers, st.booleans(), st.integers(0, 25), st.integers(0, 25))
+def test_blocks_change_nothing(seed, shuffled, window, chunk) -> None:
+    mask = random_mask(seed, 17, 23, causal=True, shuffled=shuffled)
+    draw = np.random.default_rng(seed)
+    shapes = ((2, 17, 4, 8), (2, 23, 2, 8), (2, 23, 2, 8))
+    q, k, v = (draw.normal(size=shape).astype(np.float32) for shape in shapes)
+    case = Case(q=q, k=k, v=v, mask=mask, window=window, chunk=chunk)
+    d_out, found = cases.noise(case), {}
+    for name in LEAN:
+        mechanism = cases.mechanism_of(name, blocksize_q=4, blocksize_k=8)
+        found[name] = cases.run(case, mechanism, d_out, traced=True)
+    for tensor, expected in found["vanilla"].items():
+        assert error(found["blockwise"][tensor], expected) <= 1e-5, tensor
+
+
+def small(name: str, **changes) -> tuple[Case, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A causal case with changes, its reference and what a mechanism finds, gradients too."""
+    case = replace(cases.case_of(CELLS["causal"]), **changes)
+    d_out = cases.noise(case)
+    found = cases.run(case, cases.mechanism_of(name), d_out)
+    return case, case.run(d_out), found
+
+
+def assert_equal(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], gradient: float = 1e-4
+) -> None:
+    """Within the bounds of the matrix, unless others are given."""
+    errors = {tensor: error(found[tensor], expected[tensor]) for tensor in expected}
+    assert errors.pop("out") <= 1e-5
+    assert max(errors.values()) <= gradient, errors
+
+
+def whole(draw: np.random.Generator, *shape: int, most: int) -> np.ndarray:
+    """Whole numbers, whose products and sums are exact in float32."""
+    return draw.integers(-most, most + 1, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", able())
+def test_scores_of_ten_thousand(name) -> None:
+    """Scores of a row differ by thousands: the softmax picks one key or two, nothing overflows.
+
+    Blocks keep of a row its log-sum-exp, whose resolution bounds their gradients here.
+    """
+    draw = np.random.default_rng(0)
+    case = cases.case_of(CELLS["causal"])
+    q, k = (whole(draw, *x.shape, most=80) for x in (case.q, case.k))
+    case, expected, found = small(name, q=q, k=k, scale=0.5)
+    largest = np.abs(0.5 * np.einsum("bshk,bthk->bhst", q, np.repeat(k, 2, axis=2))).max()
+    assert largest > 1e4
+    resolution = np.finfo(np.float32).eps * largest
+    assert_equal(found, expected, gradient=1e-4 if name == "vanilla" else resolution)
+
+
+@pytest.mark.parametrize("name", able("bias"))
+@pytest.mark.parametrize("fill", [-np.inf, np.finfo(np.float32).min])
+def test_a_bias_that_masks(name, fill) -> None:
+    """Masks given as a bias: a key for all, and by -inf for one query all that it may see.
+
+    All keys at the least finite number are alike, which no log-sum-exp can hold: it is not a mask.
+    """
+    case = cases.case_of(CELLS["bias"])
+    assert case.bias is not None
+    bias = case.bias.copy()
+    bias[:, :, 6:, 5] = fill
+    bias[:, :, 12] = -np.inf
+    case, expected, found = small(name, bias=bias)
+    assert not expected["out"][:, 12].any()
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", able("soft_cap"))
+def test_capped_to_the_limit(name) -> None:
+    """Scores far beyond the cap: all weights alike, no gradient, no NaN."""
+    case = cases.case_of(CELLS["causal"])
+    case, expected, found = small(name, q=case.q * 1e3, k=case.k * 1e3, soft_cap=1.5)
+    assert_equal(found, expected)
+    at_most = np.abs(case.run(cases.noise(case))["v"]).max()
+    assert np.abs(found["q"]).max() < 1e-3 * at_most
+
+
+@pytest.mark.parametrize("name", able("sinks"))
+@pytest.mark.parametrize("sink", [-np.inf, -1e9, 50.0])
+def test_sinks_of_any_size(name, sink) -> None:
+    sinks = np.full(cases.HEADS, sink, np.float32)
+    case, expected, found = small(name, sinks=sinks)
+    if sink < 0:  # a sink that weighs nothing is none
+        plain = replace(case, sinks=None).run(cases.noise(case))
+        np.testing.assert_allclose(expected["out"], plain["out"])
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", able())
+def test_nobody_sees_anything(name) -> None:
+    mask = Mask.packed(np.zeros_like(cases.SEGMENTS))
+    _, _, found = small(name, mask=mask)
+    assert all(not x.any() for x in found.values())
+
+
+@pytest.mark.parametrize("name", able())
+def test_large_numbers_in_half_precision(name) -> None:
+    """bfloat16 has few bits, not a small range: scores of ten thousand pick the right key."""
+    draw = np.random.default_rng(0)
+    case = cases.case_of(CELLS["causal"])
+    q, k, v = (whole(draw, *x.shape, most=80) for x in (case.q, case.k, case.v))
+    case = replace(case, q=q, k=k, v=v, scale=0.5)
+    mechanism = cases.mechanism_of(name, attn_dtype="bfloat16")
+    found = cases.run(case, mechanism)["out"]
+    assert error(found, case.run()["out"]) <= 1e-2
+
+
+def test_the_memory_of_blocks_is_that_of_their_inputs() -> None:
+    """No [s, t] array: a program of 1024 tokens has less than one array of scores."""
+    case = cases.case_of(CELLS["causal"])
+    shapes = {n: jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.float32) for n in ("q", "k", "v")}
+    mechanism = cases.mechanism_of("blockwise", blocksize_q=64, blocksize_k=64)
+    rest = {"mask": MaskInfo.full(1, 1024), "traced": {}}
+    f = cases.program(mechanism, id(mechanism.config), "call", False, (("scale", case.scale),))
+    compiled = f.lower(shapes, rest, shapes["v"]).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 / 2

@@ -9,6 +9,8 @@ of queries and keys, d head dim of values, i query block, j key block, x, y thei
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
@@ -38,7 +40,8 @@ def blockwise_attention(
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, -s % block_q), (0, -t % block_k)))
     spec = Spec.of(scoring, causal=mask_info.causal)
     where = Where.of(mask_info, scoring, block_q, block_k)
-    out, lse = attention_of_blocks(spec, q_blocks, k_blocks, v_blocks, bias, where)
+    found: Any = attention_of_blocks(spec, q_blocks, k_blocks, v_blocks, bias, where)
+    out, lse = found
     if scoring.sinks is not None:
         out = out * share_beside(scoring.sinks.reshape(groups, -1, 1, 1), lse)
     return from_blocks(out.astype(q.dtype), s)
@@ -50,7 +53,8 @@ def to_blocks(q, k, v, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array
     b, s, h, k_dim = q.shape
     groups = k.shape[2]
     q = split(q.reshape(b, s, groups, h // groups, k_dim), block_q).transpose(0, 1, 3, 4, 2, 5)
-    return q, *(split(x, block_k).transpose(0, 1, 3, 2, 4) for x in (k, v))
+    k, v = (split(x, block_k).transpose(0, 1, 3, 2, 4) for x in (k, v))
+    return q, k, v
 
 
 def from_blocks(out: jax.Array, s: int) -> jax.Array:
@@ -61,4 +65,6 @@ def from_blocks(out: jax.Array, s: int) -> jax.Array:
 
 def share_beside(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     """What is left for the keys when a sink takes part in the softmax: 0 where there are none."""
-    return jax.nn.sigmoid(lse - sinks.astype(lse.dtype))
+    # A sink of -inf is none; beside no keys, inf - inf would be NaN.
+    sinks = jnp.maximum(sinks.astype(lse.dtype), jnp.finfo(lse.dtype).min)
+    return jax.nn.sigmoid(lse - sinks)

@@ -136,7 +136,10 @@ def scores_of(
     spec: Spec, where: Where, bias: jax.Array | None, i: jax.Array, j: jax.Array, q_i, k_j
 ) -> tuple[jax.Array, jax.Array | float]:
     """Scores of one block, [b, g, r, x, y], -inf where masked; and the derivative of the cap."""
-    scores = jnp.einsum("bgrxk,bgyk->bgrxy", q_i, k_j).astype(spec.softmax_dtype) * spec.scale
+    # Half-precision products are summed and kept in the softmax dtype: rounding scores of some tens
+    # to eight bits would shift weights by several per cent.
+    products = partial(jnp.einsum, preferred_element_type=spec.softmax_dtype)
+    scores = products("bgrxk,bgyk->bgrxy", q_i, k_j) * spec.scale
     scores, slope = Scoring(spec.scale, soft_cap=spec.soft_cap).cap(scores)
     if bias is not None:
         scores = scores + block_of(bias, i, j, q_i.shape[-2], k_j.shape[-2])
@@ -204,7 +207,12 @@ def forward(spec: Spec, q, k, v, bias, where: Where) -> tuple[jax.Array, jax.Arr
             total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
             if where.key is not None:
                 weights = weights * kept_of(spec, where, i, j, weights.shape)
-            seen = jnp.einsum("bgrxy,bgyk->bgrxk", weights.astype(v.dtype), v[j])
+            seen = jnp.einsum(
+                "bgrxy,bgyk->bgrxk",
+                weights.astype(v.dtype),
+                v[j],
+                preferred_element_type=spec.softmax_dtype,
+            )
             return new_top, total, acc * decay + seen
 
         top, total, acc = jax.lax.fori_loop(first, last, key_block, start)
@@ -226,8 +234,8 @@ def backward_of_call(spec: Spec, saved, cotangents):
     # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True) - d_lse
     d_q, d_k, d_v, d_bias = backward(spec, q, k, v, bias, where, lse, shared, d_out)
-    d_bias = None if bias is None or d_bias is None else d_bias.astype(bias.dtype)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_bias, None
+    grads = d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+    return *grads, None if d_bias is None else d_bias.astype(bias.dtype), None
 
 
 def backward(spec: Spec, q, k, v, bias, where: Where, lse, shared, d_out):

@@ -45,7 +45,7 @@ def vanilla_attention(
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
     dtype = scoring.softmax_dtype
     q = q.reshape(b, s, groups, h // groups, -1)
-    scores = score(q, k, kv_order, one_by_sum).astype(dtype) * scoring.scale
+    scores = score(q, k, kv_order, one_by_sum, dtype) * scoring.scale
     scores, _ = scoring.cap(scores)
     if scoring.bias is not None:
         scores = scores + split_heads(scoring.bias, groups, h // groups).astype(dtype)
@@ -79,14 +79,17 @@ def vanilla_attention(
     return combine(weights, v, kv_order, one_by_sum).reshape(b, s, h, -1)
 
 
-def score(q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool) -> jax.Array:
-    """q·k over the head dim: [b, g, r, s, t]."""
+def score(
+    q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool, dtype: jnp.dtype
+) -> jax.Array:
+    """q·k over the head dim: [b, g, r, s, t], never rounded to less than `dtype`."""
 
     def by_matmul(q: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.einsum(f"bsgrk,{kv_order}->bgrst", q, k)
+        return jnp.einsum(f"bsgrk,{kv_order}->bgrst", q, k, preferred_element_type=dtype)
 
     def by_sum(q: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.sum(q[:, 0, :, :, None, :] * k[:, :, None], axis=-1)[:, :, :, None]
+        q, k = q[:, 0, :, :, None, :].astype(dtype), k[:, :, None].astype(dtype)
+        return jnp.sum(q * k, axis=-1)[:, :, :, None]
 
     if one_by_sum and q.shape[:2] == (1, 1):
         return jax.lax.platform_dependent(q, k, cpu=by_sum, default=by_matmul)
