@@ -151,11 +151,11 @@ def test_the_program_changes(program: Any, base: dict, changes: dict):
 POLICIES = [
     *("everything_saveable", "nothing_saveable", "checkpoint_dots"),
     *("checkpoint_dots_with_no_batch_dims", "mlp_notsaveable", "attn_notsaveable"),
-    "mlp_attn_notsaveable",
+    *("mlp_attn_notsaveable", "offload_dot_with_no_batch_dims"),
 ]
 BY_NAME = [
     *("save_only_these_names", "save_anything_except_these_names", "save_any_names_but_these"),
-    "save_from_both_policies",
+    *("save_from_both_policies", "save_and_offload_only_these_names"),
 ]
 
 
