@@ -89,10 +89,6 @@ DOCUMENTED: dict[str, str] = {
 #: Name -> the part that gives it its effect. Setting one of the fields among them is warned of.
 LATER: dict[str, str] = {
     **dict.fromkeys(
-        ("blocksize_b", "flash_attention_backward_pass_impl", "platform"),
-        "attention kernels",
-    ),
-    **dict.fromkeys(
         (
             *("hardware_abstraction", "pallas_m_block_size", "pallas_k_block_size"),
             "pallas_n_block_size",

@@ -19,10 +19,10 @@ from tools import config_reference
 # Shrink it: whoever gives a name its effect takes it off here, in tools/config_reference.py and,
 # for a field, in ed_infra.fields.WITHOUT_EFFECT.
 LATER = {
-    *("bits", "blocksize_b", "flash_attention_backward_pass_impl", "hardware_abstraction"),
+    *("bits", "hardware_abstraction"),
     *("init_operations_cache", "kv_cache_quantization_config", "moe_force_xla_gmm", "moe_method"),
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
-    *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size", "platform"),
+    *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
     *("prepare_inputs_for_generation", "quantization_config"),
     *("use_expert_tensor_mode", "use_ring_of_experts"),
 }

@@ -103,10 +103,10 @@ def test_a_field_without_effect_is_said_once(caplog):
         assert not caplog.records
         llama(moe_method="einsum")
         llama(moe_method="einsum")
-        llama(operation_configs={"blockwise": {"block_q": 8}, "flash": {"block_q": 8}})
+        llama(operation_configs={"blockwise": {"block_q": 8}, "eager": {"block_q": 8}})
     record, operation = caplog.records
     assert record.getMessage().startswith("moe_method = 'standard_moe' has no effect")
-    assert operation.getMessage().startswith("operation_configs['flash_attn2'] has no effect")
+    assert operation.getMessage().startswith("operation_configs['vanilla'] has no effect")
 
 
 def test_aliases_of_fields():

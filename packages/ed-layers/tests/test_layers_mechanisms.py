@@ -1,20 +1,29 @@
-"""Native kernels on this machine: interpreted, traced, or compiled for a TPU that is not here."""
+"""Which kernel a call takes, and native kernels where they are not: interpreted, or traced."""
 
 from __future__ import annotations
 
+import logging
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ed_infra import enums
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import Mechanism
+from ed_layers.attention import MECHANISMS, Mechanism, attend, choose, gpu, native
+from ed_layers.attention import mechanism as mechanisms
+from ed_layers.attention.dispatch import CACHED, PAGED, PROJECTED
+from ed_layers.attention.flash_tpu import flash_on_tpu
 from ed_layers.attention.scoring import Scoring
 from ed_layers.attention.splash import splash_attention
 from ed_layers.attention.vanilla import vanilla_attention
+from ed_layers.cache.paged import PagedCache
+from ed_layers.cache.ragged import RaggedBatch
 
 ONE = (1, 1, 1, 1, 1)
 B, S, H, G, K = 2, 200, 4, 2, 32
@@ -38,6 +47,31 @@ def worst(found: Any, expected: Any) -> float:
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
 
 
+def run(attention: Any, given: dict[str, Any], segments: Any = SEGMENTS) -> Any:
+    """The output of one call of a mechanism's function, and the gradients of q, k, v and sinks."""
+    given = dict(given)
+    *qkv, d_out, sinks = inputs(given.pop("value_dim", K))
+    info = MaskInfo.from_segments(segments, causal=given.pop("causal", True))
+    sinks = sinks if given.pop("sinks", False) else None
+
+    def loss(qkv: Any, sinks: Any) -> Any:
+        scoring = Scoring(K**-0.5, sinks=sinks, **given)
+        out = attention(*qkv, info, scoring, mechanism())
+        return jnp.sum(out * d_out), out
+
+    of = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, out), grads = jax.jit(of)(qkv, sinks)
+    return out, grads
+
+
+def test_the_table_is_complete() -> None:
+    names = set(get_args(enums.AVAILABLE_ATTENTION_MECHANISMS)) - {"auto"}
+    assert set(MECHANISMS) == names == {*PROJECTED, *CACHED, *PAGED}
+    assert {enums.MECHANISM_ALIASES[x] for x in ("flash", "splash")} <= names
+    for table, reads in ((PROJECTED, "projected"), (CACHED, "cache"), (PAGED, "pages")):
+        assert all(MECHANISMS[name].reads == reads for name in table)
+
+
 SPLASH = {
     "window, cap, sinks": {"window": 19, "soft_cap": 2.0, "sinks": True},
     "causal": {},
@@ -57,24 +91,266 @@ SPLASH = {
     ],
 )
 def test_splash_is_vanilla(case: str, record_property) -> None:
-    given = dict(SPLASH[case])
-    *qkv, d_out, sinks = inputs(given.pop("value_dim", K))
-    info = MaskInfo.from_segments(SEGMENTS, causal=given.pop("causal", True))
-    sinks = sinks if given.pop("sinks", False) else None
-
-    def loss(attention: Any, qkv: Any, sinks: Any) -> Any:
-        scoring = Scoring(K**-0.5, sinks=sinks, **given)
-        out = attention(*qkv, info, scoring, mechanism())
-        return jnp.sum(out * d_out), out
-
-    def run(attention: Any) -> Any:
-        of = jax.value_and_grad(partial(loss, attention), argnums=(0, 1), has_aux=True)
-        (_, out), grads = jax.jit(of)(qkv, sinks)
-        return out, grads
-
-    out, grads = run(partial(splash_attention, "blocksparse", interpret=True))
-    expected, expected_grads = run(vanilla_attention)
+    out, grads = run(partial(splash_attention, "blocksparse", interpret=True), SPLASH[case])
+    expected, expected_grads = run(vanilla_attention, SPLASH[case])
     errors = worst(out, expected), worst(grads, expected_grads)
     record_property("summary", f"splash, interpreted, {case}: {errors[0]:.1e}, {errors[1]:.1e}")
     assert errors[0] < 1e-5 and errors[1] < 1e-4
     assert not np.any(np.asarray(out)[SEGMENTS == 0])
+
+
+@pytest.mark.nightly
+def test_splash_over_devices(record_property) -> None:
+    """Rows over fsdp, heads over tp, more ways than there are kv heads; interpreted."""
+    split = mechanism(sharding_axis_dims=(1, 2, 1, 4, 1))
+
+    def attention(*call: Any) -> Any:
+        return splash_attention("blocksparse", *call[:-1], split, interpret=True)
+
+    given = {"window": 19, "sinks": True}
+    (out, grads), (expected, expected_grads) = run(attention, given), run(vanilla_attention, given)
+    errors = worst(out, expected), worst(grads, expected_grads)
+    record_property(
+        "summary", f"splash on 8 devices, interpreted: {errors[0]:.1e}, {errors[1]:.1e}"
+    )
+    assert errors[0] < 1e-5 and errors[1] < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("given", [{}, {"causal": False}, {"chunk": 24}], ids=str)
+def test_flash_on_tpu_is_vanilla(given: dict, record_property) -> None:
+    from jax.experimental.pallas import tpu
+
+    with tpu.force_tpu_interpret_mode():
+        out, grads = run(partial(flash_on_tpu, "flash_attn2"), given)
+    expected, expected_grads = run(vanilla_attention, given)
+    errors = worst(out, expected), worst(grads, expected_grads)
+    record_property(
+        "summary", f"flash on TPU, interpreted, {given}: {errors[0]:.1e}, {errors[1]:.1e}"
+    )
+    assert errors[0] < 1e-5 and errors[1] < 1e-4
+
+
+SINGLE = np.repeat([[1, 1, 0], [1, 0, 0]], [100, 99, 1], axis=1)
+
+
+ROWS = {"packed": SEGMENTS, "one": SINGLE, "odd": SINGLE[:, 1:]}
+LIMITS = {"plain": {}, "window": {"window": 19, "value_dim": 16}, "chunk": {"chunk": 24}}
+PAIRS = [
+    (rows, limits) for rows in ROWS for limits in LIMITS if (rows, limits) != ("odd", "window")
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits"),
+    [("odd", "window"), *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in PAIRS)],
+)
+def test_rows_as_gpu_kernels_take_them(rows: str, limits: str, monkeypatch) -> None:
+    """jax's own function under the XLA implementation in place of cuDNN: same arguments."""
+    segments, given = ROWS[rows], LIMITS[limits]
+    s = segments.shape[1]
+
+    def attention(q: Any, k: Any, v: Any, info: Any, scoring: Any, mechanism: Any) -> Any:
+        kernel = partial(gpu.by_jax, scoring.scale, "xla")
+        call = (*(x[:, :s] for x in (q, k, v)), info, scoring, mechanism)
+        return jnp.pad(
+            gpu.gpu_attention(kernel, "cudnn", *call), ((0, 0), (0, S - s), (0, 0), (0, 0))
+        )
+
+    def reference(q: Any, k: Any, v: Any, *call: Any) -> Any:
+        out = vanilla_attention(*(x[:, :s] for x in (q, k, v)), *call)
+        return jnp.pad(out, ((0, 0), (0, S - s), (0, 0), (0, 0)))
+
+    expected = run(reference, given, segments)
+    assert worst(run(attention, given, segments), expected) < 1e-5
+    monkeypatch.setattr(gpu, "MASK_LIMIT", 0)
+    assert worst(run(attention, given, segments), expected) < 1e-5
+
+
+def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Let mechanisms think that the model runs elsewhere; programs are then traced, not run."""
+    for module in (native, choose, mechanisms):
+        monkeypatch.setattr(module, "platform_of", lambda config: platform)
+
+
+def program(
+    info: MaskInfo | None = None, dtype: Any = jnp.bfloat16, given: Any = None, **fields: Any
+) -> str:
+    """jaxpr of the gradient of `attend`, with a configuration of these fields."""
+    qkv = inputs(dtype=dtype)[:3]
+    info = info or MaskInfo.from_segments(SEGMENTS)
+    chosen = mechanism(**fields)
+
+    def loss(*qkv: Any) -> Any:
+        return jnp.sum(attend(*qkv, info, mechanism=chosen, **(given or {}))[0].astype(jnp.float32))
+
+    return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*qkv))
+
+
+@pytest.mark.proves("platform", "BaseOperationConfig")
+def test_platform_is_the_language_of_the_kernel(monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"no pallas kernel on cpu.*blocksparse on tpu"):
+        mechanism(attn_mechanism="splash", platform="pallas")
+    on(monkeypatch, "tpu")
+    assert "pallas_call" in program(attn_mechanism="splash")
+    assert "pallas_call" in program(attn_mechanism="splash", platform="pallas")
+    assert "pallas_call" not in program(attn_mechanism="splash", platform="jax")
+    own = {"blocksparse": {"platform": "jax"}}
+    assert "pallas_call" not in program(attn_mechanism="splash", operation_configs=own)
+    for name in ("vanilla", "cudnn", "sdpa"):
+        with pytest.raises(ConfigError, match="no pallas kernel"):
+            mechanism(attn_mechanism=name, platform="pallas")
+    on(monkeypatch, "gpu")
+    with pytest.raises(ConfigError, match="no pallas kernel on gpu"):
+        mechanism(attn_mechanism="splash", platform="pallas")
+    with pytest.raises(ConfigError, match="tokamax's, which is not installed"):
+        mechanism(attn_mechanism="flash", platform="triton")
+    with pytest.raises(ConfigError, match="unknown platform of an operation 'cuda'"):
+        mechanism(operation_configs={"flash": {"platform": "cuda"}})
+
+
+@pytest.mark.proves("blocksize_b")
+def test_blocksize_b_is_rows_of_a_step_of_flash_attention(monkeypatch) -> None:
+    on(monkeypatch, "tpu")
+    one, two = (program(attn_mechanism="flash", blocksize_b=n) for n in (1, 2))
+    # Each row of a block is a copy of the body: the kernel's grid has fewer steps.
+    assert "pallas_call" in one and one != two
+    assert one == program(attn_mechanism="flash") and two == program(
+        attn_mechanism="flash", blocksize_b=7
+    ), "a batch of two has blocks of at most two"
+
+
+@pytest.mark.proves("flash_attention_backward_pass_impl")
+def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
+    """The XLA implementation of jax's function stands in for cuDNN, which cannot be traced here."""
+    on(monkeypatch, "gpu")
+    by_jax, called = gpu.by_jax, []
+
+    @jax.custom_vjp
+    def native_only(q: Any) -> Any:
+        return q
+
+    def refuse(_: Any, d_out: Any) -> Any:
+        called.append("backward pass of the kernel")
+        return (d_out,)
+
+    native_only.defvjp(lambda q: (q, None), refuse)
+    monkeypatch.setattr(
+        gpu,
+        "by_jax",
+        lambda scale, _, q, k, v, **mask: native_only(by_jax(scale, "xla", q, k, v, **mask)),
+    )
+    for name in ("cudnn", "flash"):
+        called.clear()
+        program(attn_mechanism=name, flash_attention_backward_pass_impl="xla")
+        assert not called
+        program(attn_mechanism=name)
+        assert called
+    both = [
+        run(partial(gpu.gpu_attention, partial(by_jax, K**-0.5, "xla"), "cudnn"), {"window": 19}),
+        run(
+            lambda *call: gpu.gpu_attention(
+                partial(by_jax, K**-0.5, "xla"),
+                "cudnn",
+                *call[:-1],
+                mechanism(flash_attention_backward_pass_impl="xla"),
+            ),
+            {"window": 19},
+        ),
+    ]
+    assert worst(*both) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "given", "fields", "expected"),
+    [
+        ("cpu", jnp.float32, {}, {}, "'blockwise' on cpu: more than 128 queries"),
+        ("tpu", jnp.bfloat16, {"window": 9}, {}, "'blocksparse' on tpu: its kernel fits"),
+        ("tpu", jnp.float16, {}, {}, "'blockwise' on tpu"),
+        ("tpu", jnp.bfloat16, {}, {"platform": "jax"}, "'blockwise' on tpu"),
+        ("gpu", jnp.float32, {}, {}, "'blockwise' on gpu"),
+        ("gpu", jnp.bfloat16, {"soft_cap": 3.0}, {}, "'blockwise' on gpu"),
+    ],
+)
+def test_auto(
+    platform: str, dtype: Any, given: dict, fields: dict, expected: str, monkeypatch, caplog
+) -> None:
+    on(monkeypatch, platform)
+    forget_said()
+    with caplog.at_level(logging.INFO, logger="easydel"):
+        for _ in range(2):
+            text = program(dtype=dtype, given=given, attn_mechanism="auto", **fields)
+    said = [r.getMessage() for r in caplog.records if "auto takes" in r.getMessage()]
+    assert len(said) == 1 and expected in said[0]
+    assert ("pallas_call" in text) == ("blocksparse" in expected)
+
+
+def test_auto_on_gpu_takes_cudnn_where_it_fits(monkeypatch) -> None:
+    on(monkeypatch, "gpu")
+    auto, q = mechanism(attn_mechanism="auto"), jnp.zeros((1, 256, 4, 64), jnp.bfloat16)
+    assert choose.choose(auto, q, q, frozenset({"window"})) == "cudnn"
+    assert choose.choose(auto, q[..., :63], q, frozenset()) == "blockwise"
+    assert choose.choose(auto, q[:, :64], q, frozenset()) == "vanilla"
+    monkeypatch.setattr(choose, "has_tokamax", lambda: True)
+    assert choose.choose(auto, q, q, frozenset({"soft_cap"})) == "flash_attn2"
+    assert choose.choose(auto, q.astype(jnp.float32), q, frozenset()) == "blockwise"
+
+
+def test_what_a_kernel_cannot_take_is_said_once(monkeypatch, caplog) -> None:
+    on(monkeypatch, "tpu")
+    forget_said()
+    unordered = MaskInfo(*[jnp.ones((B, S), jnp.int32)] * 4)
+    with caplog.at_level(logging.INFO, logger="easydel"):
+        for _ in range(2):
+            assert "pallas_call" not in program(unordered, attn_mechanism="splash")
+    record, *more = (r for r in caplog.records if "blocksparse" in r.getMessage())
+    assert not more and record.levelno == logging.INFO
+    assert "not the same tokens in order" in record.getMessage()
+
+
+def test_pages_on_tpu_are_read_by_the_kernel(monkeypatch) -> None:
+    """The program reads the stacked pool as pages behind each other, and says why where not."""
+
+    def text(head_dim: int = 128, dtype: Any = jnp.bfloat16, **given: Any) -> str:
+        ints = partial(jnp.zeros, dtype=jnp.int32)
+        ragged = RaggedBatch(
+            *(ints(9), ints(8), ints(16), {"full": ints(16)}, {"full": ints((8, 4))}),
+            *(ints(8), ints(())),
+        )
+        q = jnp.zeros((1, 16, 8, head_dim), dtype)
+        cache = PagedCache(jnp.zeros((2, 32, 16, 2, 2, head_dim), dtype))
+        fields = {"attn_mechanism": "page_attention"}
+
+        def step(q: Any, cache: Any, layer: Any) -> Any:
+            call = {
+                "cache": cache,
+                "layer": layer,
+                "ragged": ragged,
+                "mechanism": mechanism(**fields),
+            }
+            return attend(q, q[:, :, :2], q[:, :, :2], None, **call, **given)[0]
+
+        return str(jax.make_jaxpr(step)(q, cache, 1))
+
+    assert "pallas_call" not in text()
+    on(monkeypatch, "tpu")
+    assert "ragged_paged_attention_kernel" in text(window=8, soft_cap=2.0)
+    for changes in (
+        {"head_dim": 64},
+        {"chunk": 8},
+        {"sinks": jnp.zeros(8)},
+        {"window": jnp.asarray(8)},
+    ):
+        assert "pallas_call" not in text(**changes)
+
+
+def test_a_model_for_the_engine_trains_by_auto(caplog) -> None:
+    forget_said()
+    with caplog.at_level(logging.INFO, logger="easydel"):
+        for _ in range(2):
+            chosen = mechanism(attn_mechanism="page_attention")
+    assert (chosen.name, chosen.pages) == ("auto", "page_attention")
+    (record,) = caplog.records
+    assert "choose for themselves, as with 'auto'" in record.getMessage()
+    with pytest.raises(ConfigError, match=r"reads cache only.*auto, vanilla"):
+        mechanism(attn_mechanism="autoregressive_decodeattn")

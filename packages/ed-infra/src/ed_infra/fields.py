@@ -83,7 +83,11 @@ class ExecutionFields:
     )
     sequence_axis_name: str = option("sp", "mesh axis of sequence parallelism")
     backend: str | None = option(None, "jax backend of the mesh; None = the default backend")
-    platform: str | None = option(None, "language of kernels: jax, triton or pallas; None = auto")
+    platform: str | None = option(
+        None,
+        "language of attention kernels: jax (plain XLA everywhere), or triton or pallas, an error "
+        "where attn_mechanism has none; None = the best there is",
+    )
     easy_method: Literal["train", "serve", "convert"] = option(
         "train", "what the configuration is for; serve and convert keep nothing for gradients"
     )
@@ -96,7 +100,10 @@ class ExecutionFields:
     )
     blocksize_q: Count = option(128, "query block of attention kernels, in positions")
     blocksize_k: Count = option(128, "key block of attention kernels, in positions")
-    blocksize_b: Count = option(1, "batch block of attention kernels, in sequences")
+    blocksize_b: Count = option(
+        1,
+        "batch block of attention kernels, in sequences; flash_attn2 on TPUs reads it",
+    )
     attn_dtype: str | None = option(
         None, "dtype of attention; None = the dtype that the model computes in"
     )
@@ -104,7 +111,7 @@ class ExecutionFields:
     kvdtype: str | None = option(None, "dtype of the KV cache; None = attn_dtype")
     scan_ring_attention: bool = option(True, "loop over ring steps instead of unrolling them")
     flash_attention_backward_pass_impl: Literal["triton", "xla"] = option(
-        "triton", "backward kernel of flash attention on GPUs"
+        "triton", "backward pass of flash attention on GPUs: the kernel's own, or plain XLA"
     )
     precompute_masks: bool = option(True, "build the causal mask once, not in each layer")
     mask_max_position_embeddings: Count | None = option(
@@ -193,8 +200,6 @@ FIELD_ALIASES: dict[str, str] = {
 WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
         "bits",
-        "blocksize_b",
-        "flash_attention_backward_pass_impl",
         "hardware_abstraction",
         "kv_cache_quantization_config",
         "moe_force_xla_gmm",
@@ -205,7 +210,6 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "pallas_k_block_size",
         "pallas_m_block_size",
         "pallas_n_block_size",
-        "platform",
         "quantization_config",
         "use_expert_tensor_mode",
         "use_ring_of_experts",
@@ -213,7 +217,19 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
 )
 
 #: Operations whose settings in `operation_configs` are read; others are said to have no effect.
-OPERATIONS: frozenset[str] = frozenset({"blockwise", "ring"})
+OPERATIONS: frozenset[str] = frozenset(
+    {
+        "auto",
+        "blocksparse",
+        "blockwise",
+        "cudnn",
+        "flash_attn2",
+        "page_attention",
+        "ragged_page_attention_v2",
+        "ragged_page_attention_v3",
+        "ring",
+    }
+)
 
 _DTYPE_FIELDS = frozenset({"attn_dtype", "attn_softmax_dtype", "kvdtype"})
 _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ed_infra.dtypes import canonical_dtype
+from ed_infra.enums import EasyDeLPlatforms
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
 T = TypeVar("T")
@@ -89,12 +90,25 @@ QUANTIZATION_FIELD_ALIASES: dict[str, str] = {
 class BaseOperationConfig:
     """Kernel settings of one operation (`operation_configs={"flash_attn2": ...}`).
 
-    None leaves the choice to the kernel.
+    Attributes:
+        platform: language of its kernel, `"jax"` (plain XLA), `"triton"` or `"pallas"`; None = the
+            field `platform`.
+        block_q: queries per block; None = `blocksize_q`.
+        block_k: keys per block; None = `blocksize_k`.
     """
 
     platform: str | None = None
     block_q: int | None = None
     block_k: int | None = None
+
+    def __post_init__(self) -> None:
+        known = [platform.value for platform in EasyDeLPlatforms]
+        if self.platform is not None and self.platform not in known:
+            raise unknown_name("platform of an operation", self.platform, known)
+        for name in ("block_q", "block_k"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ConfigError(f"{name} of an operation is a number of positions, got {size!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
+import jax.numpy as jnp
 from ed_infra.logging import get_logger, once
 
-from ed_layers.attention.hardware import platform_of
+from ed_layers.attention.hardware import compute_capability_of, has_tokamax, platform_of
 from ed_layers.attention.mechanism import MECHANISMS, Mechanism
 from ed_layers.attention.ring_layout import sequence_axes
 
@@ -14,6 +17,11 @@ logger = get_logger(__name__)
 # The score matrix is materialised up to this many query tokens: measured on a CPU, blocks are
 # faster from there on (four times at 512 tokens, ten times at 2048).
 FULL_SCORES_LIMIT = 128
+
+
+# What keeps a call from the native kernels of a platform, beyond what their mechanisms lack.
+NOT_ON_TPU = frozenset({"cross", "bias", "dropout"})
+NOT_ON_GPU = frozenset({"bias", "dropout", "sinks"})
 
 
 def choose(mechanism: Mechanism, q: jax.Array, k: jax.Array, features: frozenset[str]) -> str:
@@ -26,15 +34,40 @@ def choose(mechanism: Mechanism, q: jax.Array, k: jax.Array, features: frozenset
     """
     if mechanism.name != "auto":
         return mechanism.name
-    name = "blockwise" if q.shape[1] > FULL_SCORES_LIMIT else "vanilla"
-    # Blocks of a split sequence would be gathered; whole scores of a short one may as well be.
-    split = name == "blockwise" and sequence_axes(mechanism.config) is not None
-    if split and features <= MECHANISMS["ring"].features:
-        name = "ring"
-    return said(name, platform_of(mechanism.config))
-
-
-def said(name: str, platform: str) -> str:
-    """Say once that "auto" took a mechanism."""
-    once(logger, f"attention: auto takes {name!r} on {platform}", level=20)
+    platform = platform_of(mechanism.config)
+    name, why = chosen(mechanism, platform, q, features)
+    once(logger, f"attention: auto takes {name!r} on {platform}: {why}", level=logging.INFO)
     return name
+
+
+def chosen(
+    mechanism: Mechanism, platform: str, q: jax.Array, features: frozenset[str]
+) -> tuple[str, str]:
+    """The mechanism, and in words why: by shape, by how the mesh splits, by kernel."""
+    if q.shape[1] <= FULL_SCORES_LIMIT:
+        return "vanilla", f"at most {FULL_SCORES_LIMIT} queries"
+    # Blocks of a split sequence would be gathered.
+    if sequence_axes(mechanism.config) is not None and features <= MECHANISMS["ring"].features:
+        return "ring", "the mesh splits the sequence"
+    name = native(mechanism, platform, q, features)
+    if name is not None:
+        return name, "its kernel fits"
+    return "blockwise", f"more than {FULL_SCORES_LIMIT} queries"
+
+
+def native(
+    mechanism: Mechanism, platform: str, q: jax.Array, features: frozenset[str]
+) -> str | None:
+    """The mechanism whose native kernel takes a call on this platform, if there is one."""
+    language = mechanism.settings_of("auto").platform
+    if platform == "tpu" and language in (None, "pallas"):
+        fits = not features & NOT_ON_TPU and q.dtype in (jnp.float32, jnp.bfloat16)
+        return "blocksparse" if fits else None
+    if platform == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and not features & NOT_ON_GPU:
+        widest = 256 if compute_capability_of(mechanism.config) >= (9, 0) else 128
+        fits = features <= MECHANISMS["cudnn"].features and q.shape[-1] % 8 == 0
+        if language is None and fits and q.shape[-1] <= widest:
+            return "cudnn"
+        if language in (None, "triton") and has_tokamax():
+            return "flash_attn2"
+    return None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.logging import get_logger, once
 
+from ed_layers.attention.hardware import has_tokamax, platform_of
 from ed_layers.attention.scoring import FEATURES
+
+logger = get_logger(__name__)
 
 #: What a mechanism reads: "projected" keys and values of the same call (training, and prompts too),
 #: a contiguous "cache", or the engine's "pages".
@@ -158,7 +163,8 @@ class Mechanism:
             dropout: attention dropout probability.
 
         Raises:
-            ConfigError: a mechanism is unknown, reads something else, or lacks a feature.
+            ConfigError: a mechanism is unknown, reads something else, lacks a feature, or has no
+                kernel in the language that `platform` asks for where the model runs.
         """
         name, decode = config.attn_mechanism, config.decode_attn_mechanism
         pages = "ragged_page_attention_v3"
@@ -166,8 +172,14 @@ class Mechanism:
             if given in MECHANISMS and MECHANISMS[given].reads == "pages":
                 pages = given
                 check(field_name, pages, features - {"cross", "dropout"}, reads=("pages",))
-        # A model that names a paged mechanism is for the engine; what it does besides is "auto".
-        name = "auto" if name == pages else name
+        if name == pages:
+            name = "auto"
+            once(
+                logger,
+                f"attn_mechanism={pages!r} is what the engine does over its pages; training and "
+                "generate() choose for themselves, as with 'auto'",
+                level=logging.INFO,
+            )
         decode = None if decode == pages else decode
         needed = features | ({"dropout"} if dropout else set())
         check("attn_mechanism", name, needed, reads=("projected",))
@@ -183,6 +195,11 @@ class Mechanism:
             )
             for operation, given in (config.operation_configs or {}).items()
         }
+        language = settings.get(config.attn_mechanism, default).platform
+        check_language("attn_mechanism", config.attn_mechanism, language, config)
+        if (own := (config.operation_configs or {}).get(config.decode_attn_mechanism)) is not None:
+            given = config.decode_attn_mechanism
+            check_language("decode_attn_mechanism", given, own.platform, config)
         return cls(
             name=name,
             decode=decode,
@@ -231,4 +248,32 @@ def check(
         raise ConfigError(
             f"{field_name}={name!r} cannot do {', '.join(missing)}, which this model "
             f"needs; {where}these can: {', '.join(others or able)}"
+        )
+
+
+def check_language(field_name: str, name: str, language: str | None, config: Any) -> None:
+    """Raise ConfigError unless a mechanism has a kernel in a language where the model runs.
+
+    Args:
+        language: of the kernel; None and "jax" are had by all.
+    """
+    if language in (None, "jax"):
+        return
+    speak = {
+        m: [p for p, its in a.kernels if its == language]
+        for m, a in MECHANISMS.items()
+        if name != "auto" or a.reads == "projected"
+    }
+    platforms = {p for ps in speak.values() for p in ps} if name == "auto" else set(speak[name])
+    platform = platform_of(config)
+    if platform not in platforms:
+        able = "; ".join(f"{m} on {' and '.join(ps)}" for m, ps in speak.items() if ps)
+        raise ConfigError(
+            f"platform={language!r}: {field_name}={name!r} has no {language} kernel on {platform}. "
+            f"Such kernels have: {able}. platform='jax' or None runs everywhere"
+        )
+    if language == "triton" and not has_tokamax():
+        raise ConfigError(
+            f"platform='triton': the Triton kernel of {name!r} is tokamax's, which is not "
+            "installed: pip install tokamax, or leave platform out"
         )
