@@ -68,9 +68,13 @@ class PageReader:
         if scoring.sinks is not None:
             self.sinks = scoring.sinks.reshape(self.groups, -1)[:, :, None, None]
         page_size = self.pages.shape[-4]
-        self.pages_per_block = max(1, min(KEY_BLOCK // page_size, table.shape[1]))
+        # Two blocks at least: XLA moves the read of a single one out of the loop, merges it with
+        # the write before it, and then copies the pool (seen on a CPU).
+        width = max(table.shape[1], 2)
+        self.pages_per_block = max(1, min(KEY_BLOCK // page_size, -(-width // 2)))
         self.block = self.pages_per_block * page_size
-        self.table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % self.pages_per_block)))
+        width += -width % self.pages_per_block
+        self.table = jnp.pad(table, ((0, 0), (0, width - table.shape[1])))
 
     def keys_values(self, rows: jax.Array, j: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Block j of the sequences with these page-table rows [m, p]: [m, y, g, k], [m, y, g, d].

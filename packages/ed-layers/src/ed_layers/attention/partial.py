@@ -73,9 +73,14 @@ class Slots:
 
 
 def blocks_of(splits: int, block: int, count: int) -> tuple[int, int]:
-    """Splits and slots of one, not more than there are slots in all."""
-    block = min(block, count)
-    return max(1, min(splits, count // block)), block
+    """Splits, and slots of one, such that there are two blocks at least.
+
+    One block is the same in every turn: XLA moves the read out of the loop and merges it with the
+    write before it, and then copies a stacked cache in every layer (seen on a CPU).
+    """
+    half = max(1, -(-count // 2))
+    block = min(block, half)
+    return max(1, min(splits, half // block)), block
 
 
 def part_of(
