@@ -68,9 +68,10 @@ def test_padding_gets_zeros_and_changes_nothing(name, cell) -> None:
     case = cases.case_of(CELLS[cell])
     mechanism, d_out = cases.mechanism_of(name, CELLS[cell].features), cases.noise(case)
     before = cases.run(case, mechanism, d_out)
-    after = cases.run(filled(case, None, HUGE), mechanism, d_out)
-    for tensor, value in before.items():
-        np.testing.assert_array_equal(after[tensor], value, tensor)
+    for fill in (HUGE, np.inf, np.nan):
+        after = cases.run(filled(case, None, fill), mechanism, d_out)
+        for tensor, value in before.items():
+            np.testing.assert_array_equal(after[tensor], value, tensor)
     for tensor in ("out", "q", "k", "v"):
         padding = segments_of(case, tensor) == 0
         assert padding.any()

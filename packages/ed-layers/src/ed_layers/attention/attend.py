@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ed_layers.attention.cached import attend_to_cache
 from ed_layers.attention.choose import choose
@@ -98,5 +99,13 @@ def attend(
     features = scoring.features(q, v, mask_info)
     name = choose(mechanism, q, k, features)
     check("attn_mechanism", name, features, reads=("projected",))
+    # The weight of padding is zero, and so is its part of a sum unless it holds an inf or a NaN.
+    q = zero_padding(q, mask_info.q_segment_ids)
+    k, v = (zero_padding(x, mask_info.kv_segment_ids) for x in (k, v))
     out = PROJECTED[name](q, k, v, mask_info, scoring, mechanism)
     return out.astype(out_dtype), None
+
+
+def zero_padding(x: Float[Array, "b n h k"], segment_ids: Int[Array, "b n"]) -> jax.Array:
+    """Zeros where a place is padding; XLA fuses it into what makes `x` or reads it."""
+    return jnp.where((segment_ids != 0)[:, :, None, None], x, 0)

@@ -238,7 +238,9 @@ def backward_of_call(spec: Spec, saved, cotangents):
     return *grads, None if d_bias is None else d_bias.astype(bias.dtype), None
 
 
-def backward(spec: Spec, q, k, v, bias, where: Where, lse, shared, d_out):
+def backward(
+    spec: Spec, q, k, v, bias, where: Where, lse, shared, d_out
+) -> tuple[Any, Any, Any, Any]:
     """Gradients of q, k, v and bias in the softmax dtype.
 
     Args:
