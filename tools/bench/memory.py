@@ -63,12 +63,13 @@ def temp_bytes(length: int, *, layers: int, width: int, batch: int = 1, **option
     model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
 
-    def loss(state: Any, input_ids: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def loss(state: Any, input_ids: jax.Array, segment_ids: jax.Array) -> Any:
         return nnx.merge(graphdef, state).compute_loss(input_ids, segment_ids=segment_ids)[0].loss
 
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     program = jax.jit(jax.grad(loss)).lower(state, tokens, tokens).compile()
-    return program.memory_analysis().temp_size_in_bytes
+    memory: Any = program.memory_analysis()
+    return memory.temp_size_in_bytes
 
 
 def measure(lengths: tuple[int, ...] = LENGTHS, *, layers: int = 2, width: int = 64) -> list[Point]:
