@@ -39,7 +39,7 @@ def devices() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")
         described = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-    before = jax.config.read("jax_compilation_cache_dir")
+    before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
     yield described
