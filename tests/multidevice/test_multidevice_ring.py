@@ -273,6 +273,37 @@ def test_a_llama_has_the_logits_and_gradients_of_vanilla_on_one_device(dims: Dim
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("softmax", "bound"), [("float32", 0.02), ("bfloat16", 0.1)])
+def test_half_precision(softmax: str, bound: float) -> None:
+    inputs = {n: x.astype(jnp.bfloat16) for n, x in inputs_of(more="sinks").items()}
+    fields = {"attn_softmax_dtype": softmax, "blocksize_q": 8, "blocksize_k": 8}
+    got = Call("ring", (1, 1, 1, 1, 4), inputs, packed(), config=fields).run()
+    exact = {n: x.astype(np.float32) for n, x in inputs.items()}
+    want = Call("vanilla", ONE, exact, packed()).run()
+    assert all(x.dtype == jnp.bfloat16 for x in got.values())
+    errors = worst(got, want)
+    assert max(errors.values()) <= bound, errors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "fields", [{}, {"decode_attn_mechanism": "ring"}, {"use_sharded_kv_caching": True}], ids=str
+)
+def test_generate_says_the_same(fields: dict[str, Any]) -> None:
+    ids = np.random.default_rng(0).integers(3, 252, (2, 24)).astype(np.int32)
+    mask = np.ones_like(ids)
+    mask[0, :5] = 0
+
+    def said(dims: Dims, **fields: Any) -> Any:
+        config = llama_case.config(dims, eos_token_id=None, **fields).seal()
+        model = llama_case.LlamaForCausalLM.create(config, seed=1)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=6).sequences
+
+    ring = said((1, 1, 1, 2, 4), attn_mechanism="ring", **fields)
+    np.testing.assert_array_equal(ring, said(ONE))
+
+
+@pytest.mark.nightly
 def test_long_sequence_equals_one_device_and_memory_falls(record_property: Any) -> None:
     """Sequence 8192 against float64 on one device."""
     s, heads, groups, dim = 8192, 4, 2, 32

@@ -132,8 +132,9 @@ def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out,
     out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
     # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
-    q_blocks, d_out = here.query_blocks(q), here.query_blocks(d_out)
-    lse, shared = (here.query_blocks(x[..., None]) for x in (lse, shared))
+    of_queries = (d_out, lse[..., None], shared[..., None])
+    d_out, lse, shared = (here.query_blocks(x.astype(plan.spec.softmax_dtype)) for x in of_queries)
+    q_blocks = here.query_blocks(q)
     hand = here.hand(k, v)
     zeros = [jnp.zeros(x.shape, plan.total_dtype) for x in (q_blocks, *hand[:2])]
     d_bias = None if here.bias is None else jnp.zeros(here.bias.shape, plan.total_dtype)
