@@ -1,128 +1,145 @@
-"""Dense and paged caches give what attention over the whole sequence gives."""
+"""Contiguous and paged caches give what attention over the whole sequence gives."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import cache_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra.masks import MaskInfo
+from cache_cases import BOUNDS, LAYERS, SINKS, SPECS, Engine, G, K, sequence, whole
+from ed_infra.errors import ConfigError
+from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.attention import Mechanism, attend
-from ed_layers.cache import DenseCache, LayerCacheSpec, PagedCache, RaggedBatch
+from ed_layers.cache import DenseCache, Format, HybridCache, LayerCacheSpec
 
-H, G, K, LAYERS, PAGE = 4, 2, 8, 3, 4
-MECHANISM = Mechanism()
-SPECS = [LayerCacheSpec(G, K)] * LAYERS
-rng = np.random.default_rng(0)
-
-
-def sequence(length):
-    shapes = [(1, length, H, K), (1, length, G, K), (1, length, G, K)]
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+VANILLA, DECODE = Mechanism(), Mechanism(decode="autoregressive_decodeattn")
+STEPS = {"by_token": [1] * 14, "chunks": [4, 1, 1, 4, 4], "at_once": [14]}
+WINDOW = 5
 
 
-def whole(qkv, **features):
-    info = MaskInfo.full(1, qkv[0].shape[1])
-    return attend(*qkv, info, mechanism=MECHANISM, **features)[0]
+def cache_of(kind: str, layout: Any = "stacked", format: str | None = None, rows: int = 1) -> Any:
+    """A cache, and how its layers call attention."""
+    options: Any = {"batch_size": rows, "capacity": 16, "layout": layout}
+    options["format"] = Format(format) if format else None
+    if kind == "dense":
+        return DenseCache.create(SPECS, **options), {}
+    specs = [LayerCacheSpec(G, K, window=WINDOW)] * LAYERS
+    return HybridCache.create(specs, **options), {"group": "window", "window": WINDOW}
 
 
+@pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
+@pytest.mark.parametrize(("kind", "layout"), [("dense", "leaves"), ("window", "stacked")])
+def test_in_steps_equals_at_once(kind, layout, mechanism):
+    qkv = sequence(14)
+    for steps in STEPS.values():
+        cache, call = cache_of(kind, layout)
+        out = cases.in_steps(cache, qkv, steps, mechanism=mechanism, **call)
+        assert cases.error(out, whole(qkv, window=call.get("window"))) <= BOUNDS[None]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
-@pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 1, 3], [9]])
-def test_dense_in_steps_equals_at_once(layout, steps):
-    qkv = sequence(9)
-    cache = DenseCache.create(SPECS, batch_size=1, capacity=12, layout=layout)
-    outs, at = [], 0
-    for n in steps:
-        cache, info, positions = cache.begin(jnp.ones((1, n), jnp.int32))
-        np.testing.assert_array_equal(positions[0], np.arange(at, at + n))
-        part = [x[:, at : at + n] for x in qkv]
-        out, cache = attend(*part, info, cache=cache, layer=1, mechanism=MECHANISM)
-        cache, at = cache.advance(n), at + n
-        outs.append(out)
-    np.testing.assert_allclose(jnp.concatenate(outs, 1), whole(qkv), atol=1e-6)
+@pytest.mark.parametrize("format", [None, "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_any_steps_of_any_cache(kind, format, layout, mechanism):
+    for seed in range(3):
+        cuts = np.random.default_rng(seed).integers(1, 9, 14).cumsum()
+        steps = np.diff([0, *cuts[cuts < 14], 14]).tolist()
+        qkv = sequence(14)
+        cache, call = cache_of(kind, layout, format)
+        out = cases.in_steps(cache, qkv, steps, mechanism=mechanism, **call)
+        assert cases.error(out, whole(qkv, window=call.get("window"))) <= BOUNDS[format]
 
 
-def test_left_padding_counts_no_position_and_gets_no_attention():
-    qkv = sequence(6)
-    cache = DenseCache.create(SPECS, batch_size=1, capacity=8)
-    cache, info, positions = cache.begin(jnp.asarray([[0, 0, 1, 1, 1, 1]]))
-    out, _ = attend(*qkv, info, cache=cache, layer=0, mechanism=MECHANISM)
-    np.testing.assert_array_equal(positions, [[0, 0, 0, 1, 2, 3]])
-    np.testing.assert_allclose(out[:, 2:], whole([x[:, 2:] for x in qkv]), atol=1e-6)
+@pytest.mark.parametrize(("kind", "format"), [("dense", "int8"), ("window", "fp8")])
+def test_eight_bits_in_steps(kind, format, record_property):
+    """However the tokens come, the same codes are stored and read; near to what they stand for."""
+    qkv = sequence(14)
+    outs = []
+    for steps in STEPS.values():
+        cache, call = cache_of(kind, "leaves", format)
+        outs.append(cases.in_steps(cache, qkv, steps, mechanism=VANILLA, **call))
+    for out in outs[1:]:
+        assert cases.error(out, outs[0]) <= BOUNDS[None]
+    error = cases.error(outs[0], whole(qkv, window=call.get("window")))
+    assert 1e-4 < error <= BOUNDS[format]
+    record_property(
+        "summary", f"{kind} cache in {format}: attention off by {error:.1e} (<= {BOUNDS[format]})"
+    )
 
 
-class Pages:
-    """A hand-driven engine: random pages, any mix of prefill chunks and single tokens."""
-
-    def __init__(self, lengths, layout, pages=40, slots=6):
-        self.sequences = [sequence(n) for n in lengths]
-        self.done = [0] * len(lengths)
-        self.cache = PagedCache.create(SPECS, num_pages=pages, page_size=PAGE, layout=layout)
-        free = list(rng.permutation(pages))
-        self.table = [[free.pop() for _ in range(-(-n // PAGE))] for n in lengths]
-        self.slots, self.width = slots, max(len(t) for t in self.table) + 1
-
-    def step(self, counts, padded_to, **features):
-        """Run `counts[i]` tokens of sequence i; return each one's attention output."""
-        active = [i for i, n in enumerate(counts) if n]
-        table = np.zeros((self.slots, self.width), np.int32)
-        kv_lens = np.zeros(self.slots, np.int32)
-        cu, seq_of, slots, parts = [0], [], [], []
-        for row, i in enumerate(active):
-            first, n = self.done[i], counts[i]
-            table[row, : len(self.table[i])] = self.table[i]
-            kv_lens[row] = first + n
-            cu.append(cu[-1] + n)
-            seq_of += [row] * n
-            slots += [self.table[i][p // PAGE] * PAGE + p % PAGE for p in range(first, first + n)]
-            parts.append([x[:, first : first + n] for x in self.sequences[i]])
-        pad = padded_to - cu[-1]
-        ragged = RaggedBatch(
-            cu_q_lens=jnp.asarray(cu + [cu[-1]] * (self.slots + 1 - len(cu)), jnp.int32),
-            kv_lens=jnp.asarray(kv_lens),
-            seq_of_token=jnp.asarray(seq_of + [0] * pad, jnp.int32),
-            slots={"full": jnp.asarray(slots + [10**6] * pad, jnp.int32)},
-            page_table={"full": jnp.asarray(table)},
-            state_slots=jnp.zeros(self.slots, jnp.int32),
-            num_seqs=jnp.asarray(len(active), jnp.int32),
-        )
-        positions = np.asarray(ragged.positions())[0]
-        flat = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
-        flat = [jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in flat]
-        out, self.cache = attend(
-            *flat, None, cache=self.cache, layer=2, ragged=ragged, mechanism=MECHANISM, **features
-        )
-        results = {}
-        for row, i in enumerate(active):
-            results[i] = out[:, cu[row] : cu[row + 1]]
-            expected = np.arange(self.done[i], self.done[i] + counts[i])
-            np.testing.assert_array_equal(positions[cu[row] : cu[row + 1]], expected)
-            self.done[i] += counts[i]
-        return results
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_left_padding_counts_no_position_and_gets_no_attention(kind):
+    """Two rows, one of them padded by three: each gives what it gives alone."""
+    long, short = sequence(12), sequence(9)
+    qkv = [
+        np.concatenate([a, np.pad(b, ((0, 0), (3, 0), (0, 0), (0, 0)), constant_values=9.0)])
+        for a, b in zip(long, short, strict=True)
+    ]
+    segments = np.ones((2, 12), np.int32)
+    segments[1, :3] = 0
+    cache, call = cache_of(kind, rows=2)
+    out = cases.in_steps(cache, qkv, [7, 1, 1, 1, 1, 1], segments=segments, mechanism=DECODE, **call)
+    window = call.get("window")
+    assert cases.error(out[:1], whole(long, window=window)) <= BOUNDS[None]
+    assert cases.error(out[1:, 3:], whole(short, window=window)) <= BOUNDS[None]
+    assert not out[1, :3].any(), "padding sees nothing"
+    _, _, positions = cache.begin(jnp.asarray(segments[:, :6]))
+    np.testing.assert_array_equal(positions, [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
 
 
-@pytest.mark.parametrize("layout", ["stacked", "leaves"])
 @pytest.mark.parametrize(
-    "features", [{}, {"window": 5}, {"chunk": 6}, {"soft_cap": 1.5}], ids=lambda f: str([*f])
+    ("layout", "features"),
+    [
+        ("stacked", {}),
+        ("leaves", {"window": 5}),
+        ("stacked", {"chunk": 6}),
+        pytest.param("leaves", {"soft_cap": 1.5}, marks=pytest.mark.nightly),
+        ("stacked", {"sinks": SINKS, "window": 7}),
+    ],
+    ids=str,
 )
 def test_pages_in_mixed_steps_equal_at_once(layout, features):
-    engine = Pages([13, 150, 3, 9], layout, pages=60)
-    outs = {i: [] for i in range(4)}
-    schedule = [
-        [5, 0, 0, 1],
-        [1, 140, 3, 1],
-        [1, 1, 0, 1],
-        [6, 9, 0, 6],
-    ]
-    for counts in schedule:
-        for i, out in engine.step(counts, padded_to=160, **features).items():
-            outs[i].append(out)
-    for i, qkv in enumerate(engine.sequences):
-        np.testing.assert_allclose(
-            jnp.concatenate(outs[i], axis=1), whole(qkv, **features), atol=2e-6
-        )
+    engine = Engine([13, 150, 3, 9], layout, pages=60, **features)
+    for counts in ([5, 0, 0, 1], [1, 140, 3, 1], [1, 1, 0, 1], [6, 9, 0, 6]):
+        engine.step(counts, padded_to=160)
+    assert max(engine.close(i) for i in range(4)) <= BOUNDS[None]
+
+
+@pytest.mark.parametrize("value_dim", [6, 12])
+def test_values_of_another_width_in_pages(value_dim):
+    engine = Engine([9, 6], pages=8, spec=LayerCacheSpec(G, K, value_dim))
+    for counts in ([4, 6], [5, 0]):
+        engine.step(counts, padded_to=12)
+    assert max(engine.close(i) for i in range(2)) <= BOUNDS[None]
+
+
+@pytest.mark.parametrize("format", [None, "int8", pytest.param("fp8", marks=pytest.mark.nightly)])
+def test_freed_pages_serve_the_next_sequence(format, record_property):
+    """A pool with no page to spare: whoever comes gets what another has left behind."""
+    engine = Engine([13, 30, 3], pages=13, slots=3, format=format, window=9)
+    errors, following = [], {0: [9, 16, 5], 2: [4, 2, 1]}
+    for counts in ([5, 12, 3], [8, 1, 0], [9, 1, 2], [0, 9, 2], [16, 0, 1], [0, 6, 1], [5, 1, 1]):
+        for i in (0, 2):
+            if counts[i] and engine.done[i] == engine.sequences[i][0].shape[1]:
+                errors.append(engine.close(i))
+                engine.replace(i, following[i].pop(0))
+        engine.step(counts, padded_to=24)
+    assert not any(following.values()), "all came"
+    errors += [engine.close(i) for i in range(3)]
+    assert max(errors) <= BOUNDS[format]
+    if format:
+        assert max(errors) > 1e-4, "nothing was quantized"
+        text = f"pages in {format}: attention off by {max(errors):.1e} (<= {BOUNDS[format]})"
+        record_property("summary", text)
 
 
 def test_padding_tokens_write_nothing():
-    engine = Pages([4], "stacked")
+    engine = Engine([4], pages=40)
     engine.step([4], padded_to=16)
     assert np.count_nonzero(np.asarray(engine.cache.pages).any((0, 3, 4, 5))) == 4
     assert not np.asarray(engine.cache.pages)[:2].any(), "only layer 2 was written"
@@ -130,34 +147,24 @@ def test_padding_tokens_write_nothing():
 
 def test_a_scanned_model_cannot_take_an_unrolled_cache():
     cache = DenseCache.create(SPECS, batch_size=1, capacity=4, layout="leaves")
-    kv = sequence(1)
+    kv: Any = sequence(1)
     cache, info, _ = cache.begin(jnp.ones((1, 1), jnp.int32))
     with pytest.raises(TypeError, match="init_cache"):
-        jax.jit(lambda layer: attend(*kv, info, cache=cache, layer=layer, mechanism=MECHANISM))(0)
+        jax.jit(lambda layer: attend(*kv, info, cache=cache, layer=layer, mechanism=VANILLA))(0)
 
 
-@pytest.mark.parametrize("layout", ["stacked", "leaves"])
-def test_a_decode_step_writes_in_place(layout):
-    """A donated step over all layers allocates no second cache: scanned, and unrolled."""
-    specs = SPECS * 8
-
-    def step(cache, q, k, v):
-        cache, info, _ = cache.begin(jnp.ones((1, 1), jnp.int32))
-
-        def one(carry, layer):
-            q, cache = carry
-            return attend(q, k, v, info, cache=cache, layer=layer, mechanism=MECHANISM), None
-
-        if layout == "stacked":
-            (q, cache), _ = jax.lax.scan(one, (q, cache), jnp.arange(len(specs)))
-        else:
-            for layer in range(len(specs)):
-                (q, cache), _ = one((q, cache), layer)
-        return q, cache.advance(1)
-
-    cache = DenseCache.create(specs, batch_size=1, capacity=4096, layout=layout)
-    compiled = jax.jit(step, donate_argnums=0).lower(cache, *sequence(1)).compile()
-    memory = compiled.memory_analysis()
-    cache_bytes = sum(x.nbytes for x in jax.tree.leaves((cache.keys, cache.values)))
-    assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes / 4
+def test_what_caches_can_be_quantized_to():
+    for dtype in ("nf4", "int4", "w4a8", "w8a8", "mxfp8"):
+        with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):
+            Format.of(EasyDeLQuantizationConfig(dtype))
+    with pytest.raises(ConfigError, match="group_size 3 does not divide the 8 numbers"):
+        Format("int8", 3).groups(K)
+    x = jnp.asarray(sequence(5)[1])
+    errors = []
+    for size in (None, 4, 1):
+        codes = Format("int8", size).encode(x)
+        assert codes.scale.shape == (1, 5, K // (size or K), G)
+        errors.append(float(jnp.abs(cases.numbers(codes) - x).max()))
+    assert errors[0] > errors[1] > errors[2], "the finer, the nearer"
+    zeros = Format("fp8").encode(jnp.zeros((1, 2, K)))
+    assert not np.asarray(cases.numbers(zeros)).any()

@@ -1,0 +1,203 @@
+"""What caches are tested with: random sequences, attention over all of one, and a small engine.
+
+Legend: n tokens, s tokens of a step, h heads, g kv heads, k head dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_layers.attention import Mechanism, attend
+from ed_layers.cache import Format, LayerCacheSpec, PagedCache, RaggedBatch
+from ed_layers.cache.codes import decode
+
+H, G, K, LAYERS, PAGE = 4, 2, 8, 3, 4
+SPECS = [LayerCacheSpec(G, K)] * LAYERS
+VANILLA = Mechanism()
+SINKS = np.asarray([0.5, -1.0, 2.0, 0.0], np.float32)
+
+# Largest error of attention over quantized numbers, relative to its largest value.
+BOUNDS = {None: 2e-6, "int8": 0.02, "fp8": 0.08}
+
+draw = np.random.default_rng(0)
+
+
+def sequence(n: int, value_dim: int = K) -> list[np.ndarray]:
+    """q, k and v of one row: [1, n, h, k], [1, n, g, k], [1, n, g, d]."""
+    shapes = [(1, n, H, K), (1, n, G, K), (1, n, G, value_dim)]
+    return [draw.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def whole(
+    qkv: list[np.ndarray],
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    causal: bool = True,
+) -> np.ndarray:
+    """Attention over a whole row, in float64."""
+    q, k, v = (x[0].astype(np.float64) for x in qkv)
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("shk,thk->hst", q, k) * q.shape[-1] ** -0.5
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None]
+    seen = (j <= i) if causal else np.ones((len(q), len(k)), bool)
+    if window:
+        seen &= i - j < window
+    if chunk:
+        seen &= i // chunk == j // chunk
+    weights = np.exp(np.where(seen, scores, -np.inf))
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks.astype(np.float64))[:, None, None]
+    return np.einsum("hst,thk->shk", weights / total, v)[None]
+
+
+def error(found: Any, expected: np.ndarray) -> float:
+    """Largest error, relative to the largest expected value."""
+    return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
+
+
+@partial(jax.jit, static_argnames=("mechanism", "group", "window", "layer"))
+def step(
+    cache: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: Any,
+    *,
+    mechanism: Any,
+    group: str,
+    window: Any,
+    layer: int = 1,
+) -> tuple[Any, Any]:
+    """One step of a contiguous cache through one layer: the cache, and its output and positions."""
+    cache, info, positions = cache.begin(segments)
+    out, cache = attend(
+        q, k, v, info, cache=cache, layer=layer, group=group, window=window, mechanism=mechanism
+    )
+    return cache.advance(q.shape[1]), (out, positions)
+
+
+def in_steps(
+    cache: Any,
+    qkv: list[np.ndarray],
+    steps: list[int],
+    *,
+    segments: np.ndarray | None = None,
+    mechanism: Mechanism,
+    group: str = "full",
+    window: int | None = None,
+) -> np.ndarray:
+    """Attention of a row (or several), some tokens at a time, through a contiguous cache."""
+    rows, n = qkv[0].shape[:2]
+    segments = np.ones((rows, n), np.int32) if segments is None else segments
+    outs, at = [], 0
+    for count in steps:
+        now = slice(at, at + count)
+        parts = (x[:, now] for x in (*qkv, segments))
+        options = {"mechanism": mechanism, "group": group, "window": window}
+        cache, (out, _) = step(cache, *parts, **options)
+        outs.append(np.asarray(out))
+        at += count
+    return np.concatenate(outs, axis=1)
+
+
+class Engine:
+    """A hand-driven engine: random pages, any mix of prefill chunks and single tokens."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        layout: Any = "stacked",
+        *,
+        pages: int,
+        slots: int = 6,
+        format: str | None = None,
+        spec: LayerCacheSpec = SPECS[0],
+        mechanism: Mechanism = VANILLA,
+        **features: Any,
+    ):
+        self.sequences = [sequence(n, spec.values) for n in lengths]
+        self.done = [0] * len(lengths)
+        self.outs: list[list[np.ndarray]] = [[] for _ in lengths]
+        self.cache = PagedCache.create(
+            [spec] * LAYERS,
+            num_pages=pages,
+            page_size=PAGE,
+            layout=layout,
+            format=Format(format) if format else None,
+        )
+        self.free = list(draw.permutation(pages))
+        self.table = [self.take(n) for n in lengths]
+        self.slots, self.width = slots, max(len(t) for t in self.table) + 1
+        self.features = features
+
+        @jax.jit
+        def attention(cache: Any, q: Any, k: Any, v: Any, ragged: RaggedBatch) -> Any:
+            options: dict[str, Any] = {**features, "mechanism": mechanism}
+            return attend(q, k, v, None, cache=cache, layer=2, ragged=ragged, **options)
+
+        self.attention = attention
+
+    def take(self, tokens: int) -> list[int]:
+        """Pages for so many tokens."""
+        return [self.free.pop() for _ in range(-(-tokens // PAGE))]
+
+    def close(self, i: int) -> float:
+        """The error of a sequence that has ended; its pages are free again."""
+        expected = whole(self.sequences[i], **self.features)
+        assert self.done[i] == expected.shape[1]
+        self.free += self.table[i]
+        return error(np.concatenate(self.outs[i], axis=1), expected)
+
+    def replace(self, i: int, length: int) -> None:
+        """Let another sequence take the place of one that was closed."""
+        self.sequences[i], self.done[i], self.outs[i] = sequence(length), 0, []
+        self.table[i] = self.take(length)
+
+    def step(self, counts: list[int], padded_to: int) -> None:
+        """Run `counts[i]` tokens of sequence i."""
+        active = [i for i, n in enumerate(counts) if n]
+        table = np.zeros((self.slots, self.width), np.int32)
+        kv_lens = np.zeros(self.slots, np.int32)
+        cu, seq_of, slots, parts = [0], [], [], []
+        for row, i in enumerate(active):
+            first, n = self.done[i], counts[i]
+            table[row, : len(self.table[i])] = self.table[i]
+            kv_lens[row] = first + n
+            cu.append(cu[-1] + n)
+            seq_of += [row] * n
+            slots += [self.table[i][p // PAGE] * PAGE + p % PAGE for p in range(first, first + n)]
+            parts.append([x[:, first : first + n] for x in self.sequences[i]])
+        pad = padded_to - cu[-1]
+        ragged = RaggedBatch(
+            cu_q_lens=jnp.asarray(cu + [cu[-1]] * (self.slots + 1 - len(cu)), jnp.int32),
+            kv_lens=jnp.asarray(kv_lens),
+            seq_of_token=jnp.asarray(seq_of + [0] * pad, jnp.int32),
+            slots={"full": jnp.asarray(slots + [10**6] * pad, jnp.int32)},
+            page_table={"full": jnp.asarray(table)},
+            state_slots=jnp.zeros(self.slots, jnp.int32),
+            num_seqs=jnp.asarray(len(active), jnp.int32),
+        )
+        positions = np.asarray(ragged.positions())[0]
+        flat = [np.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
+        flat = [np.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in flat]
+        out, self.cache = self.attention(self.cache, *flat, ragged)
+        for row, i in enumerate(active):
+            self.outs[i].append(np.asarray(out)[:, cu[row] : cu[row + 1]])
+            expected = np.arange(self.done[i], self.done[i] + counts[i])
+            np.testing.assert_array_equal(positions[cu[row] : cu[row + 1]], expected)
+            self.done[i] += counts[i]
+
+
+def numbers(codes: Any) -> jax.Array:
+    """What codes stand for."""
+    return decode(codes, jnp.float32)
