@@ -72,7 +72,8 @@ def gpu_attention(
 
     `flash_attention_backward_pass_impl="triton"` is the kernel's own backward pass. With "xla" it
     is the lean core's, which does not take the kernel's log-sum-exp (it comes rounded to the dtype
-    of the inputs) but computes its own: gradients cost one more forward pass.
+    of the inputs) but computes its own: gradients cost one more forward pass. So it is with a soft
+    cap, of which tokamax's Triton kernel has no backward pass.
     """
     # What is traced has to be an argument of a function with a backward pass of its own.
     limits = tuple(None if static(x) else x for x in (scoring.window, scoring.chunk))
@@ -90,7 +91,8 @@ def gpu_attention(
         given = with_limits(scoring, limits)
         return as_blockwise(name, q, k, v, mask_info, given, mechanism)
 
-    if getattr(mechanism.config, "flash_attention_backward_pass_impl", "triton") == "xla":
+    given = getattr(mechanism.config, "flash_attention_backward_pass_impl", "triton")
+    if given == "xla" or scoring.soft_cap is not None:
         native = with_backward_of(lean, native)
     return native(q, k, v, mask_info, limits)
 
