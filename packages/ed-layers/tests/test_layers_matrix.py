@@ -149,6 +149,17 @@ def test_an_undeclared_cell_is_refused_when_called(name, feature) -> None:
         run()
 
 
+@pytest.mark.parametrize(
+    ("name", "feature"), [it for it in UNDECLARED if it[0] in cases.readers("projected")]
+)
+def test_an_undeclared_cell_is_refused_when_it_reads_a_cache(name, feature) -> None:
+    dropout = cases.DROPOUT if CELLS[feature].dropout else 0.0
+    for built in (Mechanism(decode=name, dropout=dropout), Mechanism(name, dropout=dropout)):
+        case = cases.decode_case(CELLS[feature], count=2)
+        with pytest.raises(ConfigError, match=feature):
+            cases.run(case, built, cached=True)
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'vanilla'"):
         cases.config(attn_mechanism="vanila")

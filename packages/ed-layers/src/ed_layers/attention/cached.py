@@ -5,6 +5,8 @@ Legend: b batch, s queries, g kv heads, t slots, h heads, k head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ed_infra.logging import get_logger, once
 from jax import Array
 from jaxtyping import Float
@@ -49,7 +51,8 @@ def attend_to_cache(
     if name is None and follows_context(q, stored, scoring, mechanism):
         name = DECODE
     if name is None:
-        name = "vanilla" if q.shape[1] == 1 else choose(mechanism, q, stored.keys, features)
+        keys: Any = stored.keys
+        name = "vanilla" if q.shape[1] == 1 else choose(mechanism, q, keys, features)
     check("decode_attn_mechanism", name, features, reads=("projected", "cache"))
     if name in CACHED:
         return CACHED[name](q, stored, scoring, mechanism)
