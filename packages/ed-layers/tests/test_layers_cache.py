@@ -83,7 +83,8 @@ def test_left_padding_counts_no_position_and_gets_no_attention(kind):
     segments = np.ones((2, 12), np.int32)
     segments[1, :3] = 0
     cache, call = cache_of(kind, rows=2)
-    out = cases.in_steps(cache, qkv, [7, 1, 1, 1, 1, 1], segments=segments, mechanism=DECODE, **call)
+    steps = [7, 1, 1, 1, 1, 1]
+    out = cases.in_steps(cache, qkv, steps, segments=segments, mechanism=DECODE, **call)
     window = call.get("window")
     assert cases.error(out[:1], whole(long, window=window)) <= BOUNDS[None]
     assert cases.error(out[1:, 3:], whole(short, window=window)) <= BOUNDS[None]

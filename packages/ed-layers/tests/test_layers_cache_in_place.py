@@ -87,7 +87,7 @@ def compiled_step(cache: Any, batch: int, layout: str, mechanism: Mechanism, **c
     return jax.jit(step, donate_argnums=0).lower(cache, q, k, v, batch_info).compile()
 
 
-def copies(text: str, arrays: list[jax.Array]) -> list[str]:
+def copies(text: Any, arrays: list[jax.Array]) -> list[str]:
     """Instructions of a compiled program that copy an array of the shape of one of the cache's."""
     shapes = {",".join(map(str, x.shape)) for x in arrays}
     found = re.findall(r"= \(?\w+\[([\d,]+)\]\S* (?:copy|copy-start)\(", text)
