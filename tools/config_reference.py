@@ -103,10 +103,7 @@ LATER: dict[str, str] = {
         "experts",
     ),
     **dict.fromkeys(("bits", "quantization_config"), "quantization"),
-    "kv_cache_quantization_config": "quantized caches",
-    **dict.fromkeys(
-        ("prepare_inputs_for_generation", "init_operations_cache"), "generation of all families"
-    ),
+    "prepare_inputs_for_generation": "generation of all families",
 }
 
 

@@ -20,7 +20,7 @@ from tools import config_reference
 # for a field, in ed_infra.fields.WITHOUT_EFFECT.
 LATER = {
     *("bits", "hardware_abstraction"),
-    *("init_operations_cache", "kv_cache_quantization_config", "moe_force_xla_gmm", "moe_method"),
+    *("moe_force_xla_gmm", "moe_method"),
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
     *("prepare_inputs_for_generation", "quantization_config"),

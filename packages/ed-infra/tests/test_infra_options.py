@@ -134,6 +134,7 @@ def test_values_take_their_canonical_form(field: str, given: object, canonical: 
         ("blocksize_q", 0, "greater than or equal to 1"),
         ("kvdtype", "int8", "kv_cache_quantization_config"),
         ("kv_cache_quantization_config", {"dtyp": "nf4"}, "did you mean 'dtype'"),
+        ("kv_cache_quantization_config", {"dtype": "4bit"}, "8-bit formats: int8, fp8"),
         ("quantization_config", {"dtype": "nf5"}, "did you mean 'nf4'"),
         ("partition_axis", {"heads_axis": "tp"}, "did you mean 'head_axis'"),
         ("sharding_rules", [3], "pairs of a regular expression"),

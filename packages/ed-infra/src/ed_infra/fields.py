@@ -31,6 +31,7 @@ from ed_infra.enums import (
 )
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.specs import (
+    KV_CACHE_FORMATS,
     QUANTIZATION_FIELD_ALIASES,
     BaseOperationConfig,
     EasyDeLQuantizationConfig,
@@ -137,7 +138,7 @@ class ExecutionFields:
         None, "quantization of linear layers; a mapping with quant_method is Hugging Face's"
     )
     kv_cache_quantization_config: EasyDeLQuantizationConfig | None = option(
-        None, "quantization of the KV cache"
+        None, "quantization of the KV cache: int8 or fp8"
     )
     bits: int | None = option(None, "shorthand for quantization_config: 4 = nf4, 8 = int8")
     use_sharded_kv_caching: bool = option(False, "shard the KV cache along the sequence too")
@@ -201,7 +202,6 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
         "bits",
         "hardware_abstraction",
-        "kv_cache_quantization_config",
         "moe_force_xla_gmm",
         "moe_method",
         "moe_tiling_size_batch",
@@ -220,6 +220,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
 OPERATIONS: frozenset[str] = frozenset(
     {
         "auto",
+        "autoregressive_decodeattn",
         "blocksparse",
         "blockwise",
         "cudnn",
@@ -294,7 +295,15 @@ def normalize(name: str, value: Any) -> Any:
         return from_mapping(PartitionAxis, value)
     elif name == "sharding_rules":
         return _rules(value)
-    elif name in ("quantization_config", "kv_cache_quantization_config"):
+    elif name == "kv_cache_quantization_config":
+        quantized = from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
+        if quantized.dtype not in KV_CACHE_FORMATS:
+            raise ConfigError(
+                f"{name}: dtype {quantized.dtype!r} is not for a cache of keys and values; choose "
+                f"one of the 8-bit formats: {', '.join(KV_CACHE_FORMATS)}"
+            )
+        return quantized
+    elif name == "quantization_config":
         if isinstance(value, Mapping) and "quant_method" in value:
             return dict(value)
         return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)

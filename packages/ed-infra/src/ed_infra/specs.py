@@ -26,6 +26,9 @@ QUANTIZATION_FORMATS: dict[str, tuple[int, bool]] = {
     "w4a8": (4, True),
 }
 
+#: Those that a cache of keys and values can have.
+KV_CACHE_FORMATS: tuple[str, ...] = ("int8", "fp8")
+
 #: Other names of formats.
 QUANTIZATION_ALIASES: dict[str, str] = {
     "8bit": "int8",

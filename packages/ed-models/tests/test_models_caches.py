@@ -1,0 +1,96 @@
+"""The caches of a model: token by token, in chunks and at once they give the same logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ed_infra.errors import ConfigError
+from ed_infra.testing import tiny_llama
+from ed_layers.cache import DenseCache, HybridCache, LayerCacheSpec, PagedCache
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from flax import nnx
+
+ONE = (1, 1, 1, 1, 1)
+B, S = 2, 20
+IDS = np.random.default_rng(0).integers(3, 256, (B, S)).astype(np.int32)
+STEPS = {"by_token": [1] * S, "chunks": [8, 1, 1, 1, 8, 1], "at_once": [S]}
+# Largest difference of a logit from that of the unquantized cache, relative to the largest logit.
+BOUNDS = {"int8": 0.02, "fp8": 0.08}
+
+
+def model_of(**changes: Any) -> LlamaForCausalLM:
+    fields = tiny_llama(num_hidden_layers=2, initializer_range=0.08)
+    del fields["model_type"]
+    config = LlamaConfig(**{**fields, "sharding_axis_dims": ONE, **changes})
+    return LlamaForCausalLM.create(config, seed=1)
+
+
+def logits(model: LlamaForCausalLM, steps: list[int]) -> np.ndarray:
+    graphdef, state = nnx.split(model)
+    step = jax.jit(lambda state, ids, cache: nnx.merge(graphdef, state)(ids, past_key_values=cache))
+    cache, outs, at = model.init_cache(B, 24), [], 0
+    for n in steps:
+        out = step(state, IDS[:, at : at + n], cache)
+        cache, at = out.past_key_values, at + n
+        outs.append(np.asarray(out.logits))
+    return np.concatenate(outs, axis=1)
+
+
+@pytest.fixture(scope="module")
+def plain() -> np.ndarray:
+    return np.asarray(jax.jit(lambda: model_of()(IDS).logits)())
+
+
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_decode_attention_gives_the_logits_of_the_plain_forward(plain, scan_layers):
+    model = model_of(decode_attn_mechanism="autoregressive_decodeattn", scan_layers=scan_layers)
+    for steps in STEPS.values():
+        np.testing.assert_allclose(logits(model, steps), plain, atol=1e-5)
+
+
+@pytest.mark.proves("kv_cache_quantization_config")
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
+def test_eight_bits(plain, dtype, record_property):
+    """Stored in 8 bits; the same logits however the tokens come, and near to the unquantized."""
+    quantized = {"kv_cache_quantization_config": {"dtype": dtype}}
+    model = model_of(**quantized, scan_layers=False)
+    cache: Any = model.init_cache(B, 24)
+    assert cache.keys[0].values.dtype.itemsize == 1
+    found = {name: logits(model, steps) for name, steps in STEPS.items()}
+    for other in ("by_token", "chunks"):
+        np.testing.assert_allclose(found[other], found["at_once"], atol=1e-5)
+    error = float(np.abs(found["at_once"] - plain).max() / np.abs(plain).max())
+    assert 1e-5 < error <= BOUNDS[dtype]
+    record_property(
+        "summary",
+        f"cache in {dtype}: logits off by {error:.1e} of the largest (<= {BOUNDS[dtype]})",
+    )
+
+
+def test_a_format_that_is_none_for_caches():
+    with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):
+        model_of(kv_cache_quantization_config={"dtype": "nf4"})
+    with pytest.raises(ConfigError, match="group_size 3 does not divide"):
+        model_of(kv_cache_quantization_config={"dtype": "int8", "group_size": 3}).init_cache(1, 8)
+
+
+@pytest.mark.proves("init_operations_cache")
+def test_the_cache_that_a_model_needs():
+    model = model_of()
+    assert isinstance(model.init_operations_cache(2, 24), DenseCache)
+    paged: Any = model_of(attn_mechanism="ragged_page_attention_v3").init_operations_cache(
+        2, 24, page_size=8
+    )
+    assert isinstance(paged, PagedCache)
+    assert (paged.num_pages, paged.page_size) == (6, 8)
+    groups, size = model.config.num_key_value_heads, model.config.head_dim
+    full, near = LayerCacheSpec(groups, size), LayerCacheSpec(groups, size, window=8)
+    model.model.cache_specs = lambda: [near, full]  # type: ignore[method-assign]
+    mixed: Any = model.init_operations_cache(2, 24)
+    assert isinstance(mixed, HybridCache)
+    assert mixed.caches["window"].keys.shape[-2] == 8
+    pools: Any = model.init_paged_cache({"window": 3, "full": 5}, 4)
+    assert {name: pool.num_pages for name, pool in pools.caches.items()} == {"window": 3, "full": 5}
