@@ -32,7 +32,9 @@ def test_quantized_pages(make_llama, surge, prompts, dtype, record_property):
         temperature=0, max_tokens=1, ignore_eos=True, logprobs=1, prompt_logprobs=0
     )
     ours, other = (
-        np.asarray([next(iter(p.values())).logprob for o in outputs for p in o.prompt_logprobs[1:]])
+        np.asarray(
+            [next(iter(p.values())).logprob for o in outputs for p in (o.prompt_logprobs or ())[1:]]
+        )
         for outputs in (engine.generate(prompts, params), surge.generate(prompts, params))
     )
     worst = np.abs(ours - other).max() / np.abs(other).max()

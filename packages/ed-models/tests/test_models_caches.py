@@ -41,7 +41,8 @@ def logits(model: LlamaForCausalLM, steps: list[int]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def plain() -> np.ndarray:
-    return np.asarray(jax.jit(lambda: model_of()(IDS).logits)())
+    ids: Any = IDS
+    return np.asarray(jax.jit(lambda: model_of()(ids).logits)())
 
 
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -296,7 +296,7 @@ def normalize(name: str, value: Any) -> Any:
     elif name == "sharding_rules":
         return _rules(value)
     elif name == "kv_cache_quantization_config":
-        quantized = from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
+        quantized: Any = from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
         if quantized.dtype not in KV_CACHE_FORMATS:
             raise ConfigError(
                 f"{name}: dtype {quantized.dtype!r} is not for a cache of keys and values; choose "
