@@ -10,7 +10,7 @@ d head dim of values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -174,7 +174,7 @@ def holding(inputs: dict[str, Any]) -> DenseCache:
     return DenseCache.create([spec], batch_size=b, capacity=t, layout="leaves")
 
 
-@cache
+@lru_cache(maxsize=16)  # a process cannot hold the programs of the whole matrix: 65530 mappings
 def program(mechanism: Mechanism, at: int, through: str, dropout: bool, given: tuple) -> Any:
     """Jitted `(arrays, d_out) -> (out, gradients)`; one for all cases that differ in arrays only.
 

@@ -33,11 +33,13 @@ def sdpa_attention(
     width = max(q.shape[-1], d)
     q, k, v = (widened(x, width) for x in (q, k, v))
     mask = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None]
+    if scoring.bias is not None:
+        mask = mask & (scoring.bias > -jnp.inf)
     out = jax.nn.dot_product_attention(
         q, k, v, bias=scoring.bias, mask=mask, scale=scoring.scale, implementation="xla"
     )
-    sees = jnp.any(mask, axis=-1)[:, 0, :, None, None]
-    return jnp.where(sees, out[..., :d], 0)
+    sees = jnp.any(mask, axis=-1).swapaxes(1, 2)
+    return jnp.where(sees[..., None], out[..., :d], 0)
 
 
 def widened(x: jax.Array, width: int) -> jax.Array:
