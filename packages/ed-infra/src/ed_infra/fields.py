@@ -97,7 +97,7 @@ class ExecutionFields:
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None = option(
         None,
         "attention mechanism that reads the cache of generate; None = attn_mechanism for prompts, "
-        "vanilla for single tokens",
+        "vanilla or (long, split or quantized rows) autoregressive_decodeattn for single tokens",
     )
     blocksize_q: Count = option(128, "query block of attention kernels, in positions")
     blocksize_k: Count = option(128, "key block of attention kernels, in positions")
