@@ -13,6 +13,7 @@ from cache_cases import BOUNDS, LAYERS, SINKS, SPECS, Engine, G, K, sequence, wh
 from ed_infra.errors import ConfigError
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.attention import Mechanism, attend
+from ed_layers.attention.mechanism import Settings
 from ed_layers.cache import DenseCache, Format, HybridCache, LayerCacheSpec
 
 VANILLA, DECODE = Mechanism(), Mechanism(decode="autoregressive_decodeattn")
@@ -38,6 +39,18 @@ def test_in_steps_equals_at_once(kind, layout, mechanism):
         cache, call = cache_of(kind, layout)
         out = cases.in_steps(cache, qkv, steps, mechanism=mechanism, **call)
         assert cases.error(out, whole(qkv, window=call.get("window"))) <= BOUNDS[None]
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_splits_side_by_side_are_one_softmax(monkeypatch, format):
+    """What accelerators compute, by the same XLA program: several splits a block, and their sum."""
+    monkeypatch.setattr("ed_layers.attention.decode.platform_of", lambda config: "gpu")
+    blocks = Mechanism(decode="autoregressive_decodeattn", default=Settings(4, 2))
+    for window in (None, WINDOW):
+        qkv = sequence(14)
+        cache, _ = cache_of("dense", "leaves", format)
+        out = cases.in_steps(cache, qkv, STEPS["chunks"], mechanism=blocks, window=window)
+        assert cases.error(out, whole(qkv, window=window)) <= BOUNDS[format]
 
 
 @pytest.mark.nightly

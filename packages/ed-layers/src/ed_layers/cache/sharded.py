@@ -8,7 +8,6 @@ Legend: b batch, g kv heads, t slots, k numbers of a head, s new tokens.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -95,10 +94,3 @@ def put(array: jax.Array, block: jax.Array, at: tuple, axis: int, slot: jax.Arra
     mine = (from_block >= 0) & (from_block < count)
     mine = mine.reshape((size,) + (1,) * (array.ndim - 1 - axis))
     return jax.lax.dynamic_update_slice(array, jnp.where(mine, taken, before), start)
-
-
-def shards(sharding: NamedSharding) -> int:
-    """Over how many devices the slots of a row are split."""
-    names = sharding.spec[2]
-    names = (names,) if isinstance(names, str) else names
-    return math.prod(sharding.mesh.shape[name] for name in names)
