@@ -33,7 +33,10 @@ _BY_OWNER: dict[str, str] = {
     "ed_infra.specs": ("AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec"),
     # ed-layers
     "ed_layers.attention": "MECHANISMS Mechanism attend",
-    "ed_layers.cache": "DenseCache LayerCacheSpec PagedCache RaggedBatch",
+    "ed_layers.cache": (
+        "CrossCache DenseCache HybridCache LayerCacheSpec PagedCache RaggedBatch RecurrentCache "
+        "RecurrentSpec StateSpec WindowCache"
+    ),
     "ed_layers.context": "Ctx",
     "ed_layers.embed": "Embed",
     "ed_layers.linear": "Linear",

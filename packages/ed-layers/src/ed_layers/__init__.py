@@ -8,10 +8,16 @@ if TYPE_CHECKING:
     from ed_layers.attention import MECHANISMS as MECHANISMS
     from ed_layers.attention import Mechanism as Mechanism
     from ed_layers.attention import attend as attend
+    from ed_layers.cache import CrossCache as CrossCache
     from ed_layers.cache import DenseCache as DenseCache
+    from ed_layers.cache import HybridCache as HybridCache
     from ed_layers.cache import LayerCacheSpec as LayerCacheSpec
     from ed_layers.cache import PagedCache as PagedCache
     from ed_layers.cache import RaggedBatch as RaggedBatch
+    from ed_layers.cache import RecurrentCache as RecurrentCache
+    from ed_layers.cache import RecurrentSpec as RecurrentSpec
+    from ed_layers.cache import StateSpec as StateSpec
+    from ed_layers.cache import WindowCache as WindowCache
     from ed_layers.context import Ctx as Ctx
     from ed_layers.embed import Embed as Embed
     from ed_layers.linear import Linear as Linear
@@ -27,10 +33,12 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "CrossCache": "ed_layers.cache",
         "Ctx": "ed_layers.context",
         "DenseCache": "ed_layers.cache",
         "Embed": "ed_layers.embed",
         "GatedMLP": "ed_layers.mlp",
+        "HybridCache": "ed_layers.cache",
         "LayerCacheSpec": "ed_layers.cache",
         "Linear": "ed_layers.linear",
         "MECHANISMS": "ed_layers.attention",
@@ -38,7 +46,11 @@ __getattr__, __dir__, __all__ = attach(
         "PagedCache": "ed_layers.cache",
         "RMSNorm": "ed_layers.norms",
         "RaggedBatch": "ed_layers.cache",
+        "RecurrentCache": "ed_layers.cache",
+        "RecurrentSpec": "ed_layers.cache",
         "Stack": "ed_layers.stack",
+        "StateSpec": "ed_layers.cache",
+        "WindowCache": "ed_layers.cache",
         "apply_rotary": "ed_layers.rotary",
         "attend": "ed_layers.attention",
         "cross_entropy_sum": "ed_layers.losses",

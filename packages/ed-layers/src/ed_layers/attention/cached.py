@@ -24,10 +24,9 @@ from ed_layers.cache.protocol import Stored
 logger = get_logger(__name__)
 
 # Slots of a row from which a single query follows what is written instead of scoring every slot.
-# Measured on a CPU, 30 layers of 9 heads over 3, half of 1024 slots written: 5.1 against 11.3 ms
-# stacked, 5.9 against 8.1 in leaves, 48 against 93 for 8 rows; all written: 10.4 against 11.3, 10.7
-# against 8.0, 92 against 94. Of 256 slots or less the score matrix is as fast or faster.
-LONG_ROW = 512
+# Measured on a CPU, whole steps of a 135M model: of 512 slots 32 written, 96 against 134 ms for 8
+# rows, 216 against 345 for 32; all of them written, a tie. Of less slots the matrix is as fast.
+LONG_ROW = 256
 
 
 def attend_to_cache(
