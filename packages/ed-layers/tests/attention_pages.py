@@ -5,6 +5,7 @@ Legend: T flat tokens, g kv heads, k head dim, d head dim of values.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -77,6 +78,18 @@ def batch(q_lens: np.ndarray, kv_lens: np.ndarray) -> tuple[RaggedBatch, np.ndar
     return ragged, KV_STARTS[seq] + at
 
 
+@lru_cache(maxsize=4)
+def program(mechanism: Mechanism, given: tuple) -> Any:
+    """Jitted step; one for all cases that differ in arrays only."""
+
+    @jax.jit
+    def step(cache, q, k, v, ragged, sinks):
+        options = {"cache": cache, "ragged": ragged, "sinks": sinks, **dict(given)}
+        return attend(q, k, v, None, mechanism=mechanism, **options)
+
+    return step
+
+
 def run(case: Case, mechanism: Mechanism, fill: float = 0.0) -> np.ndarray:
     """The output of the step; what came before it is in the cache already.
 
@@ -84,19 +97,13 @@ def run(case: Case, mechanism: Mechanism, fill: float = 0.0) -> np.ndarray:
         fill: what the pages hold before anything is written, and what tokens of padding hold.
     """
 
-    @jax.jit
-    def step(cache, q, k, v, ragged):
-        limits = {name: getattr(case, name) for name in ("window", "chunk", "soft_cap")}
-        sinks = None if case.sinks is None else jnp.asarray(case.sinks)
-        options = {"cache": cache, "ragged": ragged, "sinks": sinks, **limits}
-        return attend(q, k, v, None, mechanism=mechanism, **options)
-
     def padded(x: np.ndarray) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, PADDING), (0, 0), (0, 0)), constant_values=fill)
 
     spec = LayerCacheSpec(*case.k.shape[2:], value_dim=case.v.shape[-1])
     cache = PagedCache.create([spec], num_pages=page_table()[1], page_size=PAGE_SIZE)
     cache = jax.tree.map(lambda x: x + fill, cache)
+    limits = tuple((name, getattr(case, name)) for name in ("window", "chunk", "soft_cap"))
     before = KV_LENS - Q_LENS
     ragged, tokens = batch(before, before)
     cache, _ = cache.update(
@@ -105,5 +112,5 @@ def run(case: Case, mechanism: Mechanism, fill: float = 0.0) -> np.ndarray:
     ragged, tokens = batch(Q_LENS, KV_LENS)
     arrays = map(padded, (case.q, case.k[:, tokens], case.v[:, tokens]))
     with jax.default_matmul_precision("highest"):
-        out, _ = step(cache, *arrays, ragged)
+        out, _ = program(mechanism, limits)(cache, *arrays, ragged, case.sinks)
     return np.asarray(out)[:, : case.q.shape[1]]

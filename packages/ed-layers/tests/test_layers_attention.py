@@ -61,14 +61,12 @@ def test_window_and_chunk_edges_at_every_position(name, causal) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize(
-    "sizes", [(BLOCK + 1,), pytest.param(LIMITS, marks=pytest.mark.nightly)], ids=["one", "all"]
-)
+@pytest.mark.nightly
 @pytest.mark.parametrize("limit", ["window", "chunk"])
 @pytest.mark.parametrize("name", able())
-def test_static_edges(name, limit, sizes, causal) -> None:
+def test_static_edges(name, limit, causal) -> None:
     mask = Mask.packed(SEGMENTS, causal)
-    for size in sizes:
+    for size in LIMITS:
         only = {"window": 0, "chunk": 0, limit: size}
         found = seen(name, mask, traced=False, **only)
         np.testing.assert_array_equal(found, mask.allowed(**only), str(size))
@@ -93,7 +91,7 @@ def test_order_is_the_index_not_the_place(name) -> None:
 
 numbers = st.integers(0, 2**32 - 1)
 limits = st.sampled_from([0, 1, 2, 3, 4, 5, 8])
-block_sizes = st.sampled_from([(4, 4), (4, 8), (3, 5), (16, 16)])
+block_sizes = st.sampled_from([(4, 8), (3, 5)])
 
 
 def random_mask(seed: int, s: int, t: int, *, causal: bool, shuffled: bool) -> Mask:
@@ -113,7 +111,7 @@ def spans(info: MaskInfo, window: int, chunk: int, sizes: tuple[int, int]):
     return where.spans(causal=info.causal)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(numbers, st.booleans(), st.booleans(), limits, limits, block_sizes)
 def test_no_block_is_left_out_that_a_query_needs(
     seed, causal, shuffled, window, chunk, sizes
@@ -153,7 +151,11 @@ def test_blocks_change_nothing(seed, shuffled, window, chunk) -> None:
 
 def small(name: str, **changes) -> tuple[Case, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """A causal case with changes, its reference and what a mechanism finds, gradients too."""
-    case = replace(cases.case_of(CELLS["causal"]), **changes)
+    case = cases.case_of(CELLS["causal"])
+    if name in LEAN:  # one program for most tests: a bias of zeros, sinks that weigh nothing
+        bias = np.zeros((1, cases.HEADS, cases.LENGTH, cases.LENGTH), np.float32)
+        case = replace(case, bias=bias, sinks=np.full(cases.HEADS, -1e9, np.float32))
+    case = replace(case, **changes)
     d_out = cases.noise(case)
     found = cases.run(case, cases.mechanism_of(name), d_out)
     return case, case.run(d_out), found
@@ -182,7 +184,7 @@ def test_scores_of_ten_thousand(name) -> None:
     draw = np.random.default_rng(0)
     case = cases.case_of(CELLS["causal"])
     q, k = (whole(draw, *x.shape, most=80) for x in (case.q, case.k))
-    case, expected, found = small(name, q=q, k=k, scale=0.5)
+    case, expected, found = small(name, q=2 * q, k=k)
     largest = np.abs(0.5 * np.einsum("bshk,bthk->bhst", q, np.repeat(k, 2, axis=2))).max()
     assert largest > 1e4
     resolution = np.finfo(np.float32).eps * largest

@@ -28,7 +28,9 @@ def temporary(name: str, length: int, *, gradient: bool, window: int | None = No
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "gradient", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forward", "gradient"]
+)
 def test_no_array_of_scores(gradient) -> None:
     """A program of 2048 tokens needs less than the scores of one head."""
     assert temporary("blockwise", 2048, gradient=gradient) < 2048**2 * 4

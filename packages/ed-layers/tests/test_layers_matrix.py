@@ -15,6 +15,7 @@ import pytest
 from attention_cases import CELLS
 from attention_reference import error
 from ed_infra.errors import ConfigError
+from ed_infra.masks import MaskInfo
 from ed_layers.attention import MECHANISMS, Mechanism
 from ed_layers.attention.mechanism import check
 from ed_layers.attention.scoring import FEATURES, Scoring
@@ -45,11 +46,12 @@ def measure(name: str, cell_name: str, groups: int, dtype: str | None = None) ->
 
 
 def test_the_cells_use_what_they_say() -> None:
+    infos = {causal: MaskInfo.full(1, 1, causal) for causal in (True, False)}
     for name, cell in CELLS.items():
         case = cases.case_of(cell)
         given = {n: getattr(case, n) for n in ("window", "chunk", "soft_cap", "sinks", "bias")}
         scoring = Scoring(1.0, **given, dropout=0.1 if cell.dropout else 0.0)
-        used = scoring.features(jnp.asarray(case.q), jnp.asarray(case.v), cases.info_of(case.mask))
+        used = scoring.features(jnp.asarray(case.q), jnp.asarray(case.v), infos[case.mask.causal])
         assert used == cell.features == set(name.split("+")) - {"causal"} or name == "everything"
     assert {feature for cell in CELLS.values() for feature in cell.features} == set(FEATURES)
 
