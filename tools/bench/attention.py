@@ -84,8 +84,8 @@ def torch_contender(case: Case) -> Callable[[], list[np.ndarray]]:
         )
         if not case.forward:
             out.backward(d_out)
-        grads = [] if case.forward else [x.grad for x in leaves]
-        return [x.detach().transpose(1, 2) for x in (out, *grads)]
+        grads = [x.grad for x in leaves if x.grad is not None]
+        return [x.detach().transpose(1, 2).numpy() for x in (out, *grads)]
 
     return run
 

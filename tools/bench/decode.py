@@ -152,11 +152,12 @@ def main() -> None:
         return [label, *cells, ratio, f"{floor / seconds['ours']:.0%}" if share else ""]
 
     rows = []
+    runs: dict[str, Run]
     for batch in given.batch:
         start = tokens(size=(batch, given.context))
         runs = {"torch": torch.decoder(start), "ours": ours.decoder(start)}
         rows.append(row(f"decode, batch {batch}", runs, given.rounds, share=True))
-    runs = {"torch": lambda: torch.prefill(prompt), "ours": lambda: ours.prefill(prompt)}
+    runs = {"torch": partial(torch.prefill, prompt), "ours": partial(ours.prefill, prompt)}
     rows.append(row(f"prefill, {given.prompt} tokens", runs, max(3, given.rounds // 3), False))
     print(table(["", "torch ms", "ours ms", "torch / ours", "of the read limit"], rows))
 
