@@ -173,12 +173,13 @@ def test_what_caches_can_be_quantized_to():
             Format.of(EasyDeLQuantizationConfig(dtype))
     with pytest.raises(ConfigError, match="group_size 3 does not divide the 8 numbers"):
         Format("int8", 3).groups(K)
-    x = jnp.asarray(sequence(5)[1])
+    # Data of its own: the largest number of a row may set the error of its group as of the row.
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, G, K)), jnp.float32)
     errors = []
     for size in (None, 4, 1):
         codes = Format("int8", size).encode(x)
         assert codes.scale.shape == (1, 5, K // (size or K), G)
-        errors.append(float(jnp.abs(cases.numbers(codes) - x).max()))
+        errors.append(float(jnp.abs(cases.numbers(codes) - x).mean()))
     assert errors[0] > errors[1] > errors[2], "the finer, the nearer"
     zeros = Format("fp8").encode(jnp.zeros((1, 2, K)))
     assert not np.asarray(cases.numbers(zeros)).any()
