@@ -14,7 +14,6 @@ block, j key block, x, y their sizes.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ed_layers.attention import online
-from ed_layers.attention.blockwise import blockwise_attention, share_beside
+from ed_layers.attention.blockwise import share_beside
 from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.native import as_blockwise
 from ed_layers.attention.online import Where
 from ed_layers.attention.ring_layout import Plan, Side, ways
 from ed_layers.attention.scoring import Scoring, split_heads
@@ -47,9 +47,7 @@ def ring_attention(
     """
     plan = Plan.of(q, scoring, mask_info, mechanism)
     if plan is None:
-        as_blockwise = (("blockwise", mechanism.settings_of("ring")),)
-        mechanism = replace(mechanism, settings=as_blockwise)
-        return blockwise_attention(q, k, v, mask_info, scoring, mechanism)
+        return as_blockwise("ring", q, k, v, mask_info, scoring, mechanism)
     s, groups = q.shape[1], k.shape[2]
     repeat = math.lcm(groups, ways(plan.mesh, plan.heads)) // groups
     if repeat > 1:
