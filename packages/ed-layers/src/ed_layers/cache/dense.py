@@ -24,10 +24,9 @@ from ed_layers.cache.storage import (
     Layer,
     Layout,
     PerLayer,
-    allocate,
+    allocate_slots,
     layout_of,
     locate,
-    make_slots,
     write_slots,
 )
 
@@ -78,12 +77,13 @@ class DenseCache:
         """
         spec = uniform(specs)
         keys, values = (
-            allocate(
+            allocate_slots(
                 len(specs),
-                layout,
-                lambda lead, size=size: make_slots(
-                    lead, (batch_size, spec.num_kv_heads, capacity, size), dtype, format, sharding
-                ),
+                (batch_size, spec.num_kv_heads, capacity, size),
+                layout=layout,
+                dtype=dtype,
+                format=format,
+                sharding=sharding,
             )
             for size in (spec.head_dim, spec.values)
         )

@@ -35,6 +35,21 @@ def allocate(num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], 
     return tuple(make(()) for _ in range(num_layers))
 
 
+def allocate_slots(
+    num_layers: int,
+    shape: tuple[int, int, int, int],
+    *,
+    layout: Layout,
+    dtype: Any,
+    format: Format | None,
+    sharding: jax.sharding.Sharding | None,
+) -> PerLayer:
+    """Allocate the keys, or the values, of all layers: zeros [b, g, t, k] for each."""
+    return allocate(
+        num_layers, layout, lambda lead: make_slots(lead, shape, dtype, format, sharding)
+    )
+
+
 def make_slots(
     lead: tuple[int, ...],
     shape: tuple[int, int, int, int],

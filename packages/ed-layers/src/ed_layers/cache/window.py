@@ -23,11 +23,10 @@ from ed_layers.cache.storage import (
     Layer,
     Layout,
     PerLayer,
-    allocate,
+    allocate_slots,
     layer_of,
     layout_of,
     locate,
-    make_slots,
     write_slots,
 )
 
@@ -81,12 +80,13 @@ class WindowCache:
             raise ValueError(f"WindowCache keeps layers with a window, but got {spec}")
         places = spec.window if capacity is None else min(spec.window, capacity)
         keys, values = (
-            allocate(
+            allocate_slots(
                 len(specs),
-                layout,
-                lambda lead, size=size: make_slots(
-                    lead, (batch_size, spec.num_kv_heads, places, size), dtype, format, sharding
-                ),
+                (batch_size, spec.num_kv_heads, places, size),
+                layout=layout,
+                dtype=dtype,
+                format=format,
+                sharding=sharding,
             )
             for size in (spec.head_dim, spec.values)
         )
