@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.enums import TaskType
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import LayerCacheSpec
@@ -80,7 +80,7 @@ class MyLayer(nnx.Module):
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(self.norm(x), ctx, cache, layer)
         x = x + attended
-        return x + self.mlp(self.norm(x), ctx), cache, {}
+        return x + self.mlp(self.norm(x), ctx), cache, Report()
 
 
 class MyBody(EasyDeLBaseModule):
@@ -126,8 +126,8 @@ class MyBody(EasyDeLBaseModule):
     ) -> BaseModelOutput:
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         ctx, cache = layer_context(self.config, x.shape[:2], cache=past_key_values, **inputs)
-        x, cache, aux, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
-        return self.output(self.norm(x), ctx, cache, aux, hidden)
+        x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
+        return self.output(self.norm(x), ctx, cache, report, hidden)
 
     def cache_specs(self) -> list[LayerCacheSpec]:
         heads = self.config.num_attention_heads

@@ -116,7 +116,7 @@ def test_outputs_go_through_jit_and_read_by_name():
     doubled = jax.jit(lambda o: jax.tree.map(lambda x: 2 * x, o))(output)
     assert isinstance(doubled, CausalLMOutput)
     assert doubled["logits"].tolist() == [2.0, 2.0]
-    assert list(output.keys()) == ["logits", "aux", "updates"]
+    assert list(output.keys()) == ["logits", "losses", "aux", "updates"]
     assert output.replace(logits=None).logits is None
     with pytest.raises(KeyError, match="no field 'logit'"):
         output["logit"]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import paths
 from ed_infra.masks import MaskInfo
+from ed_infra.outputs import Metric, Report
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables
 from ed_layers.linear import Linear
 from ed_layers.named import named
@@ -34,7 +35,7 @@ class Layer(nnx.Module):
     Args:
         window: of this layer, static.
         windows: of each layer, read by the traced index; 0 = none.
-        router: reports an `aux` that other layers do not have, and is wider.
+        router: reports an update that other layers do not have, and is wider.
     """
 
     def __init__(self, rngs, *, mechanism="vanilla", window=None, windows=None, router=False):
@@ -60,8 +61,8 @@ class Layer(nnx.Module):
         out = named(out, "attn_output", HEADS)
         x = x + named(self.o(out.reshape(x.shape)), "attn_dense", STREAM)
         x = x + self.mlp(self.norm(x))
-        aux = {"load": jnp.mean(x, axis=(0, 2))} if self.router else {}
-        return x, cache, {"size": jnp.max(x), **aux}
+        loads = {"load": jnp.mean(x, axis=(0, 2))} if self.router else {}
+        return x, cache, Report({}, {"size": Metric.of(jnp.max(x))}, loads)
 
 
 def stack(num_layers=4, *, scan=True, policy="", targets=(), vary=None, **depth) -> Stack:
@@ -107,8 +108,8 @@ def objective(of: Stack):
     graphdef, state = nnx.split(of)
 
     def loss(state):
-        x, _, aux, _ = nnx.merge(graphdef, state)(jnp.asarray(X), context())
-        return jnp.mean(x**2) + jnp.sum(aux["size"]) / 100
+        x, _, report, _ = nnx.merge(graphdef, state)(jnp.asarray(X), context())
+        return jnp.mean(x**2) + report.metrics["size"].sum / 100
 
     return loss, state
 

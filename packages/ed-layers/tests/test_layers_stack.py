@@ -77,19 +77,25 @@ def test_scanned_equals_unrolled(name):
     assert len(got[3]) == len(expected[3]) == CASES[name][0] + 1
     for a, b in zip(got[3], expected[3], strict=True):
         case.assert_near(a, b)
-    assert got[2].keys() == expected[2].keys()
-    for key, value in expected[2].items():
-        case.assert_near(got[2][key], value)
+    for a, b in zip(*(jax.tree.leaves(report.metrics) for report in (got[2], expected[2])), strict=False):
+        case.assert_near(a, b)
     case.assert_same(case.gradients(scanned), case.gradients(unrolled), 1e-5)
 
 
-def test_aux_is_in_the_order_of_the_layers_that_have_it():
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_reports_are_summed_and_updates_keep_their_layer(scan):
     """A period in which the first slot alone has a router."""
-    stack = case.stack(4, period=2, vary=lambda i: {"router": i % 2 == 0})
-    _, _, aux, hidden = caller(stack, keep_hidden=True)(case.X)
-    assert (aux["size"].shape, aux["load"].shape) == ((4,), (2, case.S))
-    case.assert_near(aux["size"], [np.max(x) for x in hidden[1:]])
-    case.assert_near(aux["load"], [np.mean(x, axis=(0, 2)) for x in hidden[1::2]])
+    stack = case.stack(4, period=2, scan=scan, vary=lambda i: {"router": i % 2 == 0})
+    _, _, report, hidden = caller(stack, keep_hidden=True)(case.X)
+    size = report.metrics["size"]
+    case.assert_near(size.sum, np.sum([np.max(x) for x in hidden[1:]]))
+    assert float(size.weight) == 4
+    loads = [np.mean(x, axis=(0, 2)) for x in hidden[1::2]]
+    expected = {"run_0_4_2/0/load": loads} if scan else {"layer_0/load": loads[0]}
+    expected |= {} if scan else {"layer_2/load": loads[1]}
+    assert report.updates.keys() == expected.keys()
+    for path, value in expected.items():
+        case.assert_near(report.updates[path], value)
 
 
 @cases("remainder", "dense_first")

@@ -58,6 +58,42 @@ def add_metrics(left: dict[str, Metric], right: dict[str, Metric]) -> dict[str, 
     }
 
 
+@_pytree
+class Report:
+    """What a layer says besides its activations; of one structure for layers that are scanned.
+
+    Attributes:
+        losses: added to the training loss, coefficient included (a router's balance and z-loss).
+            The step divides each by its own weight, over all microbatches.
+        metrics: statistics by name, for the log.
+        updates: of variables that change without a gradient (`ed_layers.updated.Updated`): path
+            within the layer, parts joined by `/` -> what this batch adds to the sum that the
+            variable's rule is given.
+    """
+
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: Report) -> Report:
+        return Report(
+            add_metrics(self.losses, other.losses),
+            add_metrics(self.metrics, other.metrics),
+            {**self.updates, **other.updates},
+        )
+
+    def under(self, *parts: object) -> Report:
+        """Return the report with the path of its updates begun by the names that lead to it."""
+        lead = "/".join(map(str, parts))
+        updates = {f"{lead}/{path}": value for path, value in self.updates.items()}
+        return dataclasses.replace(self, updates=updates)
+
+    def over_layers(self) -> Report:
+        """Return the report of stacked layers: losses and metrics summed over the leading axis."""
+        losses, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), (self.losses, self.metrics))
+        return Report(losses, metrics, self.updates)
+
+
 class _Replaceable:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
@@ -85,13 +121,16 @@ class BaseModelOutput(_Replaceable):
         last_hidden_state: [b, s, d], after the last norm.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        aux: losses and statistics of the layers by name.
-        updates: state that changes without a gradient, by canonical path; train steps apply it.
+        losses: what the layers add to the training loss, by name, summed over layers.
+        aux: statistics of the layers by name, summed over layers (a mean, once divided).
+        updates: storage path of an `Updated` variable, parts joined by `/` -> what this batch adds
+            to the sum that its rule is given; train steps apply them once.
     """
 
     last_hidden_state: jax.Array
     past_key_values: Any = None
     hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
@@ -105,8 +144,10 @@ class CausalLMOutput(_Replaceable):
         last_hidden_state: [b, s, d], after the last norm: what the head multiplies.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        aux: losses and statistics of the layers by name.
-        updates: state that changes without a gradient, by canonical path; train steps apply it.
+        losses: what the layers add to the training loss, by name, summed over layers.
+        aux: statistics of the layers by name, summed over layers (a mean, once divided).
+        updates: storage path of an `Updated` variable, parts joined by `/` -> what this batch adds
+            to the sum that its rule is given; train steps apply them once.
         loss: scalar, where the call was given labels.
     """
 
@@ -114,6 +155,7 @@ class CausalLMOutput(_Replaceable):
     last_hidden_state: jax.Array | None = None
     past_key_values: Any = None
     hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None

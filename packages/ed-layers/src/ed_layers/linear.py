@@ -5,6 +5,8 @@ Legend: i in features, o out features.
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,13 +18,33 @@ Initializer = jax.nn.initializers.Initializer
 Axes = tuple[str | None, ...]
 
 
+@runtime_checkable
+class Product(Protocol):
+    """A matrix [i, o] that is no plain array (quantized, low-rank): a pytree that multiplies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(i, o)."""
+        ...
+
+    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+        """Return `x @ self`, [..., o], in the dtype of `x`."""
+        ...
+
+
+#: What a contraction takes as its right side.
+Weight = jax.Array | Product
+
+
 def dot(
     x: Float[Array, "*rows i"],
-    w: Float[Array, "i o"],
+    w: Weight,
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*rows o"]:
     """Contract the last axis of `x` with the first of `w`; the result has the dtype of `x`."""
+    if isinstance(w, Product):
+        return w.product(x, precision=precision)
     return jnp.matmul(x, w.astype(x.dtype), precision=precision)
 
 

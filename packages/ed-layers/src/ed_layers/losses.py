@@ -9,13 +9,18 @@ Legend: n tokens, d hidden, v vocabulary, c tokens in a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ed_layers.linear import dot
+from ed_layers.head import Head
+from ed_layers.linear import Product, Weight, dot
 
 # Tokens whose logits exist at the same time. 1024 x 128k float32 logits are 512 MiB.
 DEFAULT_CHUNK = 1024
@@ -23,7 +28,7 @@ DEFAULT_CHUNK = 1024
 
 def token_logprobs(
     hidden: Float[Array, "n d"],
-    head: Float[Array, "d v"],
+    head: Head | Weight,
     targets: Int[Array, " n"],
     *,
     chunk: int = DEFAULT_CHUNK,
@@ -32,7 +37,7 @@ def token_logprobs(
 
     Args:
         hidden: final hidden states (after the last norm).
-        head: language-model head.
+        head: language-model head, or its matrix [d, v].
         targets: token ids in [0, v); mask others to a valid id and drop their result.
         chunk: tokens at a time; the backward pass recomputes each chunk's logits.
 
@@ -52,7 +57,7 @@ def token_logprobs(
 
 def cross_entropy_sum(
     hidden: Float[Array, "n d"],
-    head: Float[Array, "d v"],
+    head: Head | Weight,
     targets: Int[Array, " n"],
     weights: Float[Array, " n"],
     *,
@@ -62,11 +67,11 @@ def cross_entropy_sum(
 
     Differentiable in `hidden` and `head`; `weights` get no gradient.
     """
-    return fused_cross_entropy(chunk, hidden, head, targets, weights)
+    return fused_cross_entropy(chunk, hidden, Head.of(head), targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_cross_entropy(chunk: int, hidden, head, targets, weights) -> jax.Array:
+def fused_cross_entropy(chunk: int, hidden, head: Head, targets, weights) -> jax.Array:
     def of_chunk(total: jax.Array, part):
         h, y, w = part
         logits, logz = logits_and_logz(h, head)
@@ -76,44 +81,73 @@ def fused_cross_entropy(chunk: int, hidden, head, targets, weights) -> jax.Array
     return jax.lax.scan(of_chunk, jnp.zeros((), jnp.float32), parts)[0]
 
 
-def fused_forward(chunk: int, hidden, head, targets, weights):
+def fused_forward(chunk: int, hidden, head: Head, targets, weights):
     """The loss and, while each chunk's softmax is at hand, its gradient for a unit cotangent."""
+    leaves, treedef = jax.tree.flatten(head)
+    learned = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def of_chunk(carry, part):
-        total, d_head = carry
+        total, sums = carry
         h, y, w = part
-        logits, logz = logits_and_logz(h, head)
+        logits, pull = logits_and_pullback(head, h)
+        logz = jax.nn.logsumexp(logits, axis=-1)
         total = total + jnp.sum(w * (logz - target_logit(logits, y)))
         softmax = jnp.exp(logits - logz[:, None])
         hit = jnp.arange(logits.shape[1], dtype=y.dtype) == y[:, None]
-        d_logits = (w[:, None] * (softmax - hit)).astype(h.dtype)
-        d_head = d_head + jnp.matmul(h.T, d_logits, preferred_element_type=jnp.float32)
-        return (total, d_head), dot(d_logits, head.T)
+        d_head, d_h = pull(w[:, None] * (softmax - hit))
+        grads = jax.tree.leaves(d_head)
+        return (total, [s + grads[i] for s, i in zip(sums, learned, strict=True)]), d_h
 
     parts = (split(hidden, chunk), split(targets, chunk), split(weights, chunk))
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
-    (total, d_head), d_hidden = jax.lax.scan(of_chunk, start, parts)
+    zeros = [jnp.zeros(leaves[i].shape, jnp.float32) for i in learned]
+    (total, sums), d_hidden = jax.lax.scan(of_chunk, (jnp.zeros((), jnp.float32), zeros), parts)
     d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return total, (d_hidden, d_head.astype(head.dtype))
+    # Integers (codes of a quantized head) have no gradient, which jax spells float0.
+    d_leaves: list[Any] = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
+    for i, total_of_leaf in zip(learned, sums, strict=True):
+        d_leaves[i] = total_of_leaf.astype(leaves[i].dtype)
+    return total, (d_hidden, jax.tree.unflatten(treedef, d_leaves))
 
 
 def fused_backward(chunk: int, saved, cotangent):
-    d_hidden, d_head = saved
     scale = cotangent.astype(jnp.float32)
-    return (
-        (d_hidden * scale).astype(d_hidden.dtype),
-        (d_head * scale).astype(d_head.dtype),
-        None,
-        None,
-    )
+
+    def scaled(grad: Any) -> Any:
+        return grad if grad.dtype == jax.dtypes.float0 else (grad * scale).astype(grad.dtype)
+
+    d_hidden, d_head = jax.tree.map(scaled, saved)
+    return d_hidden, d_head, None, None
 
 
 fused_cross_entropy.defvjp(fused_forward, fused_backward)
 
 
-def logits_and_logz(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+def logits_and_pullback(
+    head: Head, hidden: Float[Array, "c d"]
+) -> tuple[Float[Array, "c v"], Callable[[jax.Array], tuple[Head, jax.Array]]]:
+    """Float32 logits of a chunk, and the function from their gradient to those of head and hidden.
+
+    A plain matrix gets its gradient summed over the chunk in float32, whatever its dtype is.
+    """
+    if isinstance(head.weight, Product):
+        return jax.vjp(lambda head, h: head(h), head, hidden)
+    weight, tail = head.weight, replace(head, weight=None)  # type: ignore[arg-type]
+    logits, pull_tail = jax.vjp(
+        lambda tail, scores: tail.finish(scores), tail, head.product(hidden)
+    )
+
+    def pull(d_logits: jax.Array) -> tuple[Head, jax.Array]:
+        d_tail, d_scores = pull_tail(d_logits)
+        d_scores = d_scores.astype(hidden.dtype)
+        d_weight = jnp.matmul(hidden.T, d_scores, preferred_element_type=jnp.float32)
+        return replace(d_tail, weight=d_weight), dot(d_scores, weight.T)
+
+    return logits, pull
+
+
+def logits_and_logz(hidden: jax.Array, head: Head | Weight) -> tuple[jax.Array, jax.Array]:
     """Float32 logits [c, v] and their log-sum-exp [c]."""
-    logits = dot(hidden, head).astype(jnp.float32)
+    logits = Head.of(head)(hidden)
     return logits, jax.nn.logsumexp(logits, axis=-1)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
+from ed_infra.outputs import Report
 from ed_infra.paths import Run
 from flax import nnx
 from jaxtyping import Array, Float
@@ -34,8 +35,9 @@ MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
 class Stack(nnx.Module):
     """The layers of a decoder.
 
-    A layer is called `layer(x, ctx, cache, index) -> (x, cache, aux)`; its index is a traced number
-    where it is scanned, so that a table of windows, say, is indexed by it.
+    A layer is called `layer(x, ctx, cache, index) -> (x, cache, report)`; its index is a traced
+    number where it is scanned, so that a table of windows, say, is indexed by it. Its report
+    (`ed_infra.outputs.Report`) has one structure for all layers of a run.
 
     Args:
         make: `make(layer_index, rngs)` builds one layer.
@@ -89,7 +91,7 @@ class Stack(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any = None, *, keep_hidden: bool = False
-    ) -> tuple[Float[Array, "b s d"], Any, dict[str, Any], tuple[jax.Array, ...] | None]:
+    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
         """Run all layers.
 
         Args:
@@ -98,14 +100,13 @@ class Stack(nnx.Module):
             keep_hidden: also return the input of every layer.
 
         Returns:
-            x, the cache, the layers' `aux` (each entry with a leading axis over the layers that
-            have it), and the hidden states.
+            x, the cache, the report of all layers, and the hidden states.
 
         Raises:
             ConfigError: a `gradient_checkpointing_targets` is made by no layer.
         """
         hidden: list[jax.Array] = []
-        aux: list[dict[str, Any]] = []
+        reports: list[Report] = []
         apply = partial(apply_layer, ctx=ctx)
         training = cache is None and ctx.mode == "train"
         remat = self.remat if training else Remat()
@@ -113,27 +114,28 @@ class Stack(nnx.Module):
 
         def alone(static: Static, state: Any, x: jax.Array, cache: Any):
             hidden.append(x)
-            x, cache, layer_aux = remat.wrap(apply)(static, state, x, cache)
-            aux.append(jax.tree.map(lambda leaf: leaf[None], layer_aux))
-            return x, cache
+            return remat.wrap(apply)(static, state, x, cache)
 
         if self.layout == "leaves":
             for i in range(self.num_layers):
                 graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
-                x, cache = alone(Static(graphdef, i), state, x, cache)
+                x, cache, report = alone(Static(graphdef, i), state, x, cache)
+                reports.append(report.under(f"layer_{i}"))
         for run, units in self.stored():
             if run.repeats == 1:
                 graphdef, state = units[0]
                 state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
-                x, cache = alone(Static(graphdef, run.start), state, x, cache)
+                x, cache, report = alone(Static(graphdef, run.start), state, x, cache)
+                report = jax.tree.map(lambda leaf: leaf[None], report)
+                reports.append(report.over_layers().under(run.name, 0))
                 continue
             body = partial(unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
             xs = [state for _, state in units], jnp.arange(run.repeats)
             (x, cache), (kept, slots) = jax.lax.scan(body, (x, cache), xs)
             if kept is not None:
                 hidden.extend(kept.reshape(run.count, *x.shape))
-            aux.append(interleave(slots))
-        return x, cache, concatenate(aux), (*hidden, x) if keep_hidden else None
+            reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
+        return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
 
     def stored(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
         """The runs with their split layers, one for each slot of the period; none if unrolled."""
@@ -203,36 +205,16 @@ def apply_layer(
 
 
 def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):
-    """One period of a run: the body of the scan. Gives the layers' inputs and their `aux`."""
+    """One period of a run: the body of the scan. Gives the layers' inputs and their reports."""
     x, cache = carry
     states, repeat = xs
     inputs, slots = [], []
     for slot, (graphdef, _) in enumerate(units):
         inputs.append(x)
         layer = run.start + repeat * run.period + slot
-        x, cache, aux = apply(Static(graphdef), states[slot], x, cache, layer)
-        slots.append(aux)
+        x, cache, report = apply(Static(graphdef), states[slot], x, cache, layer)
+        slots.append(report)
     return (x, cache), (jnp.stack(inputs) if keep_hidden else None, slots)
-
-
-def interleave(slots: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`aux` of the slots of a period, each [n / p, ...], in the order of the layers."""
-
-    def merge(*leaves: jax.Array) -> jax.Array:
-        return jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:])
-
-    return by_key(merge, slots)
-
-
-def concatenate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`aux` of all layers, from that of the runs."""
-    return by_key(lambda *leaves: jnp.concatenate(leaves), parts)
-
-
-def by_key(merge: Callable[..., jax.Array], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge each entry over the parts that have it: a dense layer has no router's."""
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: jax.tree.map(merge, *[p[key] for p in parts if key in p]) for key in keys}
 
 
 def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.Module:

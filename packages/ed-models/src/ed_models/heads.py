@@ -14,7 +14,8 @@ from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.linear import Linear, dot
+from ed_layers.head import Head
+from ed_layers.linear import Linear
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.named import named
 from flax import nnx
@@ -109,8 +110,9 @@ class CausalLM(EasyDeLBaseModule):
             last_hidden_state=hidden,
             past_key_values=body.past_key_values,
             hidden_states=body.hidden_states,
+            losses=body.losses,
             aux=body.aux,
-            updates=body.updates,
+            updates={f"model/{path}": value for path, value in body.updates.items()},
         )
 
     def cache_specs(self) -> Sequence[LayerSpecs]:
@@ -124,9 +126,12 @@ class CausalLM(EasyDeLBaseModule):
 
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Scores of the next token, float32."""
-        head = self.lm_head_weight()
-        scores = dot(hidden, head, precision=self.precision).astype(jnp.float32)
+        scores = self.head()(hidden)
         return named(scores, "lm_head_output", (None,) * scores.ndim)
+
+    def head(self) -> Head:
+        """The head as one value: what losses and scoring take."""
+        return Head(self.lm_head_weight(), precision=self.precision)
 
     def lm_head_weight(self) -> Float[Array, "d v"]:
         """The head as [d, v]: what `ed_layers.losses` takes."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra import sharding
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.outputs import BaseModelOutput, Report
 from ed_layers.context import Ctx
 from ed_layers.named import named
 from ed_layers.stack import Layout, Stack, to_layout
@@ -139,12 +139,17 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
         return next(stacks).layout
 
     def output(
-        self, hidden: jax.Array, ctx: Ctx, cache: Any, aux: Any, hidden_states: Any
+        self, hidden: jax.Array, ctx: Ctx, cache: Any, report: Report, hidden_states: Any
     ) -> BaseModelOutput:
         """What a body returns; a contiguous cache moves on by the tokens that it was given."""
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(hidden.shape[1])
         hidden = named(hidden, "model_output", ("batch", "sequence", "hidden"))
         return BaseModelOutput(
-            last_hidden_state=hidden, past_key_values=cache, hidden_states=hidden_states, aux=aux
+            last_hidden_state=hidden,
+            past_key_values=cache,
+            hidden_states=hidden_states,
+            losses=report.losses,
+            aux=report.metrics,
+            updates=report.under("layers").updates,
         )

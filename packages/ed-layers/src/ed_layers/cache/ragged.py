@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
         "page_table",
         "state_slots",
         "num_seqs",
+        "prompt_lens",
     ],
     meta_fields=["decode_only"],
 )
@@ -44,6 +45,9 @@ class RaggedBatch:
         num_seqs: how many of the n slots are in use.
         decode_only: no sequence has more than one token (static): attention then leaves out what
             it does for longer ones, which is most of its compile time.
+        prompt_lens: tokens of each sequence that were given, not generated, computed or not; [n].
+            Rotary factors that depend on length follow them (`ed_models.inputs`). None = those of
+            `kv_lens`.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -54,6 +58,7 @@ class RaggedBatch:
     state_slots: Int[Array, " n"]
     num_seqs: Int[Array, ""]
     decode_only: bool = False
+    prompt_lens: Int[Array, " n"] | None = None
 
     @property
     def q_lens(self) -> Int[Array, " n"]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.registry import register_config, register_module
 from ed_infra.sharding import constrain
 from ed_layers.attention import Mechanism, attend
@@ -131,7 +131,7 @@ class LlamaDecoderLayer(nnx.Module):
         x = named(x + attended, "residual", stream, self.config)
         normed = named(self.post_attention_layernorm(x), "normed_input", stream, self.config)
         x = x + self.mlp(normed, ctx)
-        return constrain(x, stream, self.config), cache, {}
+        return constrain(x, stream, self.config), cache, Report()
 
 
 class LlamaModel(EasyDeLBaseModule):
@@ -183,8 +183,8 @@ class LlamaModel(EasyDeLBaseModule):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, s, _ = x.shape
         ctx, cache = layer_context(self.config, (b, s), cache=past_key_values, **inputs)
-        x, cache, aux, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
-        return self.output(self.norm(x), ctx, cache, aux, hidden)
+        x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
+        return self.output(self.norm(x), ctx, cache, report, hidden)
 
     def cache_specs(self) -> list[LayerCacheSpec]:
         """What each layer keeps per token."""

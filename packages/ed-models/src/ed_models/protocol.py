@@ -1,0 +1,87 @@
+"""What trainers and the engine need from a model: they are written against this, not a class.
+
+Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import jax
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.masks import MaskInfo
+from ed_infra.outputs import CausalLMOutput
+from ed_layers.cache import RaggedBatch
+from ed_layers.cache.protocol import Cache
+from ed_layers.head import Head
+from ed_layers.stack import Layout
+from flax import nnx
+
+
+class LanguageModel(Protocol):
+    """A causal language model; `ed_models.heads.CausalLM` is the one that is shipped."""
+
+    @property
+    def config(self) -> EasyDeLBaseConfig:
+        """Its sealed configuration: architecture, mesh, partition rules."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """How its layers are stored."""
+        ...
+
+    def __call__(
+        self,
+        input_ids: jax.Array | None = None,
+        *,
+        inputs_embeds: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        mask_info: MaskInfo | None = None,
+        past_key_values: Any = None,
+        ragged: RaggedBatch | None = None,
+        logits_at: Any = "all",
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutput:
+        """One forward for training, generation and serving; see `CausalLM.__call__`."""
+        ...
+
+    def head(self) -> Head:
+        """What turns hidden states [.., d] into logits [.., v]."""
+        ...
+
+    def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> Cache:
+        """An empty contiguous cache."""
+        ...
+
+    def init_paged_cache(
+        self,
+        num_pages: int | Mapping[str, int],
+        page_size: int,
+        dtype: Any = None,
+        *,
+        num_states: int | None = None,
+    ) -> Cache:
+        """An empty pool of pages, and of recurrent states where the model has any."""
+        ...
+
+    def split_module(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """`(graphdef, graphstate, graphother)`."""
+        ...
+
+    def shard_model(self, partition_rules: Any = None) -> Self:
+        """The model with its parameters placed on the mesh."""
+        ...
+
+    def to_layout(self, layout: Layout) -> Self:
+        """A copy whose layers are stored otherwise."""
+        ...
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """Write the model in Hugging Face layout."""
+        ...
