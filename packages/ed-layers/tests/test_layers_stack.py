@@ -77,7 +77,8 @@ def test_scanned_equals_unrolled(name):
     assert len(got[3]) == len(expected[3]) == CASES[name][0] + 1
     for a, b in zip(got[3], expected[3], strict=True):
         case.assert_near(a, b)
-    for a, b in zip(*(jax.tree.leaves(report.metrics) for report in (got[2], expected[2])), strict=False):
+    metrics = (jax.tree.leaves(report.metrics) for report in (got[2], expected[2]))
+    for a, b in zip(*metrics, strict=True):
         case.assert_near(a, b)
     case.assert_same(case.gradients(scanned), case.gradients(unrolled), 1e-5)
 
