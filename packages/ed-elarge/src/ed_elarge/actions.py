@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_elarge.build import Parts, look_ahead
+from ed_elarge.build import look_ahead
 from ed_elarge.describe import describe
+from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import (
     EvalOptions,
@@ -27,20 +27,16 @@ from ed_elarge.table import ACTIONS, look
 
 if TYPE_CHECKING:
     from ed_data.loader import Loader
-    from ed_trainers.trainer import TrainerOutput
-
-    from ed_elarge.evaluation import Tasks
 
 #: Exit codes of a run that a signal ended; as of the shell.
 _BY_SIGNAL = {"SIGINT": 130, "SIGTERM": 143}
-PROMPT_WORDS = 12
 
 
 @dataclass
 class Session:
-    """One run of a file: what is built, what there is to tell at the end, what stopped it."""
+    """One run of a file: what acts, what there is to tell at the end, what stopped it."""
 
-    parts: Parts
+    elm: eLargeModel
     summary: Summary = field(default_factory=Summary)
     stopped: str | None = None
 
@@ -56,12 +52,12 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
         # tqdm reads it when it is imported; lm-eval and datasets draw bars whatever they write to
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
-    session = Session(Parts(run))
+    session = Session(eLargeModel.from_run(run))
     look(run)
     prepared = False
     for number, action in enumerate(run.actions):
         if ACTIONS[action.name].prepares and not prepared:
-            _prepare(session.parts)
+            _prepare(session.elm)
             prepared = True
         try:
             with run.blame_at(action.path):
@@ -78,17 +74,17 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
     return 0
 
 
-def _prepare(parts: Parts) -> None:
+def _prepare(elm: eLargeModel) -> None:
     """Find out whether the actions can be done, before the first of them begins."""
     from ed_infra import distributed
 
     keep_compiled_programs()
     distributed.initialize()
-    for action in parts.run.actions:
+    for action in elm.config.actions:
         prepare = ACTIONS[action.name].prepares
         if prepare:
-            with parts.run.blame_at(action.path):
-                pkgutil.resolve_name(prepare)(parts, action.options)
+            with elm.config.blame_at(action.path):
+                pkgutil.resolve_name(prepare)(elm, action.options)
 
 
 def keep_compiled_programs() -> None:
@@ -105,78 +101,73 @@ def keep_compiled_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "easydel" / "jax"))
 
 
-# The configuration.
+# What finds out beforehand.
+
+
+def prepare_train(elm: eLargeModel, options: NoOptions) -> None:
+    """Build model, data and trainer."""
+    look_ahead(elm.config)
+    elm.build_trainer()
+
+
+def prepare_eval(elm: eLargeModel, options: EvalOptions) -> None:
+    """Find the tasks and load their data."""
+    elm.prepare_eval(options)
+
+
+def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> None:
+    """Load the model."""
+    elm.build_model()
+
+
+# What is done.
 
 
 def validate(session: Session, options: NoOptions) -> None:
-    """`validate`: what a run begins with anyway."""
+    """Every run begins with it."""
     print("the configuration is valid")
 
 
 def show(session: Session, options: NoOptions) -> None:
-    """`print`."""
-    print(describe(session.parts.run))
+    """Print a summary of the configuration."""
+    print(describe(session.elm.config))
 
 
 def dump_config(session: Session, options: NoOptions) -> None:
-    """`dump_config`."""
-    print(session.parts.run.to_yaml(), end="")
+    """Print the configuration."""
+    print(session.elm.config.to_yaml(), end="")
 
 
 def to_json(session: Session, options: WriteOptions) -> None:
-    """`to_json`."""
-    write(options.path, session.parts.run.to_json())
+    """Save the configuration as JSON."""
+    session.elm.to_json(options.path)
     print(f"saved the configuration to {options.path}")
 
 
 def to_yaml(session: Session, options: WriteOptions) -> None:
-    """`to_yaml`."""
-    write(options.path, session.parts.run.to_yaml())
+    """Save the configuration as YAML."""
+    session.elm.to_yaml(options.path)
     print(f"saved the configuration to {options.path}")
 
 
-def write(path: str | Path, text: str) -> None:
-    """Write a text file, and the folders above it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
-
-
-# Training.
-
-
-def prepare_train(parts: Parts, options: NoOptions) -> None:
-    """Build model, data and trainer."""
-    look_ahead(parts.run)
-    _ = parts.trainer
-
-
 def train(session: Session, options: NoOptions) -> None:
-    """`train`: train, and measure on held-out text what was learned."""
+    """Train, and measure on held-out text what was learned."""
     from ed_elarge import learned
 
-    parts, summary = session.parts, session.summary
-    directory = parts.run.directory
+    elm, summary = session.elm, session.summary
+    directory = elm.config.directory
     before = _newest_step(directory)
-    output = run_training(parts)
+    output = elm.train()
     summary.trained(output, directory)
     session.stopped = output.stopped_by
     if session.stopped is not None:
         return
     if before is not None and before == output.metrics["steps"]:
         print(f"the training was finished before ({before} steps): nothing was left to train")
-    _, held_out = parts.loaders
+    held_out = elm.build_eval_dataset()
     if held_out is not None:
         batches = _with_progress(held_out, "measuring what was learned")
-        summary.learned = learned.measure(parts.model, batches, parts.tokenizer)
-
-
-def run_training(parts: Parts) -> TrainerOutput:
-    """Train; goes on from the newest checkpoint of the run, if there is one."""
-    trainer = parts.trainer
-    parts.forget("engine")  # it holds the untrained weights
-    with parts.run.blame("trainer", "save_directory"):
-        return trainer.train()
+        summary.learned = learned.measure(elm.build_model(), batches, elm.build_tokenizer())
 
 
 def _with_progress(loader: Loader, what: str) -> Iterable[Any]:
@@ -195,111 +186,23 @@ def _newest_step(directory: Path) -> int | None:
     return max(map(int, names), default=None)
 
 
-# Evaluation.
-
-
-def prepare_evaluate(parts: Parts, options: EvalOptions) -> Tasks:
-    """Find the tasks of an evaluation and load their data.
-
-    Raises:
-        ConfigError: a task does not exist, or its data cannot be had.
-    """
-    from ed_elarge import evaluation, local_tasks
-
-    run = parts.run
-    merged = options.over(run.eval)
-    texts = parts.held_out_texts if {*merged.tasks} & {*local_tasks.NAMES} else []
-    directory = run.directory / "eval" / "tasks"
-    key = f"tasks {merged.model_dump_json()}"
-    return parts.once(key, lambda: evaluation.Tasks(merged, texts, directory))
-
-
-def run_evaluation(parts: Parts, options: EvalOptions) -> tuple[dict[str, Any], Path]:
-    """Evaluate: lm-eval's results, and the file in which they are kept."""
-    from ed_elarge import evaluation
-
-    tasks = prepare_evaluate(parts, options)
-    results = evaluation.run(parts.engine, tasks)
-    path = tasks.options.output_path or parts.run.directory / "eval" / "results.json"
-    evaluation.write(results, Path(path))
-    return results, Path(path)
-
-
 def evaluate(session: Session, options: EvalOptions) -> None:
-    """`eval`."""
-    results, path = run_evaluation(session.parts, options)
+    """Evaluate with lm-evaluation-harness."""
+    results, path = session.elm.run_eval(options)
     session.summary.evaluated(results, path)
-    if options.over(session.parts.run.eval).print_results:
+    if options.over(session.elm.config.eval).print_results:
         session.summary.print_evaluation(results)
 
 
-# Completions.
-
-
-def prepare_model(parts: Parts, options: GenerateOptions | ServeOptions) -> None:
-    """Load the model."""
-    _ = parts.model
-
-
 def generate(session: Session, options: GenerateOptions) -> None:
-    """`generate`."""
-    completions = complete(session.parts, options)
+    """Print completions."""
+    completions = session.elm.complete(options)
     session.summary.samples.extend(completions)
     for prompt, completion in completions:
         print(f"--- {prompt!r} continues:\n{completion}\n---")
 
 
-def complete(parts: Parts, options: GenerateOptions) -> list[tuple[str, str]]:
-    """Complete each prompt: `[(prompt, completion), ...]`."""
-    from ed_esurge.sampling import SamplingParams
-
-    prompts = options.prompts or default_prompt(parts)
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    params = SamplingParams(
-        max_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-    )
-    outputs = parts.engine.generate(prompts, params)
-    return [(p, out.outputs[0].text) for p, out in zip(prompts, outputs, strict=True)]
-
-
-def default_prompt(parts: Parts) -> str:
-    """The first words of the longest held-out text, so that the model has not seen them."""
-    texts = parts.held_out_texts if parts.run.has_held_out else []
-    longest = max(texts, key=len, default="The")
-    words = [match.end() for match in re.finditer(r"\S+", longest)]
-    return longest[: words[min(len(words), PROMPT_WORDS) - 1]]
-
-
 def serve(session: Session, options: ServeOptions) -> None:
-    """`serve`, after the summary of what was done before."""
+    """Show what was done before, and serve."""
     session.summary.show()
-    run_server(session.parts, options)
-
-
-def run_server(parts: Parts, options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
-    from ed_esurge.server import serve
-
-    serve(
-        parts.engine,
-        options.host,
-        options.port,
-        served_model_name=options.served_model_name or _model_name(parts.run),
-        api_key=options.api_key,
-        cors_origins=options.cors_origins,
-        log_level=options.log_level,
-        ssl_keyfile=options.ssl_keyfile,
-        ssl_certfile=options.ssl_certfile,
-    )
-
-
-def _model_name(run: RunConfig) -> str:
-    """What clients call the model unless told otherwise."""
-    if run.model is not None and run.model.name_or_path is not None:
-        return Path(run.model.name_or_path).name
-    return run.directory.name or "model"
+    session.elm.run_server(options)

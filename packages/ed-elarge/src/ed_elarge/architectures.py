@@ -71,6 +71,9 @@ def check(config: Mapping[str, Any], execution_fields: Collection[str]) -> dict[
     """
     model_type = config.get("model_type")
     if model_type is None:
+        for key in config:
+            if did_you_mean(str(key).lower(), ["model_type"]):
+                return {key: f"unknown key {key!r}; did you mean 'model_type'?"}
         return {
             "model_type": f"the key 'model_type' is missing (known: {', '.join(model_types())})"
         }

@@ -1,21 +1,21 @@
-"""From sections to objects: each function builds one part, and imports what it needs.
+"""From sections to objects: each function builds one part of an `eLargeModel`.
 
-`Parts` builds a part when it is first asked for, by the builder that `ed_elarge.table` names, and
-keeps it. An error that the input caused is raised with its place in the run file.
+`ed_elarge.table` says which part each section is built into; `eLargeModel.part` calls the builder
+when the part is first asked for, and keeps it. Each function imports what it needs.
 """
 
 from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ed_data.errors import DataError
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.fields import canonical_field
 
+from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import ModelSection, TrainedTokenizer
 from ed_elarge.table import SECTIONS
@@ -28,92 +28,15 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
-_OWNER = {part: name for name, section in SECTIONS.items() for part in section.builds or ()}
-
-
-class Parts:
-    """What is built of one configuration; each part once.
-
-    Args:
-        run: the configuration.
-    """
-
-    def __init__(self, run: RunConfig) -> None:
-        self.run = run
-        self._built: dict[str, Any] = {}
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Loaded, or trained on the training texts."""
-        return self.get("tokenizer")
-
-    @property
-    def model(self) -> EasyDeLBaseModule:
-        """Loaded, or new, on its devices."""
-        return self.get("model")
-
-    @property
-    def loaders(self) -> tuple[Loader, Loader | None]:
-        """The training batches and, where the mixture holds texts out, those of evaluation."""
-        return self.get("loaders")
-
-    @property
-    def held_out_texts(self) -> list[str]:
-        """The texts that training does not see; none where the mixture holds none out."""
-        return self.get("held_out_texts")
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer with model, tokenizer and data."""
-        return self.get("trainer")
-
-    @property
-    def engine(self) -> eSurge:
-        """The serving engine around the model."""
-        return self.get("engine")
-
-    def get(self, part: str) -> Any:
-        """A part of the table, built by its builder.
-
-        Raises:
-            InputError: the section that it is built of is missing, or cannot be built.
-        """
-        section = _OWNER[part]
-        if self.run.sections[section] is None:
-            raise self.run.missing(section)
-        with self.run.blame(section):
-            return self.once(
-                part, lambda: pkgutil.resolve_name((SECTIONS[section].builds or {})[part])(self)
-            )
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returned when `name` was first asked for."""
-        if name not in self._built:
-            self._built[name] = make()
-        return self._built[name]
-
-    def forget(self, part: str) -> None:
-        """Let go of one part; it is built anew when it is asked for."""
-        self._built.pop(part, None)
-
-    def close(self) -> None:
-        """Let go of everything that was built."""
-        for loader in self._built.get("loaders") or ():
-            if loader is not None:
-                loader.close()
-        self._built.clear()
-
 
 # The tokenizer.
 
 
-def tokenizer(parts: Parts) -> PreTrainedTokenizerBase:
+def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     """Load the tokenizer, or train it on the training texts (once: it is kept in the run)."""
     from ed_elarge import training_tokenizer
 
-    run = parts.run
+    run = elm.config
     section = _model_section(run)
     with run.blame("model", "tokenizer"):
         if isinstance(section.tokenizer, TrainedTokenizer):
@@ -139,12 +62,12 @@ def _load_tokenizer(run: RunConfig, name: str) -> PreTrainedTokenizerBase:
 # The model.
 
 
-def model(parts: Parts) -> EasyDeLBaseModule:
+def model(elm: eLargeModel) -> EasyDeLBaseModule:
     """Load the model, or make a new one from `model.config`, on its devices."""
-    made = _new_model(parts) if _model_section(parts.run).config is not None else _load(parts.run)
+    made = _new_model(elm) if _model_section(elm.config).config is not None else _load(elm.config)
     for section in SECTIONS.values():
         if section.finishes:
-            made = pkgutil.resolve_name(section.finishes)(parts, made)
+            made = pkgutil.resolve_name(section.finishes)(elm, made)
     return made
 
 
@@ -166,10 +89,10 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
         return registry.get_config(model_type)(**(of_tokenizer or {}) | fields | changes)
 
 
-def _new_model(parts: Parts) -> EasyDeLBaseModule:
+def _new_model(elm: eLargeModel) -> EasyDeLBaseModule:
     from ed_infra import registry
 
-    run, tokens = parts.run, parts.tokenizer
+    run, tokens = elm.config, elm.build_tokenizer()
     config = new_config(
         run,
         {
@@ -224,9 +147,9 @@ def _dtypes(run: RunConfig) -> dict[str, Any]:
     return {"dtype": loader.dtype, "param_dtype": loader.param_dtype, "precision": precision}
 
 
-def show_parameters(parts: Parts, model: EasyDeLBaseModule) -> EasyDeLBaseModule:
+def show_parameters(elm: eLargeModel, model: EasyDeLBaseModule) -> EasyDeLBaseModule:
     """With `loader.verbose`, print each parameter: name, shape, dtype and sharding."""
-    if not parts.run.loader.verbose:
+    if not elm.config.loader.verbose:
         return model
     import jax
     from ed_infra import paths
@@ -271,11 +194,11 @@ def look_ahead(run: RunConfig) -> None:
                     raise
 
 
-def loaders(parts: Parts) -> tuple[Loader, Loader | None]:
+def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
     """The training batches and, where the mixture holds texts out, those of evaluation."""
     from ed_data import build_loader
 
-    run, tokens = parts.run, parts.tokenizer
+    run, tokens = elm.config, elm.build_tokenizer()
     mixture, trainer = run.mixture, run.trainer
     options: dict[str, Any] = {"seq_length": run.sequence_length[0], "seed": mixture.seed or 0}
     train = build_loader(mixture, tokens, batch_size=run.batch_size, split="train", **options)
@@ -285,14 +208,14 @@ def loaders(parts: Parts) -> tuple[Loader, Loader | None]:
     return train, build_loader(mixture, tokens, batch_size=size, split="eval", **options)
 
 
-def held_out_texts(parts: Parts) -> list[str]:
+def held_out_texts(elm: eLargeModel) -> list[str]:
     """The texts that the mixture sets aside; none where it sets none aside."""
     from ed_data import texts
 
-    return list(texts(parts.run.mixture, "eval")) if parts.run.has_held_out else []
+    return list(texts(elm.config.mixture, "eval")) if elm.config.has_held_out else []
 
 
-def trainer(parts: Parts) -> Trainer:
+def trainer(elm: eLargeModel) -> Trainer:
     """The trainer of the section `trainer`.
 
     A method that learns from completions of its own gets them from here too: this is the one place
@@ -300,17 +223,17 @@ def trainer(parts: Parts) -> Trainer:
     """
     from ed_trainers.methods import trainer_class
 
-    train, held_out = parts.loaders
-    arguments = parts.run.trainer
+    arguments = elm.build_training_arguments()
+    train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     method = trainer_class(arguments.trainer_type)
-    return method(arguments, parts.model, train, held_out, parts.tokenizer)
+    return method(arguments, elm.build_model(), train, held_out, elm.build_tokenizer())
 
 
 # Serving.
 
 
-def engine(parts: Parts) -> eSurge:
+def engine(elm: eLargeModel) -> eSurge:
     """The engine of the section `esurge` around the model."""
     from ed_esurge.engine import eSurge
 
-    return eSurge(parts.model, parts.tokenizer, parts.run.esurge)
+    return eSurge(elm.build_model(), elm.build_tokenizer(), elm.config.esurge)

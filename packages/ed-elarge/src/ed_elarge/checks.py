@@ -40,7 +40,9 @@ def model_config(run: RunConfig) -> Iterator[Problem]:
     if isinstance(model.tokenizer, TrainedTokenizer) and size is not None and not problems:
         wanted = model.tokenizer.train.vocab_size
         if size < wanted:
-            message = f"{size} is less than the {wanted} of tokenizer.train: raise it, or leave it out"
+            message = (
+                f"{size} is less than the {wanted} of tokenizer.train: raise it, or leave it out"
+            )
             yield Problem((*here, "vocab_size"), message)
 
 
@@ -49,7 +51,7 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
     model, mixture = run.model, run.mixture
     if model is None:
         return
-    if isinstance(model.tokenizer, TrainedTokenizer) and run.origin.written.get("mixture") is None:
+    if isinstance(model.tokenizer, TrainedTokenizer) and "mixture" not in run.written:
         message = "a tokenizer is trained on the texts of the section 'mixture', which is missing"
         yield Problem(("model", "tokenizer", "train"), message, True)
     other = mixture.tokenization.tokenizer if mixture is not None else None
@@ -82,9 +84,14 @@ def base_config(run: RunConfig) -> Iterator[Problem]:
             yield Problem((*here, key), f"unknown key {key!r}{hint}", True)
         elif key in wrong:
             yield Problem((*here, key), wrong[key])
-    if section.operation_configs:
-        path = ("base_config", "operation_configs")
-        yield from _execution_field("operation_configs", section.operation_configs, path)
+    for operation, settings in section.operation_configs.items():
+        path = ("base_config", "operation_configs", operation)
+        wrong = list(_execution_field("operation_configs", {operation: {}}, path))
+        yield from (problem._replace(on_key=True) for problem in wrong)
+        for key, value in settings.items() if not wrong else ():
+            yield from _execution_field(
+                "operation_configs", {operation: {key: value}}, (*path, key)
+            )
 
 
 def one_opinion(run: RunConfig) -> Iterator[Problem]:
@@ -112,16 +119,17 @@ def axes(run: RunConfig) -> Iterator[Problem]:
     config = (run.model.config if run.model is not None else None) or {}
     placed = own.get("partition_axis") or config.get("partition_axis")
     known = set(AXIS_NAMES) | _words(placed)
-    for i, name in enumerate(names):
-        if name not in known:
-            yield Problem(
-                (*names_path, i),
-                f"unknown mesh axis {name!r}{did_you_mean(str(name), known)}: nothing is split "
-                "over it unless base_config.values.partition_axis says what",
-            )
+    unknown = [i for i, name in enumerate(names) if name not in known]
+    for i in unknown:
+        name = names[i]
+        yield Problem(
+            (*names_path, i),
+            f"unknown mesh axis {name!r}{did_you_mean(str(name), known)}: nothing is split "
+            "over it unless base_config.values.partition_axis says what",
+        )
     for field in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name"):
         path, value = fields.get(field, ((), None))
-        for name in [value] if isinstance(value, str) else value or ():
+        for name in _words(value) if not unknown else ():
             if name not in names:
                 listing = f"{did_you_mean(str(name), names)} (axes: {', '.join(map(str, names))})"
                 yield Problem(path, f"{name!r} is no axis of the mesh{listing}")
@@ -133,7 +141,9 @@ def _words(value: Any) -> set[str]:
         return {value}
     if isinstance(value, Mapping):
         value = list(value.values())
-    return {w for part in value for w in _words(part)} if isinstance(value, (list, tuple)) else set()
+    return (
+        {w for part in value for w in _words(part)} if isinstance(value, (list, tuple)) else set()
+    )
 
 
 def _execution_fields(values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
@@ -231,7 +241,9 @@ def tasks_of_action(run: RunConfig, action: Action) -> Iterator[Problem]:
         yield from _tasks(run, merged, ("tasks",), True)
 
 
-def _tasks(run: RunConfig, options: EvalSection, path: KeyPath, run_here: bool) -> Iterator[Problem]:
+def _tasks(
+    run: RunConfig, options: EvalSection, path: KeyPath, run_here: bool
+) -> Iterator[Problem]:
     for i, task in enumerate(options.tasks):
         if task in local_tasks.NAMES:
             if run_here and not run.is_broken("mixture") and not run.has_held_out:

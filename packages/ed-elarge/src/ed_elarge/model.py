@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +13,13 @@ from ed_infra.fields import FIELDS, canonical_field
 from ed_infra.options import Options
 from ed_trainers.arguments import TrainingArguments
 
-from ed_elarge import actions, nodes
-from ed_elarge.build import Parts
+from ed_elarge import nodes
 from ed_elarge.describe import describe
 from ed_elarge.errors import Document, InputError
 from ed_elarge.normalize import check_section, normalize
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import EvalOptions, GenerateOptions, ServeOptions
-from ed_elarge.table import look
+from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate
 
 if TYPE_CHECKING:
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
 
-O = TypeVar("O", bound=Options)  # noqa: E741 - options
+    from ed_elarge.evaluation import Tasks
+
+PROMPT_WORDS = 12
+
+T = TypeVar("T")
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+_SECTION_OF = {part: name for name, section in SECTIONS.items() for part in section.builds or ()}
 
 
 def _setter(section: str) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
@@ -55,10 +63,11 @@ class eLargeModel:
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path | None = None) -> None:
-        self._checked: Parts | None = None
+        self._built: dict[str, Any] = {}
+        self._run: RunConfig | None = None
         if isinstance(config, (str, Path)):
             self._document = nodes.read(config)
-            self._parts  # noqa: B018 - checked now
+            self._run = self._check()
             return
         self._document = Document("configuration", value={})
         if config:
@@ -82,6 +91,13 @@ class eLargeModel:
         """Read a configuration that was saved as JSON."""
         return cls(path)
 
+    @classmethod
+    def from_run(cls, run: RunConfig) -> Self:
+        """Begin with a configuration that is checked already."""
+        self = cls()
+        self._document, self._run = run.document, run
+        return self
+
     @property
     def config(self) -> RunConfig:
         """The whole configuration, checked: sections with defaults and derived values.
@@ -89,17 +105,15 @@ class eLargeModel:
         Raises:
             InputError: all that is wrong with it.
         """
-        return self._parts.run
+        if self._run is None:
+            self._run = self._check()
+        return self._run
 
-    @property
-    def _parts(self) -> Parts:
-        """What is built of the present configuration."""
-        if self._checked is None:
-            run = normalize(self._document)
-            for text in run.warning_texts():
-                warnings.warn(text, stacklevel=3)
-            self._checked = Parts(run)
-        return self._checked
+    def _check(self) -> RunConfig:
+        run = normalize(self._document)
+        for text in run.warning_texts():
+            warnings.warn(text, stacklevel=4)
+        return run
 
     def to_dict(self) -> dict[str, Any]:
         """The canonical configuration, defaults included, as JSON values."""
@@ -107,11 +121,11 @@ class eLargeModel:
 
     def to_yaml(self, path: str | Path) -> None:
         """Save the configuration as YAML."""
-        actions.write(path, self.config.to_yaml())
+        _write(path, self.config.to_yaml())
 
     def to_json(self, path: str | Path) -> None:
         """Save the configuration as JSON."""
-        actions.write(path, self.config.to_json())
+        _write(path, self.config.to_json())
 
     def validate(self) -> Self:
         """Check everything that can be checked without loading anything.
@@ -138,9 +152,8 @@ class eLargeModel:
         problems = [p for k, v in value.items() if k != "actions" for p in check_section(k, v)]
         if problems:
             raise InputError("configuration", problems)
-        self.clear_cache()
-        self._document, self._checked = Document("configuration", value=value), None
-        return self
+        self._document, self._run = Document("configuration", value=value), None
+        return self.clear_cache()
 
     set_loader = _setter("loader")
     set_sharding = _setter("sharding")
@@ -228,21 +241,40 @@ class eLargeModel:
 
     # Building; each part is built once.
 
+    def part(self, name: str) -> Any:
+        """A part of `ed_elarge.table.SECTIONS`, built when it is first asked for.
+
+        Raises:
+            InputError: the section that it is built of is missing, or cannot be built.
+        """
+        section = _SECTION_OF[name]
+        if self.config.sections[section] is None:
+            raise self.config.missing(section)
+        builder = (SECTIONS[section].builds or {})[name]
+        with self.config.blame(section):
+            return self.once(name, lambda: pkgutil.resolve_name(builder)(self))
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returned when `name` was first asked for."""
+        if name not in self._built:
+            self._built[name] = make()
+        return self._built[name]
+
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded or trained."""
-        return self._parts.tokenizer
+        return self.part("tokenizer")
 
     def build_model(self) -> EasyDeLBaseModule:
         """The model on its devices."""
-        return self._parts.model
+        return self.part("model")
 
     def build_dataset(self) -> Loader:
         """The loader of training batches."""
-        return self._parts.loaders[0]
+        return self.part("loaders")[0]
 
     def build_eval_dataset(self) -> Loader | None:
         """The loader of held-out batches, or None where nothing is held out."""
-        return self._parts.loaders[1]
+        return self.part("loaders")[1]
 
     def build_training_arguments(self) -> TrainingArguments:
         """The arguments of the trainer, derived values included."""
@@ -252,27 +284,32 @@ class eLargeModel:
 
     def build_trainer(self) -> Trainer:
         """The trainer with model, tokenizer and data."""
-        return self._parts.trainer
+        return self.part("trainer")
 
     def build_esurge(self) -> eSurge:
         """The serving engine around the model."""
-        return self._parts.engine
+        return self.part("engine")
 
     def held_out_texts(self) -> list[str]:
         """The texts that training does not see."""
-        return self._parts.held_out_texts if self.config.has_held_out else []
+        return self.part("held_out_texts") if self.config.has_held_out else []
 
     def clear_cache(self) -> Self:
         """Let go of everything that was built; the configuration stays."""
-        if self._checked is not None:
-            self._checked.close()
+        for loader in self._built.get("loaders") or ():
+            if loader is not None:
+                loader.close()
+        self._built.clear()
         return self
 
     # Doing.
 
     def train(self) -> TrainerOutput:
         """Train; goes on from the newest checkpoint of the run, if there is one."""
-        return actions.run_training(self._parts)
+        trainer = self.build_trainer()
+        self._built.pop("engine", None)  # it holds the untrained weights
+        with self.config.blame("trainer", "save_directory"):
+            return trainer.train()
 
     def eval(
         self,
@@ -297,8 +334,31 @@ class eLargeModel:
         """
         if tasks is not None:
             options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
-        keys = _options(EvalOptions, {"engine": engine, **options})
-        return actions.run_evaluation(self._parts, keys)[0]
+        return self.run_eval(_options(EvalOptions, {"engine": engine, **options}))[0]
+
+    def run_eval(self, options: EvalOptions) -> tuple[dict[str, Any], Path]:
+        """`eval` with checked options: the results, and the file in which they are kept."""
+        from ed_elarge import evaluation
+
+        tasks = self.prepare_eval(options)
+        results = evaluation.run(self.build_esurge(), tasks)
+        path = tasks.options.output_path or self.config.directory / "eval" / "results.json"
+        evaluation.write(results, Path(path))
+        return results, Path(path)
+
+    def prepare_eval(self, options: EvalOptions) -> Tasks:
+        """Find the tasks of an evaluation and load their data; `eval` then uses them.
+
+        Raises:
+            ConfigError: a task does not exist, or its data cannot be had.
+        """
+        from ed_elarge import evaluation, local_tasks
+
+        merged = options.over(self.config.eval)
+        texts = self.held_out_texts() if {*merged.tasks} & {*local_tasks.NAMES} else []
+        directory = self.config.directory / "eval" / "tasks"
+        key = f"tasks {merged.model_dump_json()}"
+        return self.once(key, lambda: evaluation.Tasks(merged, texts, directory))
 
     def generate(
         self, prompts: Sequence[str] | str | None = None, **options: Any
@@ -310,14 +370,50 @@ class eLargeModel:
             options: keys of the `generate` action.
         """
         keys = options if prompts is None else {**options, "prompts": prompts}
-        return actions.complete(self._parts, _options(GenerateOptions, keys))
+        return self.complete(_options(GenerateOptions, keys))
+
+    def complete(self, options: GenerateOptions) -> list[tuple[str, str]]:
+        """`generate` with checked options."""
+        from ed_esurge.sampling import SamplingParams
+
+        prompts = list(options.prompts or [self._default_prompt()])
+        params = SamplingParams(
+            max_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+        )
+        outputs = self.build_esurge().generate(prompts, params)
+        return [(p, out.outputs[0].text) for p, out in zip(prompts, outputs, strict=True)]
+
+    def _default_prompt(self) -> str:
+        """The first words of the longest held-out text, so that the model has not seen them."""
+        longest = max(self.held_out_texts(), key=len, default="The")
+        words = [match.end() for match in re.finditer(r"\S+", longest)]
+        return longest[: words[min(len(words), PROMPT_WORDS) - 1]]
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted; options: of the `serve` action."""
-        actions.run_server(self._parts, _options(ServeOptions, options))
+        self.run_server(_options(ServeOptions, options))
+
+    def run_server(self, options: ServeOptions) -> None:
+        """`serve` with checked options."""
+        from ed_esurge.server import serve
+
+        model, directory = self.config.model, self.config.directory
+        path = Path(model.name_or_path) if model is not None and model.name_or_path else directory
+        serve(
+            self.build_esurge(),
+            options.host,
+            options.port,
+            served_model_name=options.served_model_name or path.name or "model",
+            **options.model_dump(exclude={"host", "port", "served_model_name", "require_api_key"}),
+        )
 
 
-def _options(cls: type[O], keys: Mapping[str, Any]) -> O:
+def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:
     value, problems = validate(cls, keys, ())
     if value is None:
         raise InputError("options", problems)
@@ -332,3 +428,9 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(before, Mapping) and isinstance(value, Mapping)
         out[key] = _merged(before, value) if both else value
     return out
+
+
+def _write(path: str | Path, text: str) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")

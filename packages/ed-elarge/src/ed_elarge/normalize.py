@@ -5,12 +5,13 @@ All problems of an input are reported together. What may be written is in `ed_el
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ed_elarge import idle
 from ed_elarge.errors import Document, InputError, KeyPath, Problem
-from ed_elarge.run_config import Action, Origin, RunConfig
+from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.table import (
     ACTIONS,
     SECTIONS,
@@ -38,22 +39,26 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
     filled = _fill_batch_size(sections)
-    for name in filled:
+    written = dict(sections)
+    for name, value in sections.items():
         if name not in SECTIONS:
             problems.append(Problem((*prefix, name), unknown_section(name), on_key=True))
+            near = difflib.get_close_matches(str(name).lower(), SECTIONS, n=1)
+            written |= {other: value for other in near if other not in sections}
+        elif value is None and not SECTIONS[name].has_default:
+            message = "is empty: write its keys, or leave the section out"
+            problems.append(Problem((*prefix, name), message))
     for name, section in SECTIONS.items():
         built[name] = None
         if filled.get(name) is not None or section.has_default:
             built[name], found = section.validate(filled.get(name), (*prefix, name))
             problems.extend(found)
-    actions = _actions(*raw_actions, require_actions, problems)
-    run = RunConfig(Origin(document, prefix, sections), built, actions)
+    actions = _actions(*raw_actions, require_actions and not problems, problems)
+    run = RunConfig(document, prefix, written, built, actions)
     problems.extend(_across(run))
     if problems:
         raise run.error(problems)
-    warnings = [run.place(problem) for problem in idle.warnings_of_sections(run)]
-    warnings += idle.warnings_of_actions(run)
-    return RunConfig(run.origin, built | _shared(run), actions, warnings)
+    return RunConfig(document, prefix, written, built | _shared(run), actions, _warnings(run))
 
 
 def check_section(name: str, value: Any) -> list[Problem]:
@@ -70,14 +75,33 @@ def _across(run: RunConfig) -> list[Problem]:
         for check in section.checks:
             problems.extend(run.place(problem) for problem in check(run))
     for action in run.actions:
-        kind = ACTIONS[action.name]
-        for name in kind.needs:
-            if run.origin.written.get(name) is None:
-                message = f"the action {action.name!r} needs the section {name!r}"
-                problems.append(Problem(action.path, message, on_key=True))
-        for check in kind.checks:
+        for check in ACTIONS[action.name].checks:
             problems.extend(run.place_in(action, problem) for problem in check(run, action))
-    return problems
+    return problems + _needs(run)
+
+
+def _needs(run: RunConfig) -> list[Problem]:
+    """Sections that actions need and that are not there: each told once."""
+    problems: dict[str, Problem] = {}
+    for action in run.actions:
+        for name in ACTIONS[action.name].needs:
+            if name not in run.written:
+                message = f"the action {action.name!r} needs the section {name!r}"
+                problems.setdefault(name, Problem(action.path, message, on_key=True))
+    return list(problems.values())
+
+
+def _warnings(run: RunConfig) -> list[Problem]:
+    """Keys that have no effect."""
+    out = [run.place(problem) for problem in idle.without_effect(run)]
+    for name, section in SECTIONS.items():
+        if (options := run.sections[name]) is not None:
+            for problem in idle.warnings(options, section.idle, run):
+                out.append(run.place(problem._replace(path=(name, *problem.path))))
+    for action in run.actions:
+        for problem in idle.warnings(action.options, ACTIONS[action.name].idle, run):
+            out.append(run.place_in(action, problem))
+    return out
 
 
 # Values that trainer and mixture share.

@@ -33,21 +33,6 @@ from ed_elarge.validation import typed_path, value_at
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a configuration came from, so that a later error can point at its line.
-
-    Attributes:
-        document: the text, if it was a file, else a nameless document.
-        prefix: path of the mapping that holds the sections.
-        written: the sections as the user wrote them.
-    """
-
-    document: Document
-    prefix: KeyPath
-    written: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Action:
     """One thing to do, checked.
 
@@ -71,7 +56,10 @@ class RunConfig:
     and are None instead.
 
     Args:
-        origin: where the configuration came from.
+        document: the file that it came from, so that a later error can point at a line; or a
+            document that only holds a value.
+        prefix: path of the mapping that holds the sections.
+        written: the sections as the user wrote them.
         sections: name -> checked section.
         actions: what to do, in order.
         warnings: keys that have no effect, and the like.
@@ -89,12 +77,16 @@ class RunConfig:
 
     def __init__(
         self,
-        origin: Origin,
+        document: Document,
+        prefix: KeyPath,
+        written: Mapping[str, Any],
         sections: Mapping[str, Options | Mixture | None],
         actions: Sequence[Action] = (),
         warnings: Sequence[Problem] = (),
     ) -> None:
-        self.origin = origin
+        self.document = document
+        self.prefix = prefix
+        self.written = written
         self.sections = dict(sections)
         self.actions = tuple(actions)
         self.warnings = tuple(warnings)
@@ -155,8 +147,8 @@ class RunConfig:
         return any(action.name in names for action in self.actions)
 
     def is_broken(self, section: str) -> bool:
-        """Whether the user wrote a section that did not validate."""
-        return self.sections[section] is None and self.origin.written.get(section) is not None
+        """Whether the user wrote a section that did not validate: its mistakes are told already."""
+        return self.sections[section] is None and section in self.written
 
     def config_fields(self) -> dict[str, tuple[KeyPath, Any]]:
         """Field of the model's configuration -> (the key that sets it, the value).
@@ -174,38 +166,39 @@ class RunConfig:
 
     def error(self, problems: Sequence[Problem]) -> InputError:
         """The error for problems whose paths start at the top of the file."""
-        return InputError(self.origin.document, problems)
+        return InputError(self.document, problems)
 
     def missing(self, section: str) -> InputError:
         """The error for a section that something needs and that is not there."""
         message = f"the section {section!r} is missing"
-        return self.error([Problem(self.origin.prefix, message, on_key=True)])
+        return self.error([Problem(self.prefix, message, on_key=True)])
 
     def place(self, problem: Problem) -> Problem:
         """A problem whose path starts at the sections, with the path that the user typed."""
         if not problem.path:
-            return problem._replace(path=self.origin.prefix)
+            return problem._replace(path=self.prefix)
         name, *rest = problem.path
         section = self.sections.get(name)
         cls = type(section) if section is not None else None
-        typed = typed_path(rest, self.origin.written.get(name), cls)
-        return problem._replace(path=(*self.origin.prefix, name, *typed))
+        typed = typed_path(rest, self.written.get(name), cls)
+        absent = rest[len(typed) :][-1:]
+        return problem._replace(path=(*self.prefix, name, *typed, *absent))
 
     def place_in(self, action: Action, problem: Problem) -> Problem:
         """The same for a problem whose path starts at the parameters of an action."""
-        written = value_at(self.origin.document.value, action.parameter_path)
+        written = value_at(self.document.value, action.parameter_path)
         typed = typed_path(problem.path, written, type(action.options))
         return problem._replace(path=(*action.parameter_path, *typed))
 
     def warning_texts(self) -> list[str]:
         """Each warning as text, with its line."""
-        document = self.origin.document
+        document = self.document
         return [document.show(problem) for problem in sorted(self.warnings, key=document.sort_key)]
 
     @contextmanager
     def blame(self, *path: str | int) -> Iterator[None]:
         """Give errors of the input the place of `path`, which starts at the sections."""
-        with self.blame_at((*self.origin.prefix, *path)):
+        with self.blame_at((*self.prefix, *path)):
             yield
 
     @contextmanager
@@ -220,10 +213,10 @@ class RunConfig:
         except InputError:
             raise
         except (ConfigError, CheckpointError, DataError) as error:
-            if not self.origin.document.text:
+            if not self.document.text:
                 raise
             if isinstance(error, MeshError):
-                path = (*self.origin.prefix, "sharding", "axis_dims")
+                path = (*self.prefix, "sharding", "axis_dims")
             raise self.error([Problem(path, str(error), on_key=True)]) from error
 
     # As plain values.

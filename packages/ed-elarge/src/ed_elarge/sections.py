@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
-from ed_infra.fields import canonical_field
+from ed_infra.fields import FIELDS, canonical_field
 from ed_infra.options import Options, choice, dtype_name
 from pydantic import (
     AfterValidator,
@@ -123,8 +123,8 @@ class ModelSection(Options):
             )
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
-                "a model that is built from a config has no tokenizer of its own: give "
-                "tokenizer: PATH or tokenizer: {train: {vocab_size: N}}"
+                "no tokenizer is set, and a model that is built from a config has no tokenizer of "
+                "its own: give tokenizer: PATH or tokenizer: {train: {vocab_size: N}}"
             )
         return self
 
@@ -147,15 +147,16 @@ class LoaderSection(Options):
 class SetsConfig(Options):
     """A section whose keys set fields of the model's configuration."""
 
-    CONFIG_FIELDS: ClassVar[Mapping[str, str]] = {}
-    """Key of the section -> field of the configuration."""
-
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """Field -> (the key that sets it, as a path in the section; the value), where one was set."""
+        """Field -> (the key that sets it, as a path in the section; the value), where one was set.
+
+        A field has the name of the key, or its other spelling.
+        """
+        names = {key: other for other, key in self.ALIASES.items()}
         return {
-            field: ((key,), getattr(self, key))
-            for key, field in self.CONFIG_FIELDS.items()
-            if key in self.model_fields_set and getattr(self, key) is not None
+            names.get(key, key): ((key,), getattr(self, key))
+            for key in self.model_fields_set
+            if names.get(key, key) in FIELDS and getattr(self, key) is not None
         }
 
 
@@ -166,14 +167,6 @@ class ShardingSection(SetsConfig):
         "sharding_axis_dims": "axis_dims",
         "sharding_axis_names": "axis_names",
         "sharding_dcn_axis_dims": "dcn_axis_dims",
-    }
-    CONFIG_FIELDS: ClassVar[Mapping[str, str]] = {
-        "axis_dims": "sharding_axis_dims",
-        "axis_names": "sharding_axis_names",
-        "dcn_axis_dims": "sharding_dcn_axis_dims",
-        "use_ring_of_experts": "use_ring_of_experts",
-        "fsdp_is_ep_bound": "fsdp_is_ep_bound",
-        "sp_is_ep_bound": "sp_is_ep_bound",
     }
 
     axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)
@@ -224,8 +217,6 @@ class ShardingSection(SetsConfig):
 
 class PlatformSection(SetsConfig):
     """Where and by which kernels the model runs."""
-
-    CONFIG_FIELDS: ClassVar[Mapping[str, str]] = {"backend": "backend", "platform": "platform"}
 
     backend: Annotated[str | None, choice("backend", ("cpu", "gpu", "tpu"))] = None
     """Devices of the mesh. None: jax's default."""
@@ -317,12 +308,18 @@ class EvalOptions(EvalSection):
         return section.replace(**own)
 
 
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 class GenerateOptions(Options):
     """`generate`: print completions."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"prompt": "prompts", "max_tokens": "max_new_tokens"}
 
-    prompts: tuple[str, ...] | str | None = None
+    prompts: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_more)
+    ] = None
     """None: the beginning of a held-out text, or else "The"."""
     max_new_tokens: Positive = 64
     temperature: Temperature = 0.0
@@ -361,7 +358,9 @@ class ServeOptions(Options):
     @model_validator(mode="after")
     def _consistent(self) -> ServeOptions:
         if self.require_api_key and not self.api_key:
-            raise ValueError("require_api_key needs api_key: the key that clients must bring")
+            raise ValueError(
+                "api_key is not set, and require_api_key needs api_key: the key that clients bring"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         return self

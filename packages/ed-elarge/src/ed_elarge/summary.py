@@ -85,8 +85,14 @@ class Summary:
             of = f"nats per token, over {learned.tokens:,} held-out tokens"
             rows += [
                 ("held-out cross-entropy", f"{learned.cross_entropy:.4f}", of),
-                ("  of the unigram distribution", *_against(learned.unigram, learned.cross_entropy)),
-                ("  with one token of context", *_against(learned.one_token, learned.cross_entropy)),
+                (
+                    "  of the unigram distribution",
+                    *_against(learned.unigram, learned.cross_entropy),
+                ),
+                (
+                    "  with one token of context",
+                    *_against(learned.one_token, learned.cross_entropy),
+                ),
                 ("  bits per byte", f"{learned.bits_per_byte:.4f}", ""),
             ]
         for task, metrics in self.evaluation.items():

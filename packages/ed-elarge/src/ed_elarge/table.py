@@ -10,7 +10,7 @@ checks a run file, imports none of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ed_infra.errors import did_you_mean, unknown_name
 from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS
 
-from ed_elarge import checks, surroundings
+from ed_elarge import checks, idle, surroundings
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.sections import (
@@ -40,6 +40,7 @@ from ed_elarge.validation import validate
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
+Idle = Callable[[Any, RunConfig], Iterable[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,13 @@ class Section:
 
     Attributes:
         options: the class that checks it; or, where a key chooses among several, key value -> class.
-        chosen_by: that key. Its default is the first class's.
+        chosen_by: that key; without it the first class is taken.
         has_default: left out, the section has its defaults; else there is none.
         checks: checks that need more than one key; the same on every machine.
         looks: checks that look at this machine.
-        builds: part that is built of it -> address of the builder, a function of
-            `ed_elarge.build.Parts`. A part is built once.
-        finishes: address of a function of `(Parts, model)` that is called on the model once it is
-            built, and returns it.
+        idle: keys that others make idle.
+        builds: part -> address of its builder, a function of `eLargeModel`.
+        finishes: address of a function of `(eLargeModel, model)` that the built model goes through.
     """
 
     options: type[Options] | type[Mixture] | Mapping[str, type[Options]]
@@ -63,6 +63,7 @@ class Section:
     has_default: bool = True
     checks: tuple[SectionCheck, ...] = ()
     looks: tuple[SectionCheck, ...] = ()
+    idle: Idle | None = None
     builds: Mapping[str, str] | None = None
     finishes: str = ""
 
@@ -91,10 +92,8 @@ SECTIONS: dict[str, Section] = {
         has_default=False,
         checks=(checks.model_config, checks.tokenizer),
         looks=(surroundings.model,),
-        builds={
-            "tokenizer": "ed_elarge.build:tokenizer",
-            "model": "ed_elarge.build:model",
-        },
+        idle=idle.model,
+        builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.build:show_parameters"),
     "sharding": Section(ShardingSection, checks=(checks.axes,)),
@@ -105,6 +104,7 @@ SECTIONS: dict[str, Section] = {
         has_default=False,
         checks=(checks.lengths,),
         looks=(surroundings.data,),
+        idle=idle.mixture,
         builds={
             "loaders": "ed_elarge.build:loaders",
             "held_out_texts": "ed_elarge.build:held_out_texts",
@@ -115,11 +115,15 @@ SECTIONS: dict[str, Section] = {
         chosen_by="trainer_type",
         has_default=False,
         looks=(surroundings.save_directory,),
+        idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
     ),
-    "esurge": Section(EngineConfig, builds={"engine": "ed_elarge.build:engine"}),
+    "esurge": Section(EngineConfig, idle=idle.engine, builds={"engine": "ed_elarge.build:engine"}),
     "eval": Section(
-        EvalSection, checks=(checks.tasks_of_section,), looks=(surroundings.include_path,)
+        EvalSection,
+        checks=(checks.tasks_of_section,),
+        looks=(surroundings.include_path,),
+        idle=idle.evaluation,
     ),
 }
 
@@ -148,11 +152,11 @@ class ActionKind:
         scalar: the parameter that `name: VALUE` sets, where that makes sense.
         also: other spellings.
         needs: sections without which it cannot be done.
-        prepares: address of a function of `(Parts, options)` that finds out, before the first step
-            of a training that may take days, whether the action can be done. Actions that have one
-            load jax.
+        prepares: address of a function of `(eLargeModel, options)` that finds out, before a training
+            that may take days, whether the action can be done. Actions that have one load jax.
         checks: checks of its parameters against the run; the same on every machine.
         looks: checks that look at this machine.
+        idle: parameters that others make idle.
     """
 
     doc: str
@@ -164,6 +168,7 @@ class ActionKind:
     prepares: str = ""
     checks: tuple[ActionCheck, ...] = ()
     looks: tuple[ActionCheck, ...] = ()
+    idle: Idle | None = None
 
 
 def _write(doc: str, does: str, *also: str) -> ActionKind:
@@ -206,9 +211,10 @@ ACTIONS: dict[str, ActionKind] = {
         "ed_elarge.actions:evaluate",
         EvalOptions,
         needs=("model",),
-        prepares="ed_elarge.actions:prepare_evaluate",
+        prepares="ed_elarge.actions:prepare_eval",
         checks=(checks.tasks_of_action,),
         looks=(surroundings.written_file,),
+        idle=idle.evaluation,
     ),
     "generate": ActionKind(
         "print completions",
@@ -217,6 +223,7 @@ ACTIONS: dict[str, ActionKind] = {
         scalar="prompts",
         needs=("model",),
         prepares="ed_elarge.actions:prepare_model",
+        idle=idle.generation,
     ),
     "serve": ActionKind(
         "serve an OpenAI-compatible API",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import re
 import typing
@@ -33,24 +34,39 @@ def validate(
     """
     value = {} if value is None else value
     problems: list[Problem] = []
-    rest = value
+    rest, misspelled = value, list[KeyPath]()
     while True:
         try:
             instance = cls.model_validate(rest)
         except pydantic.ValidationError as error:
-            new = [
-                Problem((*path, *place), message, on_key)
-                for place, message, on_key in _problems(error, value, cls, partial=partial)
-            ]
-            problems.extend(problem for problem in new if problem not in problems)
-            drop = [
-                i["loc"] for i in error.errors(include_url=False) if i["type"] in _ABOUT_THE_KEY
-            ]
+            items = error.errors(include_url=False)
+            drop = [item["loc"] for item in items if item["type"] in _ABOUT_THE_KEY]
+            misspelled += drop
+            left = [i for i in items if not _follows(i, misspelled)]
+            left = [i for i in left if not (partial and i["type"] == "missing")]
+            for problem in _problems(left, value, cls):
+                problem = problem._replace(path=(*path, *problem.path))
+                if problem not in problems:
+                    problems.append(problem)
             rest, before = _without(rest, drop), rest
-            if rest == before:
+            if not drop or rest == before:
                 return None, problems
         else:
             return (None, problems) if problems else (instance, [])
+
+
+def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
+    """Whether an error only says what a mapping lacks without a misspelled key: no second mistake."""
+    for *holder, key in misspelled:
+        if item["type"] == "missing" and item["loc"][:-1] == tuple(holder):
+            return True
+        if item["type"] == "value_error" and item["loc"] == tuple(holder):
+            return True
+        if item["type"] not in _ABOUT_THE_KEY and item["loc"][:-1] == tuple(holder):
+            words = re.findall(r"\w+", item["msg"])
+            if difflib.get_close_matches(str(key).lower(), words, n=1, cutoff=0.8):
+                return True
+    return False
 
 
 def _without(value: Any, paths: Sequence[KeyPath]) -> Any:
@@ -70,25 +86,21 @@ def _without(value: Any, paths: Sequence[KeyPath]) -> Any:
     return value
 
 
-def _problems(
-    error: pydantic.ValidationError, value: Any, cls: type[pydantic.BaseModel], *, partial: bool
-) -> list[Problem]:
+def _problems(items: Sequence[Any], value: Any, cls: type[pydantic.BaseModel]) -> list[Problem]:
     """Translate pydantic's errors; paths start at `value`."""
     problems: list[Problem] = []
-    items = error.errors(include_url=False)
     for item in items:
         loc, kind = item["loc"], item["type"]
         if kind == "too_short" and any(
             len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in items
         ):
             continue  # too short only because its wrong items were not counted
-        if kind == "missing" and partial:
-            continue
         path, message = typed_path(loc, value, cls), _words(item)
-        if kind == "missing" and path and path[-1] == loc[-1]:
-            path = path[:-1]
         if kind == "value_error":
             path += _key_of(message, value_at(value, path), cls)
+        inside = value_at(value, path)
+        if isinstance(inside, Mapping) and kind not in ("missing", *_ABOUT_THE_KEY):
+            path += tuple(k for k in inside if f"{k!r}" in message)[:1]
         problems.append(Problem(path, message, kind in ("missing", *_ABOUT_THE_KEY)))
     return _one_for_each_place(problems)
 
@@ -132,15 +144,19 @@ def _words(item: Any) -> str:
 
 
 def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> KeyPath:
-    """The key that a message about several keys names first and that the user has set.
+    """The key that a message about several keys is about, as far as its words tell.
 
-    A validator of a whole class has no place of its own; its message names the keys it is about.
+    A validator of a whole class has no place of its own; its message names the keys. Of those that
+    the user wrote it is the empty one, or one whose value the message repeats, or the first.
     """
+    named = []
     for words in re.findall(r"[a-z]\w*(?:\.[a-z]\w*)*", message):
         path = typed_path(words.split("."), value, cls)
-        if len(path) == words.count(".") + 1 and value_at(value, path) is not None:
-            return path
-    return ()
+        if len(path) == words.count(".") + 1:
+            named.append(path)
+    empty = (path for path in named if value_at(value, path) in (None, [], {}, ""))
+    told = (path for path in named if repr(value_at(value, path)) in message)
+    return next(empty, None) or next(told, None) or next(iter(named), ())
 
 
 def value_at(value: Any, path: KeyPath) -> Any:
@@ -154,15 +170,13 @@ def value_at(value: Any, path: KeyPath) -> Any:
 
 
 def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | None) -> KeyPath:
-    """Canonical keys as the user spelled them in `value`; parts that pydantic made up are dropped."""
+    """Canonical keys as the user spelled them in `value`; parts that are not there are left out."""
     aliases = spellings(cls) if cls is not None else {}
     path: list[Any] = []
     for part in loc:
         if isinstance(value, Mapping):
             typed = next((k for k in (part, *aliases.get(str(part), ())) if k in value), None)
             if typed is None:
-                if part is loc[-1]:
-                    path.append(part)
                 continue
             value = value[typed]
             path.append(typed)
