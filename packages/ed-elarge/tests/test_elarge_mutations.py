@@ -352,7 +352,7 @@ def test_the_files_themselves_are_valid(folder: Path, name: str) -> None:
 
 
 def report() -> None:
-    import collections, sys, time
+    import time
 
     t = time.time()
     rows = []

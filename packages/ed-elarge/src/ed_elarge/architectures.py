@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 @functools.cache
 def tables() -> dict[str, dict[str, dict[str, Any]]]:
-    """Model type -> key -> `{"types": [...], "default": ...}`, and `"known"` names of a few keys."""
+    """Model type -> key -> `{"types": [...], "default": ...}`, with `"known"` for some names."""
     return json.loads(resources.files("ed_elarge").joinpath("architectures.json").read_text())
 
 

@@ -10,6 +10,7 @@ import pkgutil
 import re
 from typing import TYPE_CHECKING, Any
 
+from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError
@@ -41,7 +42,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     with run.blame("model", "tokenizer"):
         if isinstance(section.tokenizer, TrainedTokenizer):
             return training_tokenizer.load_or_train(
-                section.tokenizer.train, run.mixture, run.directory / "tokenizer"
+                section.tokenizer.train, _mixture(run), run.directory / "tokenizer"
             )
         return _load_tokenizer(run, str(section.tokenizer or section.name_or_path))
 
@@ -122,7 +123,7 @@ def _load(run: RunConfig) -> EasyDeLBaseModule:
     changes |= {field: value for field, (_, value) in run.config_fields().items()}
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
-        local = hub.resolve(section.name_or_path, revision=section.extra_kwargs.revision)
+        local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
         module = registry.get_module(_task(run), hub.read_config(local).model_type)
         return module.from_pretrained(
             local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
@@ -185,7 +186,8 @@ def look_ahead(run: RunConfig) -> None:
         with run.blame("model", "config"):
             config.mesh  # noqa: B018 - making it is the check
     for key in ("informs", "eval_informs"):
-        for i, inform in enumerate(getattr(run.mixture, key, ())):
+        informs: tuple[Inform, ...] = getattr(run.mixture, key, ())
+        for i, inform in enumerate(informs):
             try:
                 next(iter(documents(inform)), None)
             except DataError as error:
@@ -199,7 +201,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
     from ed_data import build_loader
 
     run, tokens = elm.config, elm.build_tokenizer()
-    mixture, trainer = run.mixture, run.trainer
+    mixture, trainer = _mixture(run), run.trainer
     options: dict[str, Any] = {"seq_length": run.sequence_length[0], "seed": mixture.seed or 0}
     train = build_loader(mixture, tokens, batch_size=run.batch_size, split="train", **options)
     if not run.has_held_out:
@@ -212,7 +214,13 @@ def held_out_texts(elm: eLargeModel) -> list[str]:
     """The texts that the mixture sets aside; none where it sets none aside."""
     from ed_data import texts
 
-    return list(texts(elm.config.mixture, "eval")) if elm.config.has_held_out else []
+    return list(texts(_mixture(elm.config), "eval")) if elm.config.has_held_out else []
+
+
+def _mixture(run: RunConfig) -> Mixture:
+    if run.mixture is None:
+        raise run.missing("mixture")
+    return run.mixture
 
 
 def trainer(elm: eLargeModel) -> Trainer:
@@ -225,7 +233,7 @@ def trainer(elm: eLargeModel) -> Trainer:
 
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
-    method = trainer_class(arguments.trainer_type)
+    method = trainer_class(elm.config.method)
     return method(arguments, elm.build_model(), train, held_out, elm.build_tokenizer())
 
 

@@ -52,8 +52,7 @@ def trainer(options: TrainingArguments, run: RunConfig) -> Idle:
         why = "the mixture holds no texts out: set mixture.eval_fraction or mixture.eval_informs"
         yield "evaluation_steps eval_batch_size", why
     of_arguments = getattr(arguments, "idle_options", None)
-    if of_arguments is not None:
-        yield from dict(of_arguments(options)).items()
+    yield from of_arguments(options) if of_arguments is not None else ()
 
 
 def engine(options: EngineConfig, run: RunConfig) -> Idle:
@@ -82,14 +81,21 @@ def warnings(
     options: pydantic.BaseModel, look: Callable[[Any, RunConfig], Idle] | None, run: RunConfig
 ) -> Iterator[Problem]:
     """The idle keys of one section or action; paths start there."""
+    told = set[KeyPath]()
     for keys, why in look(options, run) if look is not None else ():
-        for key in keys.split():
-            *holders, last = path = tuple(key.split("."))
-            holder: Any = options
-            for name in holders:
-                holder = getattr(holder, name)
-            if getattr(holder, last) != type(holder).model_fields[last].get_default():
+        for path in (tuple(key.split(".")) for key in keys.split()):
+            if path not in told and _is_set(options, path):
+                told.add(path)
                 yield _warning(path, why)
+
+
+def _is_set(options: pydantic.BaseModel, path: KeyPath) -> bool:
+    """Whether a key has another value than its default."""
+    name, *rest = path
+    value = getattr(options, name)
+    if isinstance(value, pydantic.BaseModel) and rest:
+        return _is_set(value, tuple(rest))
+    return value != type(options).model_fields[name].get_default(call_default_factory=True)
 
 
 def without_effect(run: RunConfig) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """Whether a run fits this machine, as far as names tell: files, folders, functions, ports.
 
 `normalize` reads a file alike everywhere; the checks here depend on where. They cost milliseconds
-and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every run
-begin with them. `ed_elarge.table` says which section or action each belongs to.
+and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every
+run begin with them. `ed_elarge.table` says which section or action each belongs to.
 """
 
 from __future__ import annotations
