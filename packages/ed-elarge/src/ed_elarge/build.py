@@ -191,9 +191,15 @@ def look_ahead(run: RunConfig) -> None:
             try:
                 next(iter(documents(inform)), None)
             except DataError as error:
-                names = [n for n in inform.model_fields_set if re.search(rf"\b{n}\b", str(error))]
-                with run.blame("mixture", key, i, *sorted(names)[:1]):
+                with run.blame("mixture", key, i, *_key_of(inform, str(error))):
                     raise
+
+
+def _key_of(inform: Inform, message: str) -> list[str]:
+    """The key of an inform that a message names, or whose value it repeats."""
+    values = {key: getattr(inform, key) for key in inform.model_fields_set}
+    named = [key for key in values if re.search(rf"\b{key}\b", message)]
+    return (named or [k for k, v in values.items() if isinstance(v, str) and v in message])[:1]
 
 
 def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
