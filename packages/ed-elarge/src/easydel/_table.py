@@ -51,7 +51,7 @@ _BY_OWNER: dict[str, str] = {
     "ed_models.families.llama": "LlamaConfig LlamaForCausalLM LlamaModel",
     "ed_models.generation": "EasyGenerationMixin GenerateOutput",
     "ed_models.module": "EasyDeLBaseModule",
-    "ed_models.sampling": "Sampling",
+    "ed_models.sampling": "TokenChoice",
     # ed-data
     "ed_data.config": "Inform Mixture SaveOptions Tokenization",
     "ed_data.errors": "DataError",
