@@ -147,7 +147,7 @@ class EasyGenerationMixin:
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, mesh: jax.sharding.Mesh):
+def _programs(graphdef: nnx.GraphDef, structure, mesh: jax.sharding.Mesh):
     """The compiled functions of one model: prefill and decoding loop.
 
     They close over the graphdef and take flat leaves: as a static argument it would be hashed on
@@ -266,9 +266,9 @@ def _kept(
 
 
 def _check_positions(config: EasyDeLBaseConfig, prompt: int, new: int) -> None:
-    config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
     if limit is None or rope.get("rope_type") == "dynamic" or prompt + new <= limit:
         return
     raise ConfigError(

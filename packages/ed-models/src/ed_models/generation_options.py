@@ -110,11 +110,11 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     Raises:
         ConfigError: it is something else.
     """
-    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    for token in ids:
-        if not _is_whole(token):
-            raise ConfigError(f"{name} is {value!r}; it must be a token id, or several in a list")
-    return tuple(int(token) for token in ids)
+    several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    ids = tuple(int(token) for token in several if _is_whole(token))
+    if len(ids) < len(several):
+        raise ConfigError(f"{name} is {value!r}; it must be a token id, or several in a list")
+    return ids
 
 
 def read_settings(directory: Path) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, TypeVar, Unpack
+from typing import TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -180,9 +180,8 @@ def from_pretrained(
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
     config = read_config(directory, **changes)
     settings = read_settings(directory)
-    chosen: type[ModuleT] = module_class or registry.get_module(task, config.model_type)
     module = load(
-        chosen,
+        cast("type[ModuleT]", module_class or registry.get_module(task, config.model_type)),
         config,
         directory,
         dtype=dtype,

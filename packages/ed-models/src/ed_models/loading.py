@@ -262,7 +262,8 @@ def _fill(
     stacked = paths.is_stacked(path)
     slices: dict[tuple, np.ndarray] = {}  # replicas ask for the same slice
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         window = window_of(index, leaf.shape)
         key = tuple((w.start, w.stop) for w in window)
         if key not in slices:

@@ -54,7 +54,7 @@ class TokenChoice:
     def __post_init__(self) -> None:
         limits = {
             "temperature": (lambda x: x > 0, "above 0 (for the likeliest token: do_sample=False)"),
-            "top_k": (lambda x: isinstance(x, Integral) and x >= 1, "at least 1, or None for all"),
+            "top_k": (lambda x: isinstance(x, Integral) and int(x) > 0, "at least 1, or None for all"),
             "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
             "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
             "repetition_penalty": (lambda x: x > 0, "above 0; 1 is no penalty"),
@@ -66,7 +66,7 @@ class TokenChoice:
             number = isinstance(value, Real) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and fits(value)):
                 raise ConfigError(f"{name} is {value!r}; it must be {constraint}")
-            value = int(value) if name == "top_k" else float(value)
+            value = int(value) if name == "top_k" else float(value)  # type: ignore[arg-type]
             idle = name in _DRAWING and not self.do_sample
             object.__setattr__(self, name, None if idle or value == _OFF.get(name) else value)
 
@@ -111,6 +111,7 @@ def next_token(
         logits = penalize_repetition(logits, seen, choice.repetition_penalty)
     if not choice.do_sample:
         return first_argmax(logits)
+    assert choice.temperature is not None and keys is not None and positions is not None
     logits = logits / choice.temperature
     ids = None
     if choice.top_k is not None and choice.top_k < logits.shape[-1]:
@@ -119,7 +120,8 @@ def next_token(
         logits = jnp.where(in_nucleus(jax.nn.softmax(logits), choice.top_p), logits, -jnp.inf)
     if choice.min_p is not None:
         logits = jnp.where(likely_enough(logits, choice.min_p), logits, -jnp.inf)
-    drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(keys, positions), logits)
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
     if ids is not None:
         drawn = jnp.take_along_axis(ids, drawn[:, None], axis=-1)[:, 0]
     return drawn.astype(jnp.int32)

@@ -319,10 +319,10 @@ def _lay_out(piece: Piece, axis: int, share: int, period: int, offset: int) -> I
     """
 
     def moved(entries: slice, to: range) -> Piece:
-        ours = list(piece.our_region)
-        kept = [d for d, region in enumerate(ours) if isinstance(region, range)]
-        ours[kept[piece.perm.index(axis)]] = ours[kept[piece.perm.index(axis)]][entries]
-        theirs = [*piece.hf_region[:axis], to, *piece.hf_region[axis + 1 :]]
+        kept = [(d, r) for d, r in enumerate(piece.our_region) if isinstance(r, range)]
+        dim, mine = kept[piece.perm.index(axis)]
+        ours, theirs = list(piece.our_region), list(piece.hf_region)
+        ours[dim], theirs[axis] = mine[entries], to
         return replace(piece, our_region=tuple(ours), hf_region=tuple(theirs))
 
     old = piece.hf_region[axis]
