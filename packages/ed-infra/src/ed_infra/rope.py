@@ -358,7 +358,7 @@ def inv_frequencies_at(
     exponents = np.arange(0, r, 2, dtype=np.float64) / (r - 2)
     excess = jnp.maximum(lengths - trained, 0).astype(jnp.float32)
     growth = jnp.log1p(excess * np.float32(float(s.need("factor")) / trained))
-    return frequencies * jnp.exp(-growth * exponents.astype(np.float32)), attention
+    return jnp.exp(-growth * exponents.astype(np.float32)) * frequencies, attention
 
 
 def angles(
