@@ -20,6 +20,7 @@ def register(config_class: type, model_type: str = "my_model") -> type[CausalLM]
 
     class MyModel(CausalLM, EasyGenerationMixin, EasyBridgeMixin):
         body_class = MyBody
+        CONFORMANCE = {"as in the guide": {"num_key_value_heads": None}}  # it has no such field
 
     register_config(model_type)(config_class)
     return register_module(TaskType.CAUSAL_LM, config=config_class, model_type=model_type)(MyModel)
