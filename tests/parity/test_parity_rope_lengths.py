@@ -1,6 +1,6 @@
 """Rotary factors that depend on length follow each sequence, and never what shares its batch.
 
-Compared with transformers, which works them out for a whole batch: so each row is given to it alone.
+transformers works them out for a whole batch, so each row is given to it alone.
 A sequence that grows beyond the original maximum keeps the keys that it has stored, as there.
 """
 
@@ -142,7 +142,7 @@ def test_generate(pair):
 
 @pytest.mark.parametrize("budget", [64, 16], ids=["whole", "in chunks"])
 def test_engine(pair, budget):
-    """Prompts of all lengths share steps; the longest is computed in chunks where the budget ends."""
+    """Prompts of all lengths share steps; a small budget computes the longest in chunks."""
     model, ours = pair
     params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     with eSurge(

@@ -75,7 +75,7 @@ def test_the_model_itself_stays_as_it_was_and_arrays_are_shared():
     before = outputs(original)
     changed = transform(original, rules(r"\.q$"), of=Linear)
     np.testing.assert_array_equal(outputs(original), before)
-    kernel = "layers.run_0_4_1.0.mlp.up_proj.kernel".split(".")
+    kernel = ["layers", "run_0_4_1", "0", "mlp", "up_proj", "kernel"]
     find = lambda of: dict(nnx.to_flat_state(nnx.state(of)))[  # noqa: E731
         tuple(int(part) if part.isdigit() else part for part in kernel)
     ]

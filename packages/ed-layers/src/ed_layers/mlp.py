@@ -98,6 +98,37 @@ class GatedMLP(nnx.Module):
         return ctx.named(out, "mlp_down")
 
 
+class MLP(nnx.Module):
+    """`down(act(up(x)))`: two projections, without a gate.
+
+    Args:
+        parts: makes the projections.
+        intermediate_size: f; default: the configuration's.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        bias: of both projections.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        intermediate_size: int | None = None,
+        *,
+        hidden_act: str | None = None,
+        bias: bool = True,
+    ):
+        config = parts.config
+        d, f = config.hidden_size, intermediate_size or config.intermediate_size
+        self.up_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
+        self.down_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
+        self.hidden_act = hidden_act or config.hidden_act
+        activation(self.hidden_act)
+
+    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
+        out = self.down_proj(activation(self.hidden_act)(up), ctx)
+        return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
+
+
 def chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:
     """[b, s, ...] to [s / size, b, size, ...], padded with zeros at the end."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))

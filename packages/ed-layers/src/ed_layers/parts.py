@@ -16,7 +16,7 @@ from flax import nnx
 
 from ed_layers.embed import Embed
 from ed_layers.linear import Axes, Initializer, Linear
-from ed_layers.norms import RMSNorm
+from ed_layers.norms import LayerNorm, RMSNorm
 from ed_layers.remat import Remat
 from ed_layers.stack import Stack
 
@@ -61,10 +61,18 @@ class Parts:
             rngs=self.rngs,
         )
 
-    def norm(self, features: int, *, eps: float | None = None) -> RMSNorm:
-        """Root-mean-square norm; `eps` is the configuration's `rms_norm_eps` by default."""
+    def norm(self, features: int, *, eps: float | None = None, **form: Any) -> RMSNorm:
+        """Root-mean-square norm; `eps` is the configuration's `rms_norm_eps` by default.
+
+        Args:
+            form: `offset` and `scale_first` of `RMSNorm`.
+        """
         eps = self.config.rms_norm_eps if eps is None else eps
-        return RMSNorm(features, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype)
+        return RMSNorm(features, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
+
+    def layer_norm(self, *shape: int, eps: float, **form: Any) -> LayerNorm:
+        """Layer norm; `form` are `weight`, `bias` and `offset` of `LayerNorm`."""
+        return LayerNorm(*shape, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
 
     def embed(self, rows: int, features: int) -> Embed:
         """A table of embeddings [rows, features]."""

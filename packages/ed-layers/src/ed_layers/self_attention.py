@@ -6,7 +6,7 @@ Legend: b batch, s sequence, d hidden, h heads, g kv heads, k head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -29,8 +29,10 @@ class SelfAttention(nnx.Module):
         parts: makes the projections.
         bias: of the projections of queries, keys and values.
         out_bias: of the output projection; None = as `bias`.
-        qk_norm: makes the norm of each query and key head from its size (`parts.norm`): `q_norm`
-            and `k_norm`; None = no norms.
+        qk_norm: makes the norm of queries and that of keys (`q_norm`, `k_norm`) from the number of
+            features: those of a head, or of all heads together; None = no norms.
+        norm_heads: "each" head is normed by itself, or "all" heads as one.
+        clip: projections are clipped to [-clip, clip] (OLMo, DBRX).
         rope: whose rotary tables turn queries and keys: the name of a layer type where
             `rope_parameters` has one entry each, `ALL_LAYERS` otherwise; None = no positions.
         interleaved: rotary pairs are neighbours, not halves.
@@ -48,6 +50,8 @@ class SelfAttention(nnx.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         qk_norm: Callable[[int], nnx.Module] | None = None,
+        norm_heads: Literal["each", "all"] = "each",
+        clip: float | None = None,
         rope: str | None = ALL_LAYERS,
         interleaved: bool = False,
         window: int | None = None,
@@ -65,10 +69,12 @@ class SelfAttention(nnx.Module):
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=out_bias)
         if qk_norm is not None:
-            self.q_norm, self.k_norm = qk_norm(k), qk_norm(k)
+            every = norm_heads == "all"
+            self.q_norm, self.k_norm = (qk_norm(k * n if every else k) for n in (h, g))
         if sinks:
             self.sinks = nnx.Param(jnp.zeros((h,), parts.param_dtype), axes=("heads",))
-        self.rope, self.interleaved = rope, interleaved
+        self.normed = None if qk_norm is None else norm_heads
+        self.rope, self.interleaved, self.clip = rope, interleaved, clip
         self.window, self.chunk, self.soft_cap, self.scale = window, chunk, soft_cap, scale
         used = {"window": window, "chunk": chunk, "soft_cap": soft_cap, "sinks": sinks or None}
         self.mechanism = Mechanism.resolve(
@@ -111,13 +117,16 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx
     ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
         """Queries, keys and values by heads, normed where the family norms them."""
-        shape = *x.shape[:2], -1, self.head_dim
-        q = ctx.named(self.q_proj(x, ctx).reshape(shape), "attn_query")
-        k = ctx.named(self.k_proj(x, ctx).reshape(shape), "attn_key")
-        v = ctx.named(self.v_proj(x, ctx).reshape(shape), "attn_value")
-        if hasattr(self, "q_norm"):
+        q, k, v = (project(x, ctx) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.clip is not None:
+            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
+        if self.normed == "all":
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (q, k, v))
+        q, k = ctx.named(q, "attn_query"), ctx.named(k, "attn_key")
+        if self.normed == "each":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, ctx.named(v, "attn_value")
 
 
 def kv_heads_of(config: Any) -> int:

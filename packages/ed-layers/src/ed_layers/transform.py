@@ -1,7 +1,7 @@
 """Replace sub-modules by rules over their names: the door of LoRA, quantization and the like.
 
-A replacement sees one layer's module, whatever the storage: in a scanned stack it is mapped over the
-layers. Rules that tell the layers of a run apart cut the run; names of parameters do not change.
+A replacement sees one layer's module, whatever the storage: in a scanned stack it is mapped over
+the layers. Rules that tell the layers of a run apart cut the run; names of parameters stay.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def transform(
 
 
 def _modules(model: nnx.Module, of: type) -> Iterator[tuple[Path, nnx.Module]]:
-    """Modules of a class with their storage paths; what lies inside a match is not visited again."""
+    """Modules of a class with their storage paths; what lies inside a match is left out."""
     matched: list[Path] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         path = paths.normalize(path)

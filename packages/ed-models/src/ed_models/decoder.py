@@ -5,58 +5,24 @@ Legend: b batch, s sequence, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from ed_infra import rope
-from ed_infra.outputs import BaseModelOutput, Report
+from ed_infra.outputs import BaseModelOutput
 from ed_infra.rope import RopeSettings
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from ed_layers.named import named
 from ed_layers.parts import MakePart, Parts
-from ed_layers.self_attention import SelfAttention
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.inputs import layer_context, rope_settings
 from ed_models.module import EasyDeLBaseModule
 from ed_models.weights import STANDARD
-
-
-class DecoderLayer(nnx.Module):
-    """The layer of most decoders: attention and feed-forward, each normed before and added after.
-
-    A family's layer is made as `layer(parts, index)`. Where its formula is another, it defines a
-    `__call__` of its own.
-
-    Args:
-        parts: makes the norms.
-        self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
-        mlp: `(x, ctx) -> x`.
-    """
-
-    def __init__(self, parts: Parts, *, self_attn: SelfAttention, mlp: Callable[..., Array]):
-        self.input_layernorm = parts.norm(parts.config.hidden_size)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = parts.norm(parts.config.hidden_size)
-        self.mlp = mlp
-
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any, Report]:
-        """Return the stream after the layer, the cache, and what the layer reports."""
-        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + attended, "residual")
-        x = x + self.mlp(self.post_attention_layernorm(x), ctx)
-        return x, cache, Report()
-
-    def cache_specs(self) -> LayerSpecs:
-        """What the layer keeps in a cache."""
-        return self.self_attn.cache_spec
 
 
 class Decoder(EasyDeLBaseModule):
@@ -95,9 +61,9 @@ class Decoder(EasyDeLBaseModule):
         """The norm after the last layer."""
         return parts.norm(parts.config.hidden_size)
 
-    def embed(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        """Tokens to the stream that enters the first layer."""
-        return self.embed_tokens(input_ids)
+    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """What is done to the stream before the first layer: a scale, learned positions."""
+        return x
 
     def rope_settings(self) -> Mapping[str, RopeSettings]:
         """Rotary settings by kind of layer."""
@@ -117,12 +83,14 @@ class Decoder(EasyDeLBaseModule):
         **inputs: Any,
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
-        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, s, _ = x.shape
         ctx, cache = layer_context(
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
         )
-        x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=output_hidden_states)
+        x, cache, report, hidden = self.layers(
+            self.enter(x, ctx), ctx, cache, keep_hidden=output_hidden_states
+        )
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
         return BaseModelOutput(

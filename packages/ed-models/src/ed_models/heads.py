@@ -37,6 +37,8 @@ class CausalLM(EasyDeLBaseModule):
 
     body_class: ClassVar[type[EasyDeLBaseModule]]
     WEIGHTS = STANDARD
+    #: Whether a head of its own has a bias.
+    head_bias: ClassVar[bool] = False
     #: Tiny configurations that exercise what is special about the family, by name: fields that
     #: differ from those of `ed_models.conformance.TINY`.
     CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -55,7 +57,7 @@ class CausalLM(EasyDeLBaseModule):
         if not self.is_tied:
             parts = Parts(config, rngs, dtype, param_dtype, precision)
             self.lm_head = parts.linear(
-                config.hidden_size, config.vocab_size, axes=("embed", "vocab")
+                config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=self.head_bias
             )
 
     def __call__(
@@ -137,7 +139,8 @@ class CausalLM(EasyDeLBaseModule):
         """The head as one value: what losses and scoring take."""
         if self.is_tied:
             return Head(self.model.embed_tokens.embedding.get_value().T, precision=self.precision)
-        return Head(self.lm_head.weight, precision=self.precision)
+        bias = self.lm_head.bias.get_value() if self.head_bias else None
+        return Head(self.lm_head.weight, bias, precision=self.precision)
 
     def lm_head_weight(self) -> Weight:
         """The matrix of the head, [d, v]."""

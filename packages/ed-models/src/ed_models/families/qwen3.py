@@ -18,8 +18,9 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder, DecoderLayer
+from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
 
 
 @register_config("qwen3")
