@@ -29,9 +29,11 @@ class SelfAttention(nnx.Module):
         parts: makes the projections.
         bias: of the projections of queries, keys and values.
         out_bias: of the output projection; None = as `bias`.
-        qk_norm: makes the norm of queries and that of keys (`q_norm`, `k_norm`) from the number of
-            features: those of a head, or of all heads together; None = no norms.
-        norm_heads: "each" head is normed by itself, or "all" heads as one.
+        qk_norm: makes the norm of queries and that of keys (`q_norm`, `k_norm`) from the shape of
+            its weights; None = no norms.
+        norm_heads: "each" head is normed by itself, with weights [k] for all; "own" likewise, with
+            weights [h, k], each head its own; "all" heads are normed as one, weights [h * k].
+        norm_last: norm after the rotary positions, not before.
         clip: projections are clipped to [-clip, clip] (OLMo, DBRX).
         rope: whose rotary tables turn queries and keys: the name of a layer type where
             `rope_parameters` has one entry each, `ALL_LAYERS` otherwise; None = no positions.
@@ -49,8 +51,9 @@ class SelfAttention(nnx.Module):
         *,
         bias: bool = False,
         out_bias: bool | None = None,
-        qk_norm: Callable[[int], nnx.Module] | None = None,
-        norm_heads: Literal["each", "all"] = "each",
+        qk_norm: Callable[..., nnx.Module] | None = None,
+        norm_heads: Literal["each", "own", "all"] = "each",
+        norm_last: bool = False,
         clip: float | None = None,
         rope: str | None = ALL_LAYERS,
         interleaved: bool = False,
@@ -69,11 +72,12 @@ class SelfAttention(nnx.Module):
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=out_bias)
         if qk_norm is not None:
-            every = norm_heads == "all"
-            self.q_norm, self.k_norm = (qk_norm(k * n if every else k) for n in (h, g))
+            shapes = {"each": lambda n: (k,), "own": lambda n: (n, k), "all": lambda n: (n * k,)}
+            self.q_norm, self.k_norm = (qk_norm(*shapes[norm_heads](n)) for n in (h, g))
         if sinks:
             self.sinks = nnx.Param(jnp.zeros((h,), parts.param_dtype), axes=("heads",))
         self.normed = None if qk_norm is None else norm_heads
+        self.norm_last = norm_last
         self.rope, self.interleaved, self.clip = rope, interleaved, clip
         self.window, self.chunk, self.soft_cap, self.scale = window, chunk, soft_cap, scale
         used = {"window": window, "chunk": chunk, "soft_cap": soft_cap, "sinks": sinks or None}
@@ -93,6 +97,8 @@ class SelfAttention(nnx.Module):
         if self.rope is not None:
             turn = ctx.rope[self.rope]
             q, k = (apply_rotary(y, turn, interleaved=self.interleaved) for y in (q, k))
+        if self.normed is not None and self.norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(
             q,
             k,
@@ -124,7 +130,7 @@ class SelfAttention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (q, k, v))
         q, k = ctx.named(q, "attn_query"), ctx.named(k, "attn_key")
-        if self.normed == "each":
+        if self.normed in ("each", "own") and not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, ctx.named(v, "attn_value")
 

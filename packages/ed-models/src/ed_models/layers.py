@@ -5,13 +5,13 @@ Legend: b batch, s sequence, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ed_infra.outputs import Report
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
-from ed_layers.context import Ctx
+from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
@@ -147,3 +147,14 @@ class ParallelLayer(DecoderLayer):
         if self.norms == 2:
             normed = self.post_attention_layernorm(x)
         return x + attended + self.mlp(normed, ctx), cache, Report()
+
+
+def window_of(config: Any, index: int) -> int | None:
+    """The window of a layer: `sliding_window` where its type is `sliding_attention`."""
+    return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
+
+
+def rope_kind(config: Any, layer_type: str) -> str:
+    """Whose rotary tables a layer takes: its type's where each has parameters of its own."""
+    parameters = config.rope_parameters or {}
+    return layer_type if isinstance(parameters.get(layer_type), Mapping) else ALL_LAYERS
