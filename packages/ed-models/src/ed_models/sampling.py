@@ -54,7 +54,7 @@ class TokenChoice:
     def __post_init__(self) -> None:
         limits = {
             "temperature": (lambda x: x > 0, "above 0 (for the likeliest token: do_sample=False)"),
-            "top_k": (lambda x: isinstance(x, Integral) and int(x) > 0, "at least 1, or None for all"),
+            "top_k": (lambda x: x >= 1, "a whole number of at least 1, or None for all"),
             "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
             "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
             "repetition_penalty": (lambda x: x > 0, "above 0; 1 is no penalty"),
@@ -63,12 +63,13 @@ class TokenChoice:
             value = getattr(self, name)
             if value is None:
                 continue
-            number = isinstance(value, Real) and not isinstance(value, bool)
+            kind, convert = (Integral, int) if name == "top_k" else (Real, float)
+            number = isinstance(value, kind) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and fits(value)):
                 raise ConfigError(f"{name} is {value!r}; it must be {constraint}")
-            value = int(value) if name == "top_k" else float(value)  # type: ignore[arg-type]
             idle = name in _DRAWING and not self.do_sample
-            object.__setattr__(self, name, None if idle or value == _OFF.get(name) else value)
+            off = idle or value == _OFF.get(name)
+            object.__setattr__(self, name, None if off else convert(value))  # type: ignore[arg-type]
 
 
 def _flatten(choice: TokenChoice) -> tuple[list[float | None], tuple[bool, int | None]]:
@@ -111,8 +112,10 @@ def next_token(
         logits = penalize_repetition(logits, seen, choice.repetition_penalty)
     if not choice.do_sample:
         return first_argmax(logits)
-    assert choice.temperature is not None and keys is not None and positions is not None
-    logits = logits / choice.temperature
+    assert keys is not None, "drawing needs a key for each row"
+    assert positions is not None, "drawing needs the position of each row"
+    if choice.temperature is not None:
+        logits = logits / choice.temperature
     ids = None
     if choice.top_k is not None and choice.top_k < logits.shape[-1]:
         logits, ids = jax.lax.top_k(logits, choice.top_k)

@@ -28,8 +28,8 @@ Several parameters in one tensor, kernels and biases:
 
 Experts, which we stack along a leading dimension:
 
-    Rule("{path}.experts.up_proj.kernel", "{path}.experts.{expert}.w3.weight", stack())
-                                                          Mixtral: a tensor for each expert
+    Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.weight", stack())
+                                                          Qwen2-MoE: a tensor for each expert
     Rule("{path}.experts.up_proj.kernel", "{path}.experts.mlp.v1", concat(0))
                                                           DBRX: [e * out, in], one after another
 
