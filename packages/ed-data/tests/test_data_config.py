@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ed_data import Inform, Mixture, SaveOptions, Tokenization
+from ed_data import Inform, Mixture, Saving, Tokenization
 from pydantic import ValidationError
 
 JSON = {"type": "json", "data_files": "train/*.json"}
@@ -84,7 +84,7 @@ def test_the_reference_block_of_the_seeds():
 
 def test_aliases():
     assert Mixture(informs=[JSON], stop_strategy="longest").stop_strategy == "all_exhausted"
-    assert SaveOptions(output_path="x").path == "x"
+    assert Saving(output_path="x").path == "x"
     assert Tokenization(padding=True).padding == "longest"
     assert Inform(type="jsonl", data_files="a").kind == "json"
     assert Inform(type="hf", data_files="squad").dataset_id == "squad"
@@ -116,7 +116,7 @@ def test_unknown_keys_name_the_nearest():
     assert "tokenization.max_lenght" in problem(
         lambda: Mixture(informs=[JSON], tokenization={"max_lenght": 3})
     )
-    assert "keep one" in problem(lambda: SaveOptions(path="a", output_path="a"))
+    assert "keep one" in problem(lambda: Saving(path="a", output_path="a"))
 
 
 @pytest.mark.parametrize(

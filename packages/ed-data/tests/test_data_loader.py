@@ -289,7 +289,7 @@ def test_on_the_fly_encodes_what_is_needed(mixture, tokenizer, monkeypatch, tmp_
     monkeypatch.setattr("ed_data.plan.WINDOW", 10)
     loader = build_loader(mixture(LONG, pack_on_the_fly=True), tokenizer, batch_size=1)
     loader.batch_at(0)
-    (store,) = loader._stores
+    (store,) = loader._order.tokens
     assert store.encoded == 10
     assert loader.stats["documents"] == len(LONG)
     assert store.encoded == len(LONG)
@@ -346,7 +346,7 @@ def test_defaults_of_batch_size_seed_and_cache(mixture, tokenizer, tmp_path):
 
 
 def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
-    from ed_data.prefetch import Prefetcher
+    from ed_data.loader import Prefetcher
 
     def make(step):
         if step == 2:
@@ -364,7 +364,7 @@ def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
 def test_prefetching_makes_batches_before_they_are_asked_for():
     import threading
 
-    from ed_data.prefetch import Prefetcher
+    from ed_data.loader import Prefetcher
 
     made, reached = [], threading.Event()
 
@@ -384,7 +384,7 @@ def test_prefetching_makes_batches_before_they_are_asked_for():
 
 
 def test_nothing_is_made_beyond_the_end():
-    from ed_data.prefetch import Prefetcher
+    from ed_data.loader import Prefetcher
 
     made = []
     ahead = Prefetcher(made.append, workers=1, depth=4)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ed_data import DataError, Inform, read_rows
-from ed_data.sources import OpenOptions, open_source
+from ed_data.sources import open_source
 
 ROWS = [{"text": f"line {i}\nwith “more”", "id": i} for i in range(5)]
 
@@ -93,7 +93,7 @@ def test_parquet_and_both_layouts_of_arrow(tmp_path):
     for name in ("a.parquet", "file.arrow", "stream.arrow"):
         inform = Inform(data_files=tmp_path / name)
         assert list(read_rows(inform)) == ROWS
-        only = list(open_source(inform).rows(["id"]))
+        only = [row for _, row in open_source(inform).rows(["id"])]
         assert only == [{"id": row["id"]} for row in ROWS]
 
 
@@ -144,13 +144,13 @@ def test_remote_files_are_read_and_copied_once(tmp_path):
     inform = Inform(data_files="memory://ed_data_test/*.jsonl")
     try:
         assert list(read_rows(inform)) == [{"text": "far"}]
-        kept = OpenOptions(str(tmp_path / "files"))
+        kept = str(tmp_path / "files")
         source = open_source(inform, kept)
-        assert list(source.rows()) == [{"text": "far"}]
+        assert [row for _, row in source.rows()] == [{"text": "far"}]
         copies = list((tmp_path / "files").rglob("*.jsonl"))
         assert len(copies) == 1
         copies[0].write_text('{"text": "near"}\n')  # proves that the copy is what is read
-        assert list(source.rows()) == [{"text": "near"}]
+        assert [row for _, row in source.rows()] == [{"text": "near"}]
         fs.pipe("/ed_data_test/a.jsonl", b'{"text": "changed"}\n')
         assert list(read_rows(inform, kept)) == [{"text": "changed"}]
     finally:
@@ -178,7 +178,7 @@ def test_missing_files_say_what_is_there(tmp_path):
 
 def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
-    monkeypatch.setattr("ed_data.sources.files.infer_compression", lambda path: None)
+    monkeypatch.setattr("ed_data.sources.formats.infer_compression", lambda path: None)
     assert "zstandard" in error_of(data_files=tmp_path / "a.jsonl.zst")
 
 

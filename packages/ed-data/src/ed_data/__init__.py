@@ -1,4 +1,4 @@
-"""Deterministic, resumable text data for language models: sources, tokenization, packing, mixtures.
+"""Deterministic, resumable data for language models: sources, tokenization, packing, mixtures.
 
 Names are imported when they are first used: `import ed_data` itself imports nothing.
 """
@@ -8,28 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ed_data.config import Inform, Mixture, SaveOptions, Tokenization
+    from ed_data.checks import check_names, idle_options
+    from ed_data.config import Inform, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
-    from ed_data.loader import Loader, build_loader
+    from ed_data.loader import Loader, StreamLoader, build_loader
     from ed_data.packing import Packing, pack
     from ed_data.prepare import contents, default_cache_dir, texts
     from ed_data.save import remove_cache, save_mixture
+    from ed_data.schema import Column, Example, Schema
     from ed_data.sources import read_rows
     from ed_data.tokenizer import train_bpe
     from ed_data.transforms import documents
 
 _NAMES = {
+    "Column": "schema",
     "DataError": "errors",
+    "Example": "schema",
     "Inform": "config",
     "Loader": "loader",
     "Mixture": "config",
     "Packing": "packing",
-    "SaveOptions": "config",
+    "Saving": "config",
+    "Schema": "schema",
+    "StreamLoader": "loader",
     "Tokenization": "config",
     "build_loader": "loader",
+    "check_names": "checks",
     "contents": "prepare",
     "default_cache_dir": "prepare",
     "documents": "transforms",
+    "idle_options": "checks",
     "pack": "packing",
     "read_rows": "sources",
     "remove_cache": "save",
@@ -39,17 +47,23 @@ _NAMES = {
 }
 
 __all__ = [
+    "Column",
     "DataError",
+    "Example",
     "Inform",
     "Loader",
     "Mixture",
     "Packing",
-    "SaveOptions",
+    "Saving",
+    "Schema",
+    "StreamLoader",
     "Tokenization",
     "build_loader",
+    "check_names",
     "contents",
     "default_cache_dir",
     "documents",
+    "idle_options",
     "pack",
     "read_rows",
     "remove_cache",
