@@ -117,6 +117,29 @@ def test_what_the_tokenizer_lacks_is_said(tokenizer):
         encoder_of(tokenizer).encode([document([3, 99999])], "x")
 
 
+def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
+    import copy
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template += "{% if not messages[1:] %}{{ raise_exception('short') }}{% endif %}"
+
+    def error_of(rows) -> str:
+        options = mixture(rows)
+        with pytest.raises(DataError) as error:
+            prepare(options, encoder_of(tokenizer), "train", options.cache_dir)
+        assert error.value.path == ("informs", 0)
+        return str(error.value)
+
+    text = error_of([{"content": t} for t in ("good", "half of a \ud800 pair", "good")])
+    assert "data.jsonl:2, content_field: the tokenizer cannot encode the text" in text
+    text = error_of([{"content": CHAT}, {"content": CHAT}, {"content": CHAT[:1]}])
+    assert "data.jsonl:3, content_field: the chat template cannot show the messages: short" in text
+    assert "drop it in format_callback" in text
+    assert "data.jsonl:2, content_field: token id -1" in error_of(
+        [{"content": [1]}, {"content": [-1, 2]}]
+    )
+
+
 def test_the_cache_knows_what_it_was_made_from(mixture, tokenizer, jsonl, tmp_path):
     def stores_after(options) -> int:
         encoder = encoder_of(tokenizer, eos=options.pack_eos_token_id)
