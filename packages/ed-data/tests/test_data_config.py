@@ -247,7 +247,7 @@ def test_case_and_hyphens_do_not_hide_the_nearest_key(key, hint):
         ({"informs": [{**JSON, "dataset_split_name": "x"}]}, "informs.0.dataset_split_name"),
         ({"informs": [{**JSON, "sample_by": "line"}]}, "informs.0.sample_by"),
         ({"informs": [{**JSON, "format_fields": {"a": "c", "b": "c"}}]}, "informs.0.format_fields"),
-        ({"informs": [JSON], "mixture_weights": {"trian": 1}}, "mixture_weights.trian"),
+        ({"informs": [JSON], "mixture_weights": {"train": 1, "x": 1}}, "mixture_weights.x"),
         ({"informs": [JSON], "mixture_weights": {"train": 0}}, "mixture_weights.train"),
         ({"informs": [JSON, JSON], "mixture_weights": {"train": 1}}, "informs.1.name"),
         (

@@ -20,31 +20,20 @@ if TYPE_CHECKING:
     from ed_data.tokenizer import train_bpe
     from ed_data.transforms import documents
 
-_NAMES = {
-    "Column": "schema",
-    "DataError": "errors",
-    "Example": "schema",
-    "Inform": "config",
-    "Loader": "loader",
-    "Mixture": "config",
-    "Packing": "packing",
-    "Saving": "config",
-    "Schema": "schema",
-    "StreamLoader": "loader",
-    "Tokenization": "config",
-    "build_loader": "loader",
-    "check_names": "checks",
-    "contents": "prepare",
-    "default_cache_dir": "prepare",
-    "documents": "transforms",
-    "idle_options": "checks",
-    "pack": "packing",
-    "read_rows": "sources",
-    "remove_cache": "save",
-    "save_mixture": "save",
-    "texts": "prepare",
-    "train_bpe": "tokenizer",
+_OWNERS = {
+    "checks": "check_names idle_options",
+    "config": "Inform Mixture Saving Tokenization",
+    "errors": "DataError",
+    "loader": "Loader StreamLoader build_loader",
+    "packing": "Packing pack",
+    "prepare": "contents default_cache_dir texts",
+    "save": "remove_cache save_mixture",
+    "schema": "Column Example Schema",
+    "sources": "read_rows",
+    "tokenizer": "train_bpe",
+    "transforms": "documents",
 }
+_NAMES = {name: owner for owner, names in _OWNERS.items() for name in names.split()}
 
 __all__ = [
     "Column",

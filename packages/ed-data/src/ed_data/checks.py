@@ -12,9 +12,8 @@ from ed_data.config import Mixture
 from ed_data.errors import DataError, KeyPath
 from ed_data.inform import FILE_TYPES, Inform
 from ed_data.schema import TEXT, Schema
-from ed_data.sources import open_source
 from ed_data.sources.python import resolve
-from ed_data.transforms import contents_of, extra_of, function, renamed
+from ed_data.transforms import documents, function
 
 #: A key of the mixture, and what is wrong with it.
 Remark = tuple[KeyPath, str]
@@ -39,26 +38,24 @@ def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
 
 
 def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
-    missing = False
     for key in ("format_callback", "preprocessing_fn"):
         try:
             function(inform, key)
         except DataError as error:
-            missing = True
             yield (key,), str(error)
     try:
         if inform.kind == "python":
             resolve(str(inform.data_files), inform.label)
-        # A callback may make any field.
-        if not missing and inform.format_callback is None and _is_near(inform):
-            place, row = next(open_source(inform).rows(), ("", None))
-            if row is not None:
-                where = f"inform {inform.label!r}, {place}"
-                row = renamed(row, inform, where)
-                contents_of(row, inform, schema, where)
-                extra_of(row, inform, where)
+        # A callback may make any field, and `preprocessing_fn` any content.
+        if inform.format_callback is None and _is_near(inform):
+            content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
+            next(documents(inform.replace(num_rows=1, **content), schema=schema), None)
     except DataError as error:
         yield error.path or ("data_files",), str(error)
+
+
+def _any_text(content: object) -> str:
+    return "text"
 
 
 def _is_near(inform: Inform) -> bool:

@@ -6,16 +6,16 @@ and nothing heavier, so that a configuration can be checked in a moment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from ed_data.errors import did_you_mean
+from ed_data.errors import KeyPath, did_you_mean
 from ed_data.inform import FILE_TYPES as FILE_TYPES
 from ed_data.inform import Inform as Inform
 from ed_data.inform import path_text
-from ed_data.options import Options, wrong_key
+from ed_data.options import Options
 
 # Bounds catch slips of the pen before they cost memory; each is far above what a run needs.
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
@@ -52,12 +52,9 @@ class Tokenization(Options):
     batch_size: Rows = 1000
     assistant_only_loss: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> Tokenization:
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.truncation is False and self.max_length is not None:
-            message = "max_length cuts documents, and truncation: false forbids it"
-            raise wrong_key(("max_length",), message, self.max_length)
-        return self
+            yield ("max_length",), "max_length cuts documents, and truncation: false forbids it"
 
 
 _COMPRESSIONS = {
@@ -78,17 +75,12 @@ class Saving(Options):
     compression: str | None = None
     overwrite: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> Saving:
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         known = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
         if self.compression is not None and self.compression not in known:
-            raise wrong_key(
-                ("compression",),
-                f"format {self.format} has no compression {self.compression!r}"
-                f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})",
-                self.compression,
-            )
-        return self
+            hint = f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})"
+            message = f"format {self.format} has no compression {self.compression!r}{hint}"
+            yield ("compression",), message
 
 
 def _stop_strategy(value: object) -> object:
@@ -142,45 +134,31 @@ class Mixture(Options):
     tokenization: Tokenization = Tokenization()
     save: Saving | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Mixture:
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         limit, length = self.tokenization.max_length, self.pack_seq_length
         if self.pack_tokens and limit is not None and length is not None and limit > length:
-            raise wrong_key(
+            yield (
                 ("tokenization", "max_length"),
                 f"{limit} is above pack_seq_length {length}: no row could hold such a document; "
                 "lower it, or leave it out to split long documents",
-                limit,
             )
         if self.pack_tokens and self.tokenization.padding == "longest":
-            raise wrong_key(
-                ("tokenization", "padding"),
-                "packed rows all have pack_seq_length: padding 'longest' has no place",
-            )
-        if self.mixture_weights is not None:
-            self._check_weights(self.mixture_weights)
-        return self
-
-    def _check_weights(self, weights: dict[str, float]) -> None:
+            message = "packed rows all have pack_seq_length: padding 'longest' has no place"
+            yield ("tokenization", "padding"), message
         labels = [inform.label for inform in self.informs]
-        for name, weight in weights.items():
-            path = ("mixture_weights", name)
+        for name, weight in (self.mixture_weights or {}).items():
             if name not in labels:
-                raise wrong_key(
-                    path,
-                    f"no inform is named {name!r}{did_you_mean(name, labels)} "
-                    f"(the names are: {', '.join(labels)})",
-                )
+                hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
+                yield ("mixture_weights", name), f"no inform is named {name!r}{hint}"
             if weight <= 0:
-                raise wrong_key(
-                    path,
+                yield (
+                    ("mixture_weights", name),
                     f"the weight of {name!r} is {weight}; a weight is above 0 (leave the inform "
                     "out instead)",
-                    weight,
                 )
-        for i, label in enumerate(labels):
+        for i, label in enumerate(labels if self.mixture_weights is not None else ()):
             if label in labels[:i]:
                 message = f"two informs are named {label!r}; give each its own name"
-                raise wrong_key(("informs", i, "name"), message)
-            if label not in weights:
-                raise wrong_key(("mixture_weights",), f"inform {label!r} has no weight")
+                yield ("informs", i, "name"), message
+            elif label not in (self.mixture_weights or {}):
+                yield ("mixture_weights",), f"inform {label!r} has no weight"

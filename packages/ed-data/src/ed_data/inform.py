@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from ed_data.errors import did_you_mean
-from ed_data.options import Options, wrong_key
+from ed_data.errors import DataError, KeyPath, did_you_mean
+from ed_data.options import Options
 
 
 @dataclass(frozen=True)
@@ -115,78 +115,74 @@ class Inform(Options):
     preprocessing_fn: Function = None
     sample_by: Literal["line", "paragraph", "document"] = "line"
 
-    @model_validator(mode="after")
-    def _check(self) -> Inform:
-        kind, files = self.kind, self.data_files
-        if kind == "huggingface":
-            if not self.dataset_id:
-                message = "a Hugging Face dataset needs its id (or folder) in data_files"
-                raise wrong_key(("data_files",), message)
-        elif not files:
-            raise wrong_key(("data_files",), f"type {kind!r} needs data_files")
-        elif self.dataset_split_name is not None:
-            raise wrong_key(
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
+        try:
+            kind, files, id_ = self.kind, self.data_files, self.dataset_id
+        except DataError as error:
+            yield error.path, str(error)
+            return
+        if kind == "huggingface" and not id_:
+            yield ("data_files",), "a Hugging Face dataset needs its id (or folder) in data_files"
+        elif kind != "huggingface" and not files:
+            yield ("data_files",), f"type {kind!r} needs data_files"
+        elif kind not in FILE_TYPES and not isinstance(files, str | None):
+            yield ("data_files",), f"type {kind!r} takes one string in data_files"
+        elif kind == "python" and ":" not in str(files):
+            message = f"data_files of type python is 'module:attribute', not {files!r}"
+            yield ("data_files",), message
+        if kind != "huggingface" and self.dataset_split_name is not None:
+            yield (
                 ("dataset_split_name",),
                 "dataset_split_name is for Hugging Face datasets; for files write data_files: "
                 "{train: …, validation: …} and choose with split",
             )
-        if kind in FILE_TYPES:
-            if isinstance(files, dict):
-                if self.split not in files:
-                    hint = did_you_mean(self.split, files)
-                    message = (
-                        f"split {self.split!r} is not in data_files ({', '.join(files)}){hint}"
-                    )
-                    raise wrong_key(("split",), message, self.split)
-            elif self.split != "train":
-                raise wrong_key(
-                    ("split",),
-                    f"files have one split, 'train', not {self.split!r}; write "
-                    f"data_files: {{{self.split}: …}} to name several",
-                    self.split,
-                )
-        elif not isinstance(files, str | None):
-            message = f"type {kind!r} takes one string in data_files"
-            raise wrong_key(("data_files",), message, files)
-        if kind == "python" and ":" not in str(files):
-            message = f"data_files of type python is 'module:attribute', not {files!r}"
-            raise wrong_key(("data_files",), message, files)
+        if kind in FILE_TYPES and isinstance(files, dict) and self.split not in files:
+            known, hint = ", ".join(files), did_you_mean(self.split, files)
+            yield ("split",), f"split {self.split!r} is not in data_files ({known}){hint}"
+        elif kind in FILE_TYPES and not isinstance(files, dict) and self.split != "train":
+            yield (
+                ("split",),
+                f"files have one split, 'train', not {self.split!r}; write "
+                f"data_files: {{{self.split}: …}} to name several",
+            )
         if "sample_by" in self.model_fields_set and kind != "txt":
-            raise wrong_key(("sample_by",), f"sample_by is for type txt, not {kind!r}")
+            yield ("sample_by",), f"sample_by is for type txt, not {kind!r}"
         for new, count in Counter((self.format_fields or {}).values()).items():
             if count > 1:
                 message = f"{count} fields are renamed to {new!r}: one would hide the others"
-                raise wrong_key(("format_fields",), message)
-        return self
+                yield ("format_fields",), message
 
     @property
     def kind(self) -> str:
-        """The canonical type: a key of `KINDS`."""
-        if self.type is None:
-            if not self.files:
-                message = "an inform needs data_files, or a dataset's id as its type"
-                raise wrong_key(("data_files",), message)
-            kind = type_of_path(self.files[0])
-            if kind is None:
-                raise wrong_key(
-                    ("data_files",),
-                    f"cannot tell the type of {self.files[0]!r} from its suffix: set type "
-                    f"({', '.join(KINDS)})",
-                )
-            return kind
-        plain = self.type.lower()
-        for name, kind in KINDS.items():
-            if plain in (name, *kind.aliases):
-                return name
-        if "/" in self.type and self.data_files is None:
-            return "huggingface"
-        known = [spelling for name, kind in KINDS.items() for spelling in (name, *kind.aliases)]
-        raise wrong_key(
-            ("type",),
-            f"unknown type {self.type!r}{did_you_mean(plain, known)} (known: {', '.join(known)}; "
-            "or a Hugging Face id 'organisation/name' without data_files)",
-            self.type,
-        )
+        """The canonical type: a key of `KINDS`.
+
+        Raises:
+            DataError: neither the type nor the suffix of the first file is known.
+        """
+        if self.type is not None:
+            plain, known = self.type.lower(), list[str]()
+            for name, kind in KINDS.items():
+                if plain in (name, *kind.aliases):
+                    return name
+                known += [name, *kind.aliases]
+            if "/" in self.type and self.data_files is None:
+                return "huggingface"
+            raise DataError(
+                f"unknown type {self.type!r}{did_you_mean(plain, known)} (known: "
+                f"{', '.join(known)}; or a Hugging Face id 'organisation/name' without data_files)",
+                ("type",),
+            )
+        if not self.files:
+            message = "an inform needs data_files, or a dataset's id as its type"
+            raise DataError(message, ("data_files",))
+        kind = type_of_path(self.files[0])
+        if kind is None:
+            raise DataError(
+                f"cannot tell the type of {self.files[0]!r} from its suffix: set type "
+                f"({', '.join(KINDS)})",
+                ("data_files",),
+            )
+        return kind
 
     @property
     def files(self) -> list[str]:

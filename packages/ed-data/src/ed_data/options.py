@@ -5,7 +5,7 @@ A twin of `ed_infra.options`, because this package imports no other package of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
@@ -59,6 +59,10 @@ class Options(BaseModel):
     ) -> CoreSchema:
         return _without_booleans(handler(source))
 
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
+        """Yield the key to correct and a message for each broken rule across several keys."""
+        return iter(())
+
     @model_validator(mode="before")
     @classmethod
     def _canonical_keys(cls, data: object) -> object:
@@ -70,16 +74,22 @@ class Options(BaseModel):
             name = cls.ALIASES.get(key, key)
             if name not in cls.model_fields:
                 hint = did_you_mean(key, [*cls.model_fields, *cls.ALIASES])
-                message = f"unknown key {key!r}{hint}"
-                problems.append(_problem((str(key),), value, message, "unknown_key"))
+                problems.append(_problem((str(key),), f"unknown key {key!r}{hint}", "unknown_key"))
             elif name in result:
                 message = f"{key!r} is another name of {name!r}, which is set too: keep one"
-                problems.append(_problem((str(key),), value, message, "duplicate_key"))
+                problems.append(_problem((str(key),), message, "duplicate_key"))
             else:
                 result[name] = value
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return result
+
+    @model_validator(mode="after")
+    def _check_across_keys(self) -> Self:
+        problems = [_problem(*problem, "wrong_key") for problem in self._problems()]
+        if problems:
+            raise ValidationError.from_exception_data(type(self).__name__, problems)
+        return self
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed; the result is validated as a whole."""
@@ -88,19 +98,7 @@ class Options(BaseModel):
         return type(self)(**values)
 
 
-def wrong_key(path: KeyPath, message: str, value: object = None) -> ValidationError:
-    """Make the error of a check that looks at several keys.
-
-    Args:
-        path: the key to correct, from the options that are checked on.
-        message: the constraint and the way out.
-        value: the value of the key.
-    """
-    problem = _problem(path, value, message, "wrong_key")
-    return ValidationError.from_exception_data("options", [problem])
-
-
-def _problem(path: KeyPath, value: object, message: str, kind: str) -> InitErrorDetails:
+def _problem(path: KeyPath, message: str, kind: str) -> InitErrorDetails:
     # As a value of the template: braces in a key are not fields.
     error = PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
-    return InitErrorDetails(type=error, loc=path, input=value)
+    return InitErrorDetails(type=error, loc=path, input=None)

@@ -31,7 +31,11 @@ def documents(
     source = source or open_source(inform)
     callback = function(inform, "format_callback")
     prepare = function(inform, "preprocessing_fn")
-    names = row_fields(inform, schema)
+    # Field of the schema → field of the row.
+    names = {name: name for name in schema.fields}
+    if "content_field" in inform.model_fields_set:
+        names[schema.content] = inform.content_field
+    keys = {schema.content: "content_field"}
     columns = None
     if callback is None and not inform.format_fields:
         columns = list(dict.fromkeys([*names.values(), *inform.additional_fields]))
@@ -48,57 +52,25 @@ def documents(
                     "(dict), or None to drop it",
                     ("format_callback",),
                 )
-        row = renamed(row, inform, where)
+        if inform.format_fields:
+            for old in inform.format_fields:
+                _take(row, old, "format_fields", where)
+            row = {inform.format_fields.get(name, name): value for name, value in row.items()}
         fields: dict[str, Content] = {}
-        for name, value in contents_of(row, inform, schema, where).items():
+        for name, field in names.items():
+            value = _take(row, field, keys.get(name, "format_fields"), where)
             if prepare is not None and value is not None:
                 value = _call(prepare, value, "preprocessing_fn", where)
-            content = _checked(value, names[name], where)
-            if content is None and name in schema.learned:
-                break
-            fields[name] = "" if content is None else content
-        else:
-            yield Example(fields, extra_of(row, inform, where), place)
+            content = _checked(value, field, where)
+            if content is not None or name not in schema.learned:
+                fields[name] = content or ""
+        if len(fields) < len(names):
+            empty += 1
             continue
-        empty += 1
+        extra = {n: _take(row, n, "additional_fields", where) for n in inform.additional_fields}
+        yield Example(fields, extra, place)
     if empty:
         log.info("inform %s: left out %d rows with nothing in them", inform.label, empty)
-
-
-def row_fields(inform: Inform, schema: Schema) -> dict[str, str]:
-    """Field of the schema → the row's field that it is read from."""
-    names = {name: name for name in schema.fields}
-    if "content_field" in inform.model_fields_set:
-        names[schema.content] = inform.content_field
-    return names
-
-
-def renamed(row: Row, inform: Inform, where: str) -> Row:
-    """Return the row with the names of `format_fields`.
-
-    Raises:
-        DataError: there is no such field, here and in the two functions that follow; `path` is the
-            key that names it.
-    """
-    if not inform.format_fields:
-        return row
-    for old in inform.format_fields:
-        _take(row, old, "format_fields", where)
-    return {inform.format_fields.get(name, name): value for name, value in row.items()}
-
-
-def contents_of(row: Row, inform: Inform, schema: Schema, where: str) -> Row:
-    """Return the fields of a schema; `where` is the row, for messages."""
-    keys = {schema.content: "content_field"}
-    return {
-        name: _take(row, field, keys.get(name, "format_fields"), where)
-        for name, field in row_fields(inform, schema).items()
-    }
-
-
-def extra_of(row: Row, inform: Inform, where: str) -> Row:
-    """Return the `additional_fields` of a row."""
-    return {n: _take(row, n, "additional_fields", where) for n in inform.additional_fields}
 
 
 def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
