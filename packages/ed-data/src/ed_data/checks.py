@@ -15,7 +15,7 @@ from ed_data.schema import TEXT, Schema
 from ed_data.sources.python import resolve
 from ed_data.transforms import documents, function
 
-#: A key of the mixture, and what is wrong with it.
+#: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]
 _LARGE = 2**26  # bytes; a json file that is one list is read as a whole
 

@@ -18,8 +18,8 @@ from ed_data.inform import path_text
 from ed_data.options import Options
 
 # Bounds catch slips of the pen before they cost memory; each is far above what a run needs.
-Tokens = Annotated[int, Field(ge=1, le=2**24)]
-Rows = Annotated[int, Field(ge=1, le=2**20)]
+TokenCount = Annotated[int, Field(gt=0, le=2**24)]
+RowCount = Annotated[int, Field(gt=0, le=2**20)]
 #: Nothing of this size is held in memory.
 Extent = Annotated[int, Field(ge=0, le=2**40)]
 
@@ -43,13 +43,13 @@ class Tokenization(Options):
     """
 
     tokenizer: str | None = None
-    max_length: Tokens | None = None
+    max_length: TokenCount | None = None
     truncation: bool | None = None
     padding: Annotated[Literal["max_length", "longest"], BeforeValidator(_padding)] = "max_length"
     add_special_tokens: bool = True
     return_attention_mask: bool = False
     output_field: str = "input_ids"
-    batch_size: Rows = 1000
+    batch_size: RowCount = 1000
     assistant_only_loss: bool = False
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
@@ -71,7 +71,7 @@ class Saving(Options):
     path: Annotated[str, BeforeValidator(path_text)]
     format: Literal["parquet", "json", "jsonl", "arrow"] = "parquet"
     # All shards are open at once, and a process may open about a thousand files.
-    num_shards: Annotated[int, Field(ge=1, le=512)] = 1
+    num_shards: Annotated[int, Field(gt=0, le=512)] = 1
     compression: str | None = None
     overwrite: bool = False
 
@@ -109,20 +109,20 @@ class Mixture(Options):
     cache_remote_files: bool = True
     text_target_field: str = "text"
 
-    batch_size: Rows | None = None
+    batch_size: RowCount | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     shuffle_buffer_size: Extent | None = None
 
     pack_tokens: bool = False
-    pack_seq_length: Tokens | None = None
+    pack_seq_length: TokenCount | None = None
     pack_eos_token_id: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     pack_strategy: Literal["bfd", "first_fit", "greedy", "wrapped"] = "bfd"
     pack_shuffle: bool = True
-    pack_shuffle_buffer_factor: Rows = 16
+    pack_shuffle_buffer_factor: RowCount = 16
     pack_on_the_fly: bool = False
 
     block_mixture: bool = True
-    mixture_block_size: Annotated[Extent, Field(ge=1)] = 2048
+    mixture_block_size: Annotated[Extent, Field(gt=0)] = 2048
     stop_strategy: Annotated[
         Literal["restart", "first_exhausted", "all_exhausted"], BeforeValidator(_stop_strategy)
     ] = "restart"

@@ -34,8 +34,8 @@ class Kind:
 
 
 _FILES = "ed_data.sources.files:FileSource"
-#: Kinds of sources by name, which is what `type` says. The reader of a file format is an entry of
-#: `ed_data.sources.formats.READERS` too.
+#: Kinds of sources by name, which is the `type` of an inform. A file format is also an entry of
+#: `ed_data.sources.formats.READERS`.
 KINDS: dict[str, Kind] = {
     "json": Kind(_FILES, (".json", ".jsonl", ".ndjson"), ("jsonl",)),
     "parquet": Kind(_FILES, (".parquet",)),
@@ -59,7 +59,7 @@ def path_text(value: object) -> object:
 
 
 def _data_files(value: object) -> object:
-    """Turn path objects into strings; say what is allowed once, not once per allowed type."""
+    """Turn path objects into strings. One message for all allowed types: pydantic has one each."""
     if isinstance(value, Mapping):
         by_split = {str(split): _data_files(files) for split, files in value.items()}
         if not any(isinstance(files, dict) for files in by_split.values()):
@@ -109,7 +109,7 @@ class Inform(Options):
     dataset_split_name: str | None = None
     content_field: str = "content"
     additional_fields: tuple[str, ...] = ()
-    num_rows: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    num_rows: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
     format_callback: Function = None
     format_fields: dict[str, str] | None = None
     preprocessing_fn: Function = None

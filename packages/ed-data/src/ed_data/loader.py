@@ -217,7 +217,7 @@ def build_loader(
     """Tokenize a mixture (or find it in the cache) and plan its batches.
 
     Args:
-        mixture: what to load and how.
+        mixture: the sources, and how they are mixed, tokenized and packed.
         tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
         batch_size: rows of a batch over all hosts; default `mixture.batch_size`, else 1.
         seq_length: tokens of a row; default `mixture.pack_seq_length` when packing, else

@@ -6,7 +6,7 @@ batches come one after the other and a small state says where the stream is.
 `RowPlan` is the indexed order over documents whose lengths are known. The documents of an epoch are
 cut into windows, each packed by itself: a window is a pure function of (options, seed, epoch,
 window). The index that finds a row is the number of rows of each window; it is kept beside the
-token cache, so that a resumed run need not pack again what it has already seen.
+token cache, so that a resumed run need not pack again the windows behind it.
 """
 
 from __future__ import annotations

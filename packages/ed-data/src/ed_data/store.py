@@ -278,7 +278,7 @@ def _fill(
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Delete what a killed process left of this store; a day is longer than a pause in writing."""
+    """Delete the remains that a killed process left; a day is longer than any pause in writing."""
     for part in folder.parent.glob(f".{folder.name}.*.part"):
         with contextlib.suppress(OSError):  # another process may be deleting it too
             newest = max(path.stat().st_mtime for path in (part, *part.iterdir()))
@@ -287,7 +287,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def digest_of(hashes: NDArray[np.uint64], encoder: str) -> str:
-    """Hash the documents, in order, with what encodes them: equal where the tokens are."""
+    """Hash the documents, in order, and their encoder: equal where the tokens are."""
     return hashlib.blake2b(hashes.tobytes() + encoder.encode(), digest_size=16).hexdigest()
 
 

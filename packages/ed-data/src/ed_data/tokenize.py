@@ -55,7 +55,7 @@ _Sequence = tuple[list[int], list[int] | None]
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer with the options that decide what a document's tokens are.
+    """A tokenizer with the options that decide on the tokens of a document.
 
     Attributes:
         tokenizer: a tokenizer of transformers.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 #: (place, row), as `ed_data.sources.Source` yields them.
-Rows = Iterator[tuple[str, Row]]
+PlacedRows = Iterator[tuple[str, Row]]
 _ARROW_ROWS = 1024  # rows converted to Python at a time
 
 
@@ -54,12 +54,12 @@ class SourceFile:
         return fsspec.core.OpenFile(self.fs, self.path, "rb", compression=compression).open()
 
 
-def read_file(inform: Inform, file: SourceFile, columns: Sequence[str] | None) -> Rows:
+def read_file(inform: Inform, file: SourceFile, columns: Sequence[str] | None) -> PlacedRows:
     """Yield the rows of one file of an inform.
 
     Args:
         inform: its `kind` chooses the reader, `content_field` names a text of a txt file, and
-            `sample_by` says what one row of such a file is.
+            `sample_by` cuts such a file into rows.
         file: the file.
         columns: the fields that are needed, or None for all; a hint for columnar formats.
 
@@ -80,7 +80,7 @@ def _text(file: SourceFile, newline: str | None = None) -> io.TextIOWrapper:
     return io.TextIOWrapper(file.open(), encoding="utf-8-sig", newline=newline)
 
 
-def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Rows:
+def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
     with _text(file) as stream:
         number, line = 1, stream.readline()
         while line and not line.strip():
@@ -94,7 +94,7 @@ def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Ro
             number, line = number + 1, stream.readline()
 
 
-def _json_array(file: SourceFile, text: str) -> Rows:
+def _json_array(file: SourceFile, text: str) -> PlacedRows:
     try:
         items = json.loads(text)
     except json.JSONDecodeError as error:
@@ -122,7 +122,7 @@ def _json_row(file: SourceFile, number: int, line: str) -> Row:
     return row
 
 
-def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Rows:
+def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
     delimiter = "," if inform.kind == "csv" else "\t"
     with _text(file, newline="") as stream, _large_fields():
         reader = csv.DictReader(stream, delimiter=delimiter, restval=_ABSENT)
@@ -155,7 +155,7 @@ def _large_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Rows:
+def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
     field = inform.content_field
     with _text(file) as stream:
         if inform.sample_by == "document":
@@ -175,7 +175,7 @@ def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Row
             yield f"{file.address}:{first}", {field: "".join(lines).rstrip("\r\n")}
 
 
-def _parquet(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Rows:
+def _parquet(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -188,7 +188,7 @@ def _parquet(file: SourceFile, inform: Inform, columns: Sequence[str] | None) ->
             raise DataError(f"{file.address}: not a parquet file: {error}") from error
 
 
-def _arrow(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> Rows:
+def _arrow(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
     import pyarrow as pa
 
     with file.open() as stream:
@@ -215,7 +215,7 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
             yield chosen.slice(start, _ARROW_ROWS)
 
 
-def _numbered(file: SourceFile, batches: Iterator[pa.RecordBatch]) -> Rows:
+def _numbered(file: SourceFile, batches: Iterator[pa.RecordBatch]) -> PlacedRows:
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
@@ -230,7 +230,7 @@ def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] |
     return list(columns)
 
 
-Reader = Callable[[SourceFile, Inform, Sequence[str] | None], Rows]
+Reader = Callable[[SourceFile, Inform, Sequence[str] | None], PlacedRows]
 READERS: dict[str, Reader] = {
     "json": _json,
     "csv": _csv,
