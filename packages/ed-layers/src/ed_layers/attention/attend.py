@@ -1,25 +1,31 @@
 """`attend`: the one door to attention.
 
-Legend: b batch, s query length, t key length, h heads, g kv heads, k head dim of queries and keys,
-d head dim of values.
+It checks a call, lets `choose` name the mechanism where the configuration leaves it open, and lets
+`registry.run` compute it by the first kernel that takes it.
+
+Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
+and keys, d head dim of values.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from ed_layers.attention.cached import attend_to_cache
-from ed_layers.attention.choose import choose
-from ed_layers.attention.dispatch import PAGED, PROJECTED
+from ed_layers.attention.choose import choose, choose_for_cache
+from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.mechanism import Mechanism, check
+from ed_layers.attention.registry import run
 from ed_layers.attention.scoring import Limit, Scoring
-from ed_layers.cache.protocol import Layer
+from ed_layers.cache.protocol import Cache, Layer
 from ed_layers.cache.ragged import RaggedBatch
+
+CacheT = TypeVar("CacheT", bound=Cache | None)
 
 
 def attend(
@@ -28,7 +34,7 @@ def attend(
     v: Float[Array, "b t g d"] | None,
     mask_info: MaskInfo | None,
     *,
-    cache: Any = None,
+    cache: CacheT = None,
     layer: Layer = 0,
     ragged: RaggedBatch | None = None,
     group: str = "full",
@@ -40,7 +46,7 @@ def attend(
     bias: Float[Array, "#b #h s t"] | None = None,
     dropout_key: jax.Array | None = None,
     mechanism: Mechanism,
-) -> tuple[Float[Array, "b s h d"], Any]:
+) -> tuple[Float[Array, "b s h d"], CacheT]:
     """Scaled dot-product attention with grouped key/value heads.
 
     Args:
@@ -67,8 +73,10 @@ def attend(
         cache.
 
     Raises:
-        ConfigError: the mechanism cannot do what the call asks for.
+        ConfigError: shapes do not fit each other, or the mechanism cannot do what the call asks
+            for.
     """
+    check_shapes(q, k, v)
     out_dtype = q.dtype
     if mechanism.dtype is not None:
         q, k, v = jax.tree.map(lambda x: x.astype(mechanism.dtype), (q, k, v))
@@ -83,29 +91,114 @@ def attend(
         dropout_key=dropout_key,
         softmax_dtype=mechanism.softmax_dtype,
     )
-    kv = None if k is None else (k, v)
+    config = mechanism.config
+    kv = None if k is None or v is None else (k, v)
+    if cache is not None and 0 in q.shape[:2]:
+        raise ConfigError(
+            f"q is {list(q.shape)}: a step with a cache needs a row and a token at least; leave "
+            "out steps without tokens"
+        )
     if ragged is not None:
+        if cache is None:
+            raise ConfigError("ragged describes tokens over a cache of pages: give the cache, too")
         cache, pages = cache.update(layer, kv, ragged=ragged, group=group)
-        needed = scoring.features(q, q if v is None else v, MaskInfo.full(1, 1)) - {"cross"}
-        check("decode_attn_mechanism", mechanism.pages, needed, reads=("pages",))
-        out = PAGED[mechanism.pages](q[0], pages, ragged, scoring, mechanism)[None]
-        return out.astype(out_dtype), cache
-    assert mask_info is not None, "a batch that is not ragged has a mask"
+        call = Paged(
+            name=mechanism.pages, q=q[0], scoring=scoring, pages=pages, ragged=ragged, config=config
+        )
+        check_extras(scoring, q.shape[2], pages.pool.shape[-3], None)
+        check("decode_attn_mechanism", call.name, call.features, reads=("pages",))
+        return run(mechanism.named(call, call.name))[None].astype(out_dtype), cache
+    if mask_info is None:
+        raise ConfigError("mask_info is None: only a ragged batch has no mask")
     if cache is not None:
         cache, stored = cache.update(layer, kv, mask_info=mask_info, group=group)
-        return attend_to_cache(q, stored, scoring, mechanism).astype(out_dtype), cache
-    assert k is not None, "without a cache there are keys"
-    assert v is not None, "without a cache there are values"
-    features = scoring.features(q, v, mask_info)
-    name = choose(mechanism, q, k, features)
-    check("attn_mechanism", name, features, reads=("projected",))
+        call = Cached(name="auto", q=q, scoring=scoring, stored=stored, config=config)
+        slots = (q.shape[0], q.shape[1], stored.keys.shape[-2])
+        check_extras(scoring, q.shape[2], stored.keys.shape[-3], slots)
+        name = choose_for_cache(mechanism, call)
+        check("decode_attn_mechanism", name, call.features, reads=("projected", "cache"))
+        return run(mechanism.named(call, name)).astype(out_dtype), cache
+    if k is None or v is None:
+        raise ConfigError("k and v are None: only a layer that reads a cache has none of its own")
+    check_extras(scoring, q.shape[2], k.shape[2], (q.shape[0], q.shape[1], k.shape[1]))
+    check_mask(mask_info, q, k)
     # The weight of padding is zero, and so is its part of a sum unless it holds an inf or a NaN.
-    q = zero_padding(q, mask_info.q_segment_ids)
-    k, v = (zero_padding(x, mask_info.kv_segment_ids) for x in (k, v))
-    out = PROJECTED[name](q, k, v, mask_info, scoring, mechanism)
-    return out.astype(out_dtype), None
+    call = Projected(
+        name="auto",
+        q=zero_padding(q, mask_info.q_segment_ids),
+        k=zero_padding(k, mask_info.kv_segment_ids),
+        v=zero_padding(v, mask_info.kv_segment_ids),
+        mask_info=mask_info,
+        scoring=scoring,
+        config=config,
+    )
+    name = choose(mechanism, call)
+    check("attn_mechanism", name, call.features, reads=("projected",))
+    if 0 in (*q.shape[:2], k.shape[1]):  # no row, no query or no key
+        return jnp.zeros((*q.shape[:3], v.shape[-1]), out_dtype), cache
+    return run(mechanism.named(call, name)).astype(out_dtype), cache
 
 
 def zero_padding(x: Float[Array, "b n h k"], segment_ids: Int[Array, "b n"]) -> jax.Array:
     """Zeros where a place is padding; XLA fuses it into what makes `x` or reads it."""
     return jnp.where((segment_ids != 0)[:, :, None, None], x, 0)
+
+
+def check_shapes(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None:
+    """Raise ConfigError unless q, k and v are four-dimensional and fit each other."""
+    arrays = {name: x.shape for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in arrays.items())
+    if any(len(shape) != 4 for shape in arrays.values()):
+        raise ConfigError(f"{sizes}: attention takes [batch, length, heads, head dim]")
+    if 0 in (*q.shape[2:], *(n for x in (k, v) if x is not None for n in x.shape[2:])):
+        raise ConfigError(f"{sizes}: attention needs a head at least, and a head dim above 0")
+    if k is None or v is None:
+        if (k is None) != (v is None):
+            raise ConfigError(f"{sizes}: give both k and v, or neither")
+        return
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
+        raise ConfigError(
+            f"{sizes}: k and v should agree in batch, length and heads, and q with them in batch"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise ConfigError(f"{sizes}: q and k should have the same head dim")
+
+
+def check_extras(
+    scoring: Scoring, heads: int, groups: int, lengths: tuple[int, int, int] | None
+) -> None:
+    """Raise ConfigError unless key heads, sinks and bias fit the query heads.
+
+    Args:
+        lengths: b, s and t of the bias; None where there is none to check.
+    """
+    if heads % groups:
+        raise ConfigError(
+            f"{heads} query heads over {groups} key heads: each key head should serve equally many "
+            f"query heads, so their number is a multiple of {groups}"
+        )
+    if scoring.sinks is not None and scoring.sinks.shape != (heads,):
+        raise ConfigError(
+            f"sinks are {list(scoring.sinks.shape)}: there should be one for each of {heads} heads"
+        )
+    if scoring.bias is not None and lengths is not None:
+        b, s, t = lengths
+        shape = scoring.bias.shape
+        if len(shape) != 4 or shape[0] not in (1, b) or shape[1] not in (1, heads):
+            fits = False
+        else:
+            fits = shape[2:] == (s, t)
+        if not fits:
+            raise ConfigError(
+                f"the bias is {list(shape)}: it should be [{b} or 1, {heads} or 1, {s}, {t}]"
+            )
+
+
+def check_mask(mask_info: MaskInfo, q: jax.Array, k: jax.Array) -> None:
+    """Raise ConfigError unless a mask describes these queries and keys."""
+    described = mask_info.q_segment_ids.shape, mask_info.kv_segment_ids.shape
+    if described != (q.shape[:2], k.shape[:2]):
+        raise ConfigError(
+            f"the mask is of queries {list(described[0])} and keys {list(described[1])}, [batch, "
+            f"length], but q is {list(q.shape)} and k {list(k.shape)}: make it of the same rows"
+        )
