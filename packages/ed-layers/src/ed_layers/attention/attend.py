@@ -9,6 +9,7 @@ and keys, d head dim of values.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TypeVar
 
 import jax
@@ -93,11 +94,11 @@ def attend(
     )
     config = mechanism.config
     kv = None if k is None or v is None else (k, v)
-    if cache is not None and 0 in q.shape[:2]:
-        raise ConfigError(
-            f"q is {list(q.shape)}: a step with a cache needs a row and a token at least; leave "
-            "out steps without tokens"
-        )
+    demand(
+        cache is None or 0 not in q.shape[:2],
+        f"q is {list(q.shape)}: a step with a cache needs a row and a token at least; leave out "
+        "steps without tokens",
+    )
     if ragged is not None:
         if cache is None:
             raise ConfigError("ragged describes tokens over a cache of pages: give the cache, too")
@@ -105,7 +106,7 @@ def attend(
         call = Paged(
             name=mechanism.pages, q=q[0], scoring=scoring, pages=pages, ragged=ragged, config=config
         )
-        check_extras(scoring, q.shape[2], pages.pool.shape[-3], None)
+        check_scoring(scoring, q.shape[2], pages.pool.shape[-3])
         check("decode_attn_mechanism", call.name, call.features, reads=("pages",))
         return run(mechanism.named(call, call.name))[None].astype(out_dtype), cache
     if mask_info is None:
@@ -113,14 +114,14 @@ def attend(
     if cache is not None:
         cache, stored = cache.update(layer, kv, mask_info=mask_info, group=group)
         call = Cached(name="auto", q=q, scoring=scoring, stored=stored, config=config)
-        slots = (q.shape[0], q.shape[1], stored.keys.shape[-2])
-        check_extras(scoring, q.shape[2], stored.keys.shape[-3], slots)
+        groups, slots = stored.keys.shape[-3:-1]
+        check_scoring(scoring, q.shape[2], groups, *q.shape[:2], slots)
         name = choose_for_cache(mechanism, call)
         check("decode_attn_mechanism", name, call.features, reads=("projected", "cache"))
         return run(mechanism.named(call, name)).astype(out_dtype), cache
     if k is None or v is None:
         raise ConfigError("k and v are None: only a layer that reads a cache has none of its own")
-    check_extras(scoring, q.shape[2], k.shape[2], (q.shape[0], q.shape[1], k.shape[1]))
+    check_scoring(scoring, q.shape[2], k.shape[2], *q.shape[:2], k.shape[1])
     check_mask(mask_info, q, k)
     # The weight of padding is zero, and so is its part of a sum unless it holds an inf or a NaN.
     call = Projected(
@@ -144,61 +145,57 @@ def zero_padding(x: Float[Array, "b n h k"], segment_ids: Int[Array, "b n"]) -> 
     return jnp.where((segment_ids != 0)[:, :, None, None], x, 0)
 
 
+def demand(holds: bool, message: str) -> None:
+    """Raise ConfigError unless a condition holds."""
+    if not holds:
+        raise ConfigError(message)
+
+
 def check_shapes(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None:
     """Raise ConfigError unless q, k and v are four-dimensional and fit each other."""
-    arrays = {name: x.shape for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
-    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in arrays.items())
-    if any(len(shape) != 4 for shape in arrays.values()):
-        raise ConfigError(f"{sizes}: attention takes [batch, length, heads, head dim]")
-    if 0 in (*q.shape[2:], *(n for x in (k, v) if x is not None for n in x.shape[2:])):
-        raise ConfigError(f"{sizes}: attention needs a head at least, and a head dim above 0")
+    shapes = {name: x.shape for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    four = all(len(shape) == 4 for shape in shapes.values())
+    demand(four, f"{sizes}: attention takes [batch, length, heads, head dim]")
+    some = all(0 not in shape[2:] for shape in shapes.values())
+    demand(some, f"{sizes}: attention needs a head at least, and a head dim above 0")
+    demand((k is None) == (v is None), f"{sizes}: give both k and v, or neither")
     if k is None or v is None:
-        if (k is None) != (v is None):
-            raise ConfigError(f"{sizes}: give both k and v, or neither")
         return
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise ConfigError(
-            f"{sizes}: k and v should agree in batch, length and heads, and q with them in batch"
-        )
-    if k.shape[3] != q.shape[3]:
-        raise ConfigError(f"{sizes}: q and k should have the same head dim")
+    demand(
+        k.shape[:3] == v.shape[:3] and k.shape[0] == q.shape[0],
+        f"{sizes}: k and v should agree in batch, length and heads, and q with them in batch",
+    )
+    demand(k.shape[3] == q.shape[3], f"{sizes}: q and k should have the same head dim")
 
 
-def check_extras(
-    scoring: Scoring, heads: int, groups: int, lengths: tuple[int, int, int] | None
-) -> None:
+def check_scoring(scoring: Scoring, heads: int, groups: int, *lengths: int) -> None:
     """Raise ConfigError unless key heads, sinks and bias fit the query heads.
 
     Args:
-        lengths: b, s and t of the bias; None where there is none to check.
+        lengths: b, s and t of a bias; none for pages, which take no bias.
     """
-    if heads % groups:
-        raise ConfigError(
-            f"{heads} query heads over {groups} key heads: each key head should serve equally many "
-            f"query heads, so their number is a multiple of {groups}"
-        )
-    if scoring.sinks is not None and scoring.sinks.shape != (heads,):
-        raise ConfigError(
-            f"sinks are {list(scoring.sinks.shape)}: there should be one for each of {heads} heads"
-        )
-    if scoring.bias is not None and lengths is not None:
+    demand(
+        heads % groups == 0,
+        f"{heads} query heads over {groups} key heads: each key head should serve equally many "
+        f"query heads, so their number is a multiple of {groups}",
+    )
+    if (sinks := scoring.sinks) is not None:
+        message = f"sinks are {list(sinks.shape)}: there should be one for each of {heads} heads"
+        demand(sinks.shape == (heads,), message)
+    if (bias := scoring.bias) is not None and lengths:
         b, s, t = lengths
-        shape = scoring.bias.shape
-        if len(shape) != 4 or shape[0] not in (1, b) or shape[1] not in (1, heads):
-            fits = False
-        else:
-            fits = shape[2:] == (s, t)
-        if not fits:
-            raise ConfigError(
-                f"the bias is {list(shape)}: it should be [{b} or 1, {heads} or 1, {s}, {t}]"
-            )
+        demand(
+            bias.shape in [(*lead, s, t) for lead in product((1, b), (1, heads))],
+            f"the bias is {list(bias.shape)}: it should be [{b} or 1, {heads} or 1, {s}, {t}]",
+        )
 
 
 def check_mask(mask_info: MaskInfo, q: jax.Array, k: jax.Array) -> None:
     """Raise ConfigError unless a mask describes these queries and keys."""
-    described = mask_info.q_segment_ids.shape, mask_info.kv_segment_ids.shape
-    if described != (q.shape[:2], k.shape[:2]):
-        raise ConfigError(
-            f"the mask is of queries {list(described[0])} and keys {list(described[1])}, [batch, "
-            f"length], but q is {list(q.shape)} and k {list(k.shape)}: make it of the same rows"
-        )
+    queries, keys = mask_info.q_segment_ids.shape, mask_info.kv_segment_ids.shape
+    demand(
+        (queries, keys) == (q.shape[:2], k.shape[:2]),
+        f"the mask is of queries {list(queries)} and keys {list(keys)}, [batch, length], but q is "
+        f"{list(q.shape)} and k {list(k.shape)}: make it of the same rows",
+    )

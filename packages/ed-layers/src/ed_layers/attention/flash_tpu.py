@@ -14,29 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention import splash
-from ed_layers.attention.devices import over_devices
 from ed_layers.attention.kernel import Kernel, Projected
-from ed_layers.attention.scoring import padded
 
 
 def flash_on_tpu(call: Projected) -> Float[Array, "b s h k"]:
     """The kernel, with `blocksize_b` rows per block."""
-    q, mask_info = call.q, call.mask_info
-    block_q, block_k, length = splash.tpu_blocks(call.settings, q.shape[1])
-    kernel = partial(
-        on_one_device,
-        block_q=block_q,
-        block_k=block_k,
-        block_b=1 if call.config is None else call.config.blocksize_b,
-        causal=mask_info.causal,
-    )
-    segments = splash.segments_of(mask_info, call.scoring.chunk)
-    padding = length - q.shape[1]
-    q, k, v, ids = (
-        padded(x, 1, padding) for x in (q * call.scoring.scale, call.k, call.v, segments)
-    )
-    out = over_devices(kernel, call.config, q.astype(k.dtype), k, v, ids)
-    return jnp.where(segments[:, :, None, None] > 0, out[:, : segments.shape[1]], 0)
+    rows = 1 if call.config is None else call.config.blocksize_b
+    return splash.in_whole_blocks(partial(on_one_device, block_b=rows), call)
 
 
 def on_one_device(

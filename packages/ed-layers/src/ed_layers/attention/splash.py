@@ -11,6 +11,7 @@ values, x block of queries, y block of keys.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -44,22 +45,28 @@ def splash_attention(call: Projected, *, interpret: bool = False) -> Float[Array
     Args:
         interpret: run the kernel's Python on any device; for tests.
     """
-    q, scoring, mask_info = call.q, call.scoring, call.mask_info
-    block_q, block_k, length = tpu_blocks(call.settings, q.shape[1])
-    kernel = partial(
-        on_one_device,
-        block_q=block_q,
-        block_k=block_k,
-        causal=mask_info.causal,
-        window=limit_of(scoring.window),
-        soft_cap=scoring.soft_cap,
-        interpret=interpret,
-    )
-    segments = segments_of(mask_info, scoring.chunk)
-    padding = length - q.shape[1]
-    q, k, v, ids = (padded(x, 1, padding) for x in (q * scoring.scale, call.k, call.v, segments))
-    out = over_devices(kernel, call.config, q.astype(k.dtype), k, v, ids, scoring.sinks)
-    return jnp.where(segments[:, :, None, None] > 0, out[:, : segments.shape[1]], 0)
+    window, soft_cap = limit_of(call.scoring.window), call.scoring.soft_cap
+    kernel = partial(on_one_device, window=window, soft_cap=soft_cap, interpret=interpret)
+    return in_whole_blocks(kernel, call, call.scoring.sinks)
+
+
+def in_whole_blocks(
+    kernel: Callable[..., jax.Array], call: Projected, heads: jax.Array | None = None
+) -> Float[Array, "b s h d"]:
+    """Run a kernel of whole blocks on each device's rows and heads; padding gets zeros.
+
+    Args:
+        kernel: `(q, k, v, segments, heads, block_q=, block_k=, causal=) -> out`; q is scaled.
+        heads: an array with the heads as first axis.
+    """
+    length = call.q.shape[1]
+    block_q, block_k, whole = tpu_blocks(call.settings, length)
+    segments = segments_of(call.mask_info, call.scoring.chunk)
+    arrays = (call.q * call.scoring.scale, call.k, call.v, segments)
+    q, k, v, ids = (padded(x, 1, whole - length) for x in arrays)
+    kernel = partial(kernel, block_q=block_q, block_k=block_k, causal=call.mask_info.causal)
+    out = over_devices(kernel, call.config, q.astype(k.dtype), k, v, ids, heads)
+    return jnp.where(segments[:, :, None, None] > 0, out[:, :length], 0)
 
 
 def on_one_device(
