@@ -47,7 +47,7 @@ def refusals_of_cudnn(call: Projected) -> list[str]:
 
 
 def refusals_of_dtype(call: Projected) -> list[str]:
-    """What no kernel here can do of a call, beside what it lacks."""
+    """What no kernel here can do of a call, whatever else it lacks."""
     dtype = call.q.dtype
     reason = f"{dtype} (it has bfloat16 and float16)"
     return reasons({reason: dtype not in (jnp.bfloat16, jnp.float16)})
@@ -71,7 +71,7 @@ def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]
     the inputs) but computes its own: gradients cost one more forward pass. The core also does it
     where there is a soft cap, of which tokamax's Triton kernel has no backward pass.
     """
-    # What is traced has to be an argument of a function with a backward pass of its own.
+    # A function with a backward pass of its own takes everything traced as an argument.
     traced = tuple(None if static(x) else x for x in (call.scoring.window, call.scoring.chunk))
 
     def call_of(q, k, v, mask_info, limits: tuple[Limit | None, Limit | None]) -> Projected:
@@ -140,7 +140,7 @@ def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
 
     otherwise = by_mask if b * s * t <= MASK_LIMIT else by_blocks
     window = limit_of(scoring.window)
-    # A window to both sides is none of theirs.
+    # Neither library has a window in both directions.
     plain = static(scoring.window) and (window is None or mask_info.causal)
     if not (plain and mask_info.in_order and scoring.chunk is None):
         return otherwise(q, k, v)

@@ -140,7 +140,7 @@ def check(
 
     Args:
         option: the field of the configuration that names it, for the message.
-        needed: the names of FEATURES that it has to compute.
+        needed: the names of FEATURES that the model or call uses.
         reads: what it may read in this place.
     """
     if name == "auto":
@@ -169,7 +169,7 @@ def check_language(option: str, name: str, language: str | None, config: EasyDeL
 
     Args:
         option: the field of the configuration that names the mechanism, for the message.
-        language: of the kernel; None and "jax" are had by all.
+        language: of the kernel; every mechanism has None and "jax".
     """
     if language in (None, "jax"):
         return

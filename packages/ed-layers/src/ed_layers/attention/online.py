@@ -54,15 +54,15 @@ class Recipe:
 )
 @dataclass(frozen=True)
 class BlockMask:
-    """Who may attend to whom, in blocks; what has no gradient.
+    """Who may attend to whom, in blocks. It has no gradient.
 
     Attributes:
         q_segments, q_index: [i, b, x].
         k_segments, k_index: [j, b, y].
         window, chunk: scalars in which 0 = no limit, or None.
         key: of dropout, or None.
-        places: what dropout goes by where blocks are parts of a larger call, in its numbers: rows
-            [b], heads [h], queries [i, x] and keys [j, y]. None counts from 0.
+        places: coordinates for dropout where the blocks are a part of a larger call: rows [b],
+            heads [h], queries [i, x] and keys [j, y] of that call. None counts from 0.
     """
 
     q_segments: Int[Array, "i b x"]
@@ -208,7 +208,7 @@ def forward_and_save(recipe: Recipe, q, k, v, bias, mask: BlockMask):
 def backward_of_call(recipe: Recipe, saved, cotangents):
     q, k, v, bias, mask, out, lse = saved
     d_out, d_lse = cotangents
-    # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
+    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True) - d_lse
     d_q, d_k, d_v, d_bias = backward(recipe, q, k, v, bias, mask, lse, shared, d_out)
     grads = d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)

@@ -79,7 +79,7 @@ def forward(
 
 
 def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
-    """The way round, on one device."""
+    """One round of the ring, on one device."""
     here = Here(plan, q, k, bias, mask_info, limits)
     q_blocks, hand = here.query_blocks(q), here.hand(k, v)
 
@@ -113,10 +113,10 @@ attention_on_ring.defvjp(forward_and_save, backward_of_call)
 
 
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):
-    """The second way round, on one device: gradients of q, k, v and bias."""
+    """The second round, on one device: gradients of q, k, v and bias."""
     here = Here(plan, q, k, bias, mask_info, limits)
     out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
-    # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
+    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
     of_queries = (d_out, lse[..., None], shared[..., None])
     d_out, lse, shared = (
@@ -146,7 +146,7 @@ def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out,
 
 
 class Here:
-    """What one device has of a call: its queries, and how the keys in hand relate to them.
+    """The part of a call on one device: its queries, and the mask and bias of the keys in hand.
 
     Made inside `shard_map`; all lengths are those of the device.
     """
@@ -163,7 +163,7 @@ class Here:
         self.bias = None if bias is None else self.bias_rows(bias)
 
     def hand(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What goes round: [j, b, g, y, k], [j, b, g, y, d], and segment and index [j, b, y, 2]."""
+        """What is passed on: [j, b, g, y, k], [j, b, g, y, d]; segment and index [j, b, y, 2]."""
         ids = jnp.stack([self.mask_info.kv_segment_ids, self.mask_info.kv_index], axis=2)
         k, v = (self.keys.cut(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
         return k, v, self.keys.cut(ids)

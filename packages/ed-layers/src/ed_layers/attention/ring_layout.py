@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from ed_layers.attention.devices import Axes, axes_of, sequence_axes, ways
 from ed_layers.attention.kernel import Projected
 from ed_layers.attention.online import Recipe, row_blocks
+from ed_layers.attention.scoring import padded
 
 T = TypeVar("T")
 Pairs = list[tuple[int, int]]
@@ -97,7 +98,9 @@ class Plan:
 
     def padded(self, x: jax.Array, *axes: int) -> jax.Array:
         """With lengths that divide by the ring along `axes`; zeros are padding (segment 0)."""
-        return jnp.pad(x, [(0, -d % self.n if i in axes else 0) for i, d in enumerate(x.shape)])
+        for axis in axes:
+            x = padded(x, axis, -x.shape[axis] % self.n)
+        return x
 
     def pass_on(self, tree: T) -> T:
         """Send a pytree to the next device, and take that of the one before."""
@@ -144,7 +147,7 @@ class Plan:
         )
 
     def sum_of_bias(self, x: jax.Array) -> jax.Array:
-        """Add up the gradient of a bias over the devices that have it in common."""
+        """Add up the gradient of a bias over the devices that share it."""
         for own, axes in zip((*self.bias, None, None), (self.batch, self.heads), strict=False):
             if own is None and axes is not None:
                 x = jax.lax.psum(x, axes)

@@ -2,7 +2,7 @@
 
 The kernel knows a static mask over places and segment ids over tokens; both are made here from a
 `MaskInfo` that is in the order of the row. A chunk becomes part of the segment ids, so it may be
-traced. Rows of padding see each other inside the kernel, and become zeros behind it.
+traced. Padding sees other padding inside the kernel, and becomes zeros after it.
 
 Legend: b batch, s length, h heads, g kv heads, k head dim of queries and keys, d head dim of
 values, x block of queries, y block of keys.
