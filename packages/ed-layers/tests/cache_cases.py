@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_reference import Case, Mask
+from attention_reference import error as error
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import Format, LayerCacheSpec, PagedCache, RaggedBatch
 from ed_layers.cache.codes import decode
@@ -32,37 +34,10 @@ def sequence(n: int, value_dim: int = K) -> list[np.ndarray]:
     return [draw.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def whole(
-    qkv: list[np.ndarray],
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    soft_cap: float | None = None,
-    sinks: np.ndarray | None = None,
-    causal: bool = True,
-) -> np.ndarray:
-    """Attention over a whole row, in float64."""
-    q, k, v = (x[0].astype(np.float64) for x in qkv)
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("shk,thk->hst", q, k) * q.shape[-1] ** -0.5
-    if soft_cap:
-        scores = soft_cap * np.tanh(scores / soft_cap)
-    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None]
-    seen = (j <= i) if causal else np.ones((len(q), len(k)), bool)
-    if window:
-        seen &= i - j < window
-    if chunk:
-        seen &= i // chunk == j // chunk
-    weights = np.exp(np.where(seen, scores, -np.inf))
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sinks.astype(np.float64))[:, None, None]
-    return np.einsum("hst,thk->shk", weights / total, v)[None]
-
-
-def error(found: Any, expected: np.ndarray) -> float:
-    """Largest error, relative to the largest expected value."""
-    return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
+def whole(qkv: list[np.ndarray], *, causal: bool = True, **features: Any) -> np.ndarray:
+    """Attention over a whole row, in float64; features as in `Case`."""
+    mask = Mask.packed(np.ones(qkv[0].shape[:2], int), causal)
+    return Case(*qkv, mask, **features).run()["out"]
 
 
 @partial(jax.jit, static_argnames=("mechanism", "group", "window", "layer"))

@@ -1,9 +1,7 @@
-"""One device's part of a softmax over stored keys, block by block, and how parts are merged.
+"""Attention to the slots of a contiguous cache, block by block.
 
-An online softmax (Milakov & Gimelshein 2018) over blocks of slots, between bounds that are known
-when the step runs: an empty cache of any size costs nothing. A block can be computed as several
-splits side by side, each with a softmax of its own (flash decoding, Dao et al. 2023), so that one
-query fills an accelerator.
+A block can be computed as several splits side by side, each with a softmax of its own (flash
+decoding, Dao et al. 2023), so that one query fills an accelerator.
 
 Legend: b batch, g kv heads, r heads per kv head, s queries, t slots, k key dim, d value dim,
 n scales of a head, p splits, y slots of a split in one block.
@@ -12,18 +10,16 @@ n scales of a head, p splits, y slots of a split in one block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jax.typing import DTypeLike
 
 from ed_layers.attention.scoring import Scoring
+from ed_layers.attention.softmax import Bound, Part, over_blocks
 from ed_layers.cache.codes import Codes, Numbers, decode, map_slots
-
-#: Highest score, sum of weights and weighted sum of values, of a query's visible keys:
-#: [..., 1], [..., 1] and [..., d].
-Part = tuple[jax.Array, jax.Array, jax.Array]
+from ed_layers.cache.storage import Layer
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Slots:
 
     keys: Numbers
     values: Numbers
-    at: tuple[Any, ...]
+    at: tuple[Layer, ...]
     splits: int
     block: int
 
@@ -72,24 +68,24 @@ class Slots:
         return Codes(block.values.reshape(shape), jnp.moveaxis(scale, 3, 2))
 
 
-def blocks_of(splits: int, block: int, count: int) -> tuple[int, int]:
+def at_least_two_blocks(splits: int, block: int, count: int) -> tuple[int, int]:
     """Splits, and slots of one, such that there are two blocks at least.
 
-    One block is the same in every turn: XLA moves the read out of the loop and merges it with the
-    write before it, and then copies a stacked cache in every layer (seen on a CPU).
+    A single block is the same in every turn: XLA moves the read out of the loop and merges it with
+    the write before it, and then copies a stacked cache in every layer (seen on a CPU).
     """
     half = max(1, -(-count // 2))
     block = min(block, half)
     return max(1, min(splits, half // block)), block
 
 
-def part_of(
+def attention_to_slots(
     q: jax.Array,
     slots: Slots,
     info: MaskInfo,
     scoring: Scoring,
     bias: jax.Array | None,
-    bounds: tuple[Any, Any],
+    bounds: tuple[Bound, Bound],
     *,
     by_sum: bool = False,
 ) -> Part:
@@ -104,43 +100,35 @@ def part_of(
     Returns:
         [b, g, r, s, 1], [b, g, r, s, 1] and [b, g, r, s, d], in the softmax dtype.
     """
-    dtype = scoring.softmax_dtype
-    size, count = slots.step, slots.count
+    dtype, size, count = scoring.softmax_dtype, slots.step, slots.count
     lead = (*q.shape[:-1], slots.splits)
-    start = (
-        jnp.full((*lead, 1), -jnp.inf, dtype),
-        jnp.zeros((*lead, 1), dtype),
-        jnp.zeros((*lead, slots.values.shape[-1]), dtype),
-    )
 
-    def block(j: jax.Array, part: Part) -> Part:
-        # The last block is moved back inside the buffer; what it sees again is masked.
+    def block(j: jax.Array):
+        # The last block is moved back inside the buffer; the slots that it reads again are masked.
         first = jnp.minimum(j * size, count - size)
         scores = scores_of(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
         scores, _ = scoring.cap(scores)
-        shape = (*lead, slots.block)
         if bias is not None:
             cut = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=-1)
             scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
         allowed = allowed_of(info, first, size, scoring) & (first + jnp.arange(size) >= j * size)
         allowed = allowed.reshape(allowed.shape[0], 1, 1, q.shape[3], slots.splits, slots.block)
-        scores = jnp.where(jnp.broadcast_to(allowed, shape), scores, -jnp.inf)
-        top, total, acc = part
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-        anchor = finite(new_top)
-        weights, decay = jnp.exp(scores - anchor), jnp.exp(top - anchor)
-        total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
-        seen = combine(weights, slots.read(slots.values, first), q.dtype, by_sum)
-        return new_top, total, acc * decay + seen
+        scores = jnp.where(jnp.broadcast_to(allowed, (*lead, slots.block)), scores, -jnp.inf)
+
+        def weighted_sum(weights: jax.Array) -> jax.Array:
+            return combine(weights, slots.read(slots.values, first), q.dtype, by_sum)
+
+        return scores, weighted_sum
 
     first, last = bounds
-    top, total, acc = jax.lax.fori_loop(first // size, (last + size - 1) // size, block, start)
-    return merge_axis((top, total, acc), axis=-2)
+    start = Part.empty(lead, slots.values.shape[-1], dtype)
+    part = over_blocks(first // size, (last + size - 1) // size, start, block)
+    return part.merged_along(-2)
 
 
-def scores_of(q: jax.Array, k: Numbers, dtype: Any, by_sum: bool) -> jax.Array:
+def scores_of(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
     """q·k of one block: [b, g, r, s, p, y]."""
-    keys, scale = split_scale(k, q.dtype)
+    keys, scale = scale_apart(k, q.dtype)
 
     def matmul(q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.einsum("bgrsk,bgpyk->bgrspy", q, k, preferred_element_type=dtype)
@@ -155,9 +143,9 @@ def scores_of(q: jax.Array, k: Numbers, dtype: Any, by_sum: bool) -> jax.Array:
     return scores if scale is None else scores * scale
 
 
-def combine(weights: jax.Array, v: Numbers, dtype: Any, by_sum: bool) -> jax.Array:
+def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
     """Weighted sum of the values of one block: [b, g, r, s, p, d]."""
-    values, scale = split_scale(v, dtype)
+    values, scale = scale_apart(v, dtype)
     scaled = weights if scale is None else weights * scale
 
     def matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -173,10 +161,10 @@ def combine(weights: jax.Array, v: Numbers, dtype: Any, by_sum: bool) -> jax.Arr
     return matmul(scaled, values)
 
 
-def split_scale(x: Numbers, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+def scale_apart(x: Numbers, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
     """Numbers to multiply by, and the factor [b, g, 1, 1, p, y] that a slot's results still need.
 
-    With one scale per slot it is the codes themselves that go into the product.
+    With one scale per slot the codes themselves go into the product.
     """
     if not isinstance(x, Codes) or x.scale.shape[-2] > 1:
         return decode(x, dtype), None
@@ -191,64 +179,3 @@ def allowed_of(info: MaskInfo, first: jax.Array, size: int, scoring: Scoring) ->
     )
     block = MaskInfo(info.q_segment_ids, segments, info.q_index, index, info.causal)
     return block.allowed(window=scoring.window, chunk=scoring.chunk)
-
-
-def bounds_of(info: MaskInfo, scoring: Scoring, count: int, first: Any = 0) -> tuple[Any, Any]:
-    """The slots that any query may see, where slot i holds the token of order index first + i.
-
-    Args:
-        count: slots.
-        first: order index of the first slot.
-    """
-    real = info.q_segment_ids != 0
-    last = jnp.max(jnp.where(real, info.q_index, -1)) + 1
-    lowest = jnp.min(jnp.where(real, info.q_index, jnp.iinfo(jnp.int32).max))
-    start = jnp.zeros_like(lowest)
-    if scoring.window is not None:
-        near = jnp.maximum(lowest - scoring.window + 1, 0)
-        start = jnp.where(jnp.asarray(scoring.window) > 0, near, start)
-    if scoring.chunk is not None:
-        size = jnp.maximum(jnp.asarray(scoring.chunk), 1)
-        own = lowest // size * size
-        start = jnp.where(jnp.asarray(scoring.chunk) > 0, jnp.maximum(start, own), start)
-    return jnp.clip(start - first, 0, count), jnp.clip(last - first, 0, count)
-
-
-def finite(top: jax.Array) -> jax.Array:
-    """A highest score to subtract: 0 where there is none, so that exp(-inf - top) is 0."""
-    return jnp.where(jnp.isfinite(top), top, 0)
-
-
-def merge_axis(part: Part, axis: int) -> Part:
-    """Parts along an axis, as one."""
-    top, total, acc = part
-    highest = jnp.max(top, axis=axis, keepdims=True)
-    decay = jnp.exp(top - finite(highest))
-    return (
-        jnp.squeeze(highest, axis),
-        jnp.sum(total * decay, axis=axis),
-        jnp.sum(acc * decay, axis=axis),
-    )
-
-
-def merge_devices(part: Part, names: Any) -> Part:
-    """Parts on the devices along mesh axes, as one; inside `shard_map`."""
-    top, total, acc = part
-    highest = jax.lax.pmax(top, names)
-    decay = jnp.exp(top - finite(highest))
-    return highest, jax.lax.psum(total * decay, names), jax.lax.psum(acc * decay, names)
-
-
-def normalised(part: Part, sinks: jax.Array | None) -> jax.Array:
-    """The softmax-weighted values; zeros for a query that sees nothing.
-
-    Args:
-        sinks: [g, r, 1, 1] or None.
-    """
-    top, total, acc = part
-    if sinks is not None:
-        sinks = sinks.astype(top.dtype)
-        highest = finite(jnp.maximum(top, sinks))
-        decay = jnp.exp(top - highest)
-        total, acc = total * decay + jnp.exp(sinks - highest), acc * decay
-    return acc / jnp.where(total == 0, 1, total)
