@@ -9,9 +9,7 @@ import inspect
 from pathlib import Path
 
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.config_files import FileMethods
-from ed_infra.config_mesh import MeshMethods
-from ed_infra.config_positions import PositionMethods
+from ed_infra.config_files import StoredConfig
 from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
 
 from tools import config_reference
@@ -69,7 +67,7 @@ def test_every_field_is_documented() -> None:
 
 def test_every_method_and_keyword_is_documented() -> None:
     names = set(config_reference.names())
-    for cls in (EasyDeLBaseConfig, MeshMethods, PositionMethods, FileMethods):
+    for cls in (EasyDeLBaseConfig, StoredConfig):
         for method, value in vars(cls).items():
             if method.startswith("_") or method in OWN_METHODS | {"known_keywords", "model_type"}:
                 continue

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ed_infra.axes import AXIS_NAMES
+from ed_infra.axes import AXIS_NAMES, check_names, check_sizes
 from ed_infra.errors import MeshError
 
 # jax.Device is a variable to type checkers.
@@ -39,14 +39,10 @@ def resolve_axis_dims(
             "give one size for each name"
         )
     shown = ", ".join(f"{n}={d}" for n, d in zip(names, dims, strict=True))
-    if any(d < 1 and d != -1 for d in dims):
-        raise MeshError(f"mesh axes ({shown}): a size is at least 1, or -1 for what remains")
-    free = [i for i, d in enumerate(dims) if d == -1]
-    if len(free) > 1:
-        raise MeshError(f"mesh axes ({shown}): only one axis can be -1, {len(free)} are")
+    check_sizes(dims, names)
     fixed = math.prod(d for d in dims if d != -1)
     product = " × ".join(str(d) for d in dims if d != -1)
-    if not free:
+    if -1 not in dims:
         if fixed > device_count:
             raise MeshError(
                 f"mesh axes ({shown}) take {product} = {fixed} devices, but there are "
@@ -60,9 +56,7 @@ def resolve_axis_dims(
             f"{device_count / fixed:g} is not whole, so -1 cannot be resolved: the other sizes "
             f"must multiply to one of {', '.join(map(str, divisors))}"
         )
-    resolved = list(dims)
-    resolved[free[0]] = device_count // fixed
-    return tuple(resolved)
+    return tuple(device_count // fixed if d == -1 else d for d in dims)
 
 
 def create_mesh(
@@ -95,8 +89,7 @@ def create_mesh(
     Raises:
         MeshError: the sizes do not fit the devices, or the backend is not there.
     """
-    if len(set(names)) != len(names):
-        raise MeshError(f"mesh axis names {tuple(names)}: a name occurs twice")
+    check_names(names)
     devices = list(devices) if devices is not None else _devices(backend)
     if dcn_dims is not None and math.prod(dcn_dims) != 1:
         granules = _granules(
