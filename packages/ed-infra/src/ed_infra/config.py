@@ -26,7 +26,6 @@ from transformers import PretrainedConfig
 from ed_infra import guide, registry
 from ed_infra.axes import total_sizes
 from ed_infra.config_class import (
-    BARE_FIELDS,
     architecture_classes,
     architecture_value,
     as_config_error,
@@ -34,6 +33,7 @@ from ed_infra.config_class import (
     inherit_architecture,
     known_names,
     outside,
+    set_bare_fields,
 )
 from ed_infra.config_files import StoredConfig, reading_file
 from ed_infra.errors import ConfigError, did_you_mean
@@ -89,35 +89,21 @@ class EasyDeLBaseConfig(StoredConfig):
             setattr(self, field, value)
         if not reading_file.get():
             check_keywords(type(self), kwargs)
-        if not architecture_classes(type(self)):
-            self._set_bare_fields(kwargs)
-        for name in ("rope_parameters", "rope_scaling"):  # transformers writes into them
-            if isinstance(kwargs.get(name), Mapping):
-                kwargs[name] = thaw(dict(kwargs[name]))
-        if isinstance(self.__dict__.get("rope_parameters"), Mapping):
-            self.__dict__["rope_parameters"] = thaw(dict(self.__dict__["rope_parameters"]))
-        self._check_rope(kwargs.get("rope_scaling"), kwargs.get("rope_parameters"))
+        for values in (kwargs, self.__dict__):
+            for name in ("rope_parameters", "rope_scaling"):
+                if isinstance(values.get(name), Mapping):
+                    self._check_rope(values[name])
+                    values[name] = thaw(dict(values[name]))  # transformers writes into it
+        set_bare_fields(type(self), self.__dict__, kwargs)
         super().__post_init__(**kwargs)
         self._settle()
         if architecture_classes(type(self)):  # a class with its own __init__ is not complete yet
             with as_config_error(type(self)):
                 self.validate()
 
-    def _set_bare_fields(self, kwargs: dict[str, Any]) -> None:
-        """Set the architecture fields that a class without a Hugging Face class knows."""
-        for name, default in BARE_FIELDS.items():
-            if name in kwargs:
-                self.__dict__[name] = kwargs.pop(name)
-            elif name not in self.__dict__ and not hasattr(type(self), name):
-                self.__dict__[name] = default
-        rope = kwargs.get("rope_scaling") or self.__dict__.get("rope_parameters") or {}
-        trained = rope.get("original_max_position_embeddings")
-        if trained and self.__dict__.get("max_position_embeddings", 0) is None:
-            self.__dict__["max_position_embeddings"] = int(trained * (rope.get("factor") or 1))
-
     def _settle(self) -> None:
         """Check the whole, expand shorthands, and say what has no effect."""
-        self._check()
+        self._check(names=not reading_file.get())
         if self.bits is not None and self.quantization_config is None:
             self.quantization_config = EasyDeLQuantizationConfig({4: "nf4", 8: "int8"}[self.bits])
         if self.use_sharded_kv_caching and self.kv_cache_quantization_config is not None:
@@ -134,18 +120,16 @@ class EasyDeLBaseConfig(StoredConfig):
         for name in sorted(set(self.operation_configs or ()) - OPERATIONS):
             once(logger, f"operation_configs[{name!r}] has no effect in this version of EasyDeL")
 
-    def _check(self) -> None:
+    def _check(self, names: bool) -> None:
         """Raise ConfigError for values that contradict each other, or that changed in place."""
         check_together({name: getattr(self, name) for name in FIELDS})
-        self._check_rope(self.__dict__.get("rope_parameters"))
+        self._check_rope(self.__dict__.get("rope_parameters"), names)
 
-    def _check_rope(self, *candidates: Any) -> None:
-        # The names are the user's own only while this object is made: see `seal`.
-        names = not (self.is_sealed or reading_file.get())
-        for parameters in candidates:
-            if isinstance(parameters, Mapping):
-                known = self.ignore_keys_at_rope_validation
-                check_parameters(parameters, names=names, known=known)
+    def _check_rope(self, parameters: Any, names: bool | None = None) -> None:
+        if isinstance(parameters, Mapping):
+            names = not reading_file.get() if names is None else names
+            known = self.ignore_keys_at_rope_validation
+            check_parameters(parameters, names=names, known=known)
 
     # --- attributes -------------------------------------------------------------------------------
 
@@ -263,7 +247,8 @@ class EasyDeLBaseConfig(StoredConfig):
                 `partition_axis` does not fit the names of the axes.
         """
         own = self._own
-        if self.is_sealed and own.mesh is not None and own.mesh != mesh:
+        lost = own.mesh is None and own.custom  # pickled in another process
+        if self.is_sealed and own.mesh != mesh and not lost:
             raise ConfigError(
                 "the mesh cannot be changed: a model was built from this configuration. "
                 "Set it on config.replace(), and build a model from that"
@@ -325,7 +310,7 @@ class EasyDeLBaseConfig(StoredConfig):
     def seal(self) -> Self:
         """Make the configuration and what it nests immutable; returns it. Sealing twice is fine."""
         if not self.is_sealed:
-            self._check()
+            self._check(names=False)  # a file may have brought them
             for name, value in list(self.__dict__.items()):
                 if isinstance(value, EasyDeLBaseConfig):
                     value.seal()

@@ -139,6 +139,27 @@ def check_keywords(cls: type, names: Iterable[str]) -> None:
         )
 
 
+def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any]) -> None:
+    """Move the architecture fields of a class without a Hugging Face class out of its keywords.
+
+    Args:
+        cls: nothing happens for a class that has a Hugging Face class.
+        values: attributes of the new object.
+        keywords: what its dataclass did not take.
+    """
+    if architecture_classes(cls):
+        return
+    for name, default in BARE_FIELDS.items():
+        if name in keywords:
+            values[name] = keywords.pop(name)
+        elif name not in values and not hasattr(cls, name):
+            values[name] = default
+    rope = keywords.get("rope_scaling") or values.get("rope_parameters") or {}
+    trained = rope.get("original_max_position_embeddings")
+    if trained and values.get("max_position_embeddings", 0) is None:
+        values["max_position_embeddings"] = int(trained * (rope.get("factor") or 1))
+
+
 def architecture_value(name: str, value: Any, *, from_file: bool) -> Any:
     """Return the value of an architecture field, checked beyond its type.
 

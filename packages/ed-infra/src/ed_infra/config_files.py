@@ -16,6 +16,7 @@ from ed_infra.config_class import known_names
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELDS, ExecutionFields, canonical_field
 from ed_infra.logging import get_logger, once
+from ed_infra.rope_parameters import check_parameters
 from ed_infra.sealed import thaw
 from ed_infra.specs import to_json
 
@@ -65,6 +66,10 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
         if unused and not unused_wanted:
             name = next(iter(unused))
             raise ConfigError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(kwargs.get(name), Mapping):
+                extra = cls.ignore_keys_at_rope_validation
+                check_parameters(kwargs[name], names=True, known=extra)
         _merge(cls, data, {k: v for k, v in kwargs.items() if k not in unused})
         token = reading_file.set(True)
         try:

@@ -127,7 +127,7 @@ def check_parameters(
             check_parameters(value, names=names, known=known)
         else:
             flat[name] = value
-    for name in _NUMBERS & flat.keys():
+    for name in sorted(_NUMBERS & flat.keys()):
         value = flat[name]
         for number in value if isinstance(value, list | tuple) else [value]:
             limit = "" if number is None else _broken_limit(name, number)
@@ -135,7 +135,7 @@ def check_parameters(
                 raise ConfigError(
                     f"rope_parameters: {name} = {number!r} must be {limit}", field=name
                 )
-    kind = standard_parameters(flat)["rope_type"]
+    kind = str(standard_parameters(flat)["rope_type"])
     if names and kind not in {*READS, "axial"}:  # axial: transformers' own affair
         raise unknown_name("rope_type", kind, READS)
     anywhere = _EVERYWHERE.union(known, *READS.values())
@@ -144,7 +144,8 @@ def check_parameters(
         if names and name not in anywhere:
             raise ConfigError(
                 f"rope_parameters: unknown name {name!r}{did_you_mean(name, reads)} "
-                f"(rope_type {kind!r} reads {', '.join(sorted(reads))})",
+                f"(rope_type {kind!r} reads rope_theta, partial_rotary_factor"
+                f"{''.join(f', {known}' for known in sorted(READS.get(kind, ())))})",
                 field=name,
             )
         if names or name not in anywhere:
