@@ -29,6 +29,7 @@ _BY_OWNER: dict[str, str] = {
     "ed_infra.outputs": "BaseModelOutput CausalLMOutput Metric",
     "ed_infra.partition": "PartitionManager",
     "ed_infra.registry": "get_config get_module register_config register_module",
+    "ed_infra.rules": "Rules",
     "ed_infra.specs": ("AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec"),
     # ed-layers
     "ed_layers.attention": "MECHANISMS Mechanism attend",

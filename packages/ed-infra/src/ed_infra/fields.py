@@ -112,7 +112,7 @@ class ExecutionFields:
         0.0, "least share of keys, between 0 and 1, that forgetful causal masking drops"
     )
     fcm_max_ratio: Fraction = option(
-        0.0, "greatest share of keys, between 0 and 1, that it drops; 0 = no such masking"
+        0.0, "greatest share of keys, between 0 and 1, that such masking drops; 0 = no masking"
     )
 
     scan_layers: bool = option(
@@ -254,7 +254,7 @@ def canonical_field(name: str) -> str:
     return FIELD_ALIASES.get(name, name)
 
 
-def normalize(name: str, value: Any) -> Any:
+def normalize(name: str, value: object) -> Any:
     """Return the canonical form of a field's value.
 
     Names lose their aliases, dtypes become strings, lists tuples, mappings the dataclasses of
@@ -363,7 +363,7 @@ def _adapter(name: str) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
-def _operations(value: Any) -> dict[str, BaseOperationConfig]:
+def _operations(value: object) -> dict[str, BaseOperationConfig]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"operation_configs maps operations to settings, got {value!r}")
     known, aliases = _NAMES["attn_mechanism"][1:]

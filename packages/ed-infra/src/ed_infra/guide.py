@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from ed_infra import masks, rope
 from ed_infra import mesh as meshes
@@ -65,7 +66,7 @@ class NotGiven:
 NOT_GIVEN: Final = NotGiven()
 
 
-def set_attrs_smartly(self: Any, attr_name: str, default: Any, new_attr: Any) -> None:
+def set_attrs_smartly(self: object, attr_name: str, default: object, new_attr: object) -> None:
     """Set an attribute to `new_attr`; where that is `NOT_GIVEN`, to `default` if it is missing."""
     if new_attr is not NOT_GIVEN:
         setattr(self, attr_name, new_attr)
@@ -97,7 +98,7 @@ class ModuleCaches(nnx.Cache):
     """
 
 
-def _on_mesh(value: Any, mesh: Mesh) -> ModuleCaches:
+def _on_mesh(value: jax.Array, mesh: Mesh) -> ModuleCaches:
     """Put an array whole on every device of a mesh."""
     if mesh.size > 1:
         value = jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
@@ -273,7 +274,7 @@ def get_basic_frequencies(
 
 def get_basic_rope(
     self: Guided,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     head_size: int | None = None,
     rotary_dim: int | None = None,
     is_neox_style: bool = True,
@@ -314,7 +315,7 @@ def _rope(
 
 
 def get_basic_causal_mask(
-    self: Guided, max_length: int | None = None, dtype: Any = bool
+    self: Guided, max_length: int | None = None, dtype: DTypeLike = bool
 ) -> ModuleCaches | Literal[False]:
     """Return the causal mask [1, 1, l, l] on the mesh, nonzero where attention is allowed.
 
@@ -341,7 +342,7 @@ def get_fcm_mask(
     *,
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
-    fcm_ratio: float | None = None,
+    fcm_ratio: ArrayLike | None = None,
 ) -> jax.Array | None:
     """Return a forgetful causal mask, True where attention is kept, or None where none is due.
 
@@ -360,8 +361,7 @@ def get_fcm_mask(
             raise ConfigError("get_fcm_mask needs batch_size and seq_length, or shape")
         shape = (batch_size, 1, seq_length, seq_length)
     draw, drop = jax.random.split(key)
-    ratio: Any = fcm_ratio
-    if ratio is None:
-        low, high = self.fcm_min_ratio, self.fcm_max_ratio
-        ratio = jax.random.uniform(draw, (), minval=low, maxval=high)
-    return masks.forgetful_mask(drop, shape, ratio)
+    low, high = self.fcm_min_ratio, self.fcm_max_ratio
+    if fcm_ratio is None:
+        fcm_ratio = jax.random.uniform(draw, (), minval=low, maxval=high)
+    return masks.forgetful_mask(drop, shape, fcm_ratio)

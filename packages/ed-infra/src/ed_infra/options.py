@@ -81,7 +81,7 @@ class NumbersAreNumbers:
     """Annotation with the effect of `numbers_are_numbers`, for types outside of `Options`."""
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return numbers_are_numbers(handler(source))
 
@@ -110,12 +110,14 @@ class Options(BaseModel):
     ALIASES: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return numbers_are_numbers(handler(source))
 
     @model_validator(mode="before")
     @classmethod
-    def _canonical_keys(cls, data: Any) -> Any:
+    def _canonical_keys(cls, data: object) -> object:
         if not isinstance(data, Mapping):
             return data
         result: dict[str, Any] = {}

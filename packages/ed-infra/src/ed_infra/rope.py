@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +141,7 @@ ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, flo
 
 
 def _settings_of(
-    config: Any, head_dim: int | None = None, layer_type: str | None = None
+    config: object, head_dim: int | None = None, layer_type: str | None = None
 ) -> RopeSettings:
     """Return the settings of a configuration, a mapping or settings, of a kind that is known."""
     if not isinstance(config, RopeSettings):
@@ -153,7 +152,7 @@ def _settings_of(
 
 
 def inv_frequencies(
-    config: Any,
+    config: object,
     head_dim: int | None = None,
     seq_len: int | None = None,
     layer_type: str | None = None,
@@ -177,7 +176,7 @@ def inv_frequencies(
     return np.asarray(frequencies, np.float32), float(attention)
 
 
-def depends_on_length(config: Any) -> bool:
+def depends_on_length(config: object) -> bool:
     """Return whether the rotary factors change with the length of a sequence.
 
     Args:
@@ -186,7 +185,7 @@ def depends_on_length(config: Any) -> bool:
     return _settings_of(config).rope_type in ("dynamic", "longrope")
 
 
-def trained_length(config: Any) -> int:
+def trained_length(config: object) -> int:
     """Return the length up to which the rotary factors are those of training.
 
     `dynamic` reads `max_position_embeddings` for that, `longrope` its
@@ -203,7 +202,7 @@ def trained_length(config: Any) -> int:
     return s.max_position_embeddings
 
 
-def length_class(config: Any, prompt_len: int) -> int:
+def length_class(config: object, prompt_len: int) -> int:
     """Return a number that two prompts share only if their rotary factors are equal.
 
     Keys and values may be shared between prompts of one class. The class is 0 up to the trained
@@ -221,7 +220,7 @@ def length_class(config: Any, prompt_len: int) -> int:
 
 
 def inv_frequencies_at(
-    config: Any, lengths: Int[jax.Array, "*p"]
+    config: object, lengths: Int[jax.Array, "*p"]
 ) -> tuple[Float[jax.Array, "*p r2"], float]:
     """Return the inverse frequencies of tokens whose sequences have different lengths.
 

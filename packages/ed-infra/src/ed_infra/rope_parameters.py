@@ -166,7 +166,7 @@ def _broken_limit(name: str, number: object) -> str:
 
 
 def settings(
-    config: Any, head_dim: int | None = None, layer_type: str | None = None
+    config: object, head_dim: int | None = None, layer_type: str | None = None
 ) -> RopeSettings:
     """Read the settings out of a configuration.
 
@@ -184,8 +184,9 @@ def settings(
         parameters = getattr(config, "rope_parameters", None) or {}
         positions = getattr(config, "max_position_embeddings", None)
         head_dim = head_dim or getattr(config, "head_dim", None)
-        if head_dim is None and getattr(config, "hidden_size", None):
-            head_dim = config.hidden_size // config.num_attention_heads
+        width, heads = (getattr(config, n, None) for n in ("hidden_size", "num_attention_heads"))
+        if head_dim is None and width and heads:
+            head_dim = width // heads
     if head_dim is None:
         raise ConfigError("rotary embeddings need head_dim, or hidden_size and num_attention_heads")
     nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
@@ -193,7 +194,8 @@ def settings(
         if layer_type not in nested:
             raise unknown_name("layer type of rope_parameters", layer_type, nested)
         parameters = nested[layer_type]
-    check_parameters(parameters, known=["max_position_embeddings"])
+    own = getattr(config, "ignore_keys_at_rope_validation", ())
+    check_parameters(parameters, known={"max_position_embeddings", *own})
     standard = standard_parameters(
         parameters,
         rope_theta=getattr(config, "rope_theta", None),

@@ -17,13 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from ed_infra.errors import ConfigError
 
 
 def angles(
-    positions: Any, frequencies: Any, attention_scaling: float = 1.0, dtype: Any = jnp.float32
+    positions: ArrayLike,
+    frequencies: ArrayLike,
+    attention_scaling: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[jax.Array, "*p r2"], Float[jax.Array, "*p r2"]]:
     """Return cos and sin of positions.
 
@@ -86,7 +90,7 @@ class RotaryTable:
     attention_scaling: float = 1.0
     length: int = 0
     interleaved: bool = False
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     axis: np.ndarray | None = None
 
     def tables(self) -> tuple[jax.Array, jax.Array]:

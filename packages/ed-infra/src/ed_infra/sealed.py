@@ -89,7 +89,7 @@ class Runtime:
         return Runtime, (self.sealed, None, self.custom)  # devices stay in their process
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _refuse(*_: object, **__: object) -> NoReturn:
     raise ConfigError(
         "this value belongs to a configuration that a model holds and cannot be changed in place; "
         "make a new configuration with config.replace(name=value)"

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from ed_infra import paths
 from ed_infra.axes import split
@@ -24,6 +25,7 @@ from ed_infra.partition import PartitionManager, fit_spec
 from ed_infra.rules import Rules
 
 M = TypeVar("M", bound=nnx.Module)
+State = nnx.State | nnx.Module
 Path = tuple[Any, ...]
 #: (regular expression over canonical names, spec of one layer) pairs, the first match deciding.
 Overrides = Sequence[tuple[str, Any]]
@@ -54,7 +56,7 @@ class Placement(Protocol):
         ...
 
 
-def _leaves(state: Any) -> list[tuple[Path, Any]]:
+def _leaves(state: State) -> list[tuple[Path, Any]]:
     """Variables of a state (or module) with their storage paths."""
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
@@ -70,7 +72,7 @@ def _axes(variable: Any) -> tuple[str | None, ...] | None:
     return None if axes is None else tuple(axes)
 
 
-def logical_axes(state: Any) -> dict[Path, tuple[str | None, ...] | None]:
+def logical_axes(state: State) -> dict[Path, tuple[str | None, ...] | None]:
     """Return the logical axes of each variable by storage path, for one layer.
 
     None where a variable declares none; it is then replicated.
@@ -79,7 +81,7 @@ def logical_axes(state: Any) -> dict[Path, tuple[str | None, ...] | None]:
 
 
 def specs(
-    state: Any,
+    state: State,
     config: Placement | PartitionManager,
     mesh: Mesh | AbstractMesh | None = None,
     overrides: Overrides | None = None,
@@ -122,7 +124,7 @@ def specs(
 
 
 def shardings(
-    state: Any,
+    state: State,
     config: Placement | PartitionManager,
     mesh: Mesh | None = None,
     overrides: Overrides | None = None,
@@ -134,7 +136,7 @@ def shardings(
 
 
 def partition_rules(
-    state: Any, config: Placement, mesh: Mesh | None = None, fully_sharded: bool = True
+    state: State, config: Placement, mesh: Mesh | None = None, fully_sharded: bool = True
 ) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the sharding as (regular expression, spec) rules, one for each kind of parameter.
 
@@ -189,7 +191,7 @@ def create_sharded(build: Callable[[], M], config: Placement, **settings: Any) -
         return nnx.merge(graphdef, _filled(abstract_state, values))
 
 
-def _filled(state: Any, values: Iterable[Any]) -> Any:
+def _filled(state: nnx.State, values: Iterable[Any]) -> Any:
     """Put arrays, in flat order, into the variables of a state."""
     flat = []
     for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
@@ -213,7 +215,9 @@ def gather(module: M, config: Placement, mesh: Mesh | None = None) -> M:
     return _placed(graphdef, state, lambda path: everywhere)
 
 
-def _placed(graphdef: Any, state: Any, where: Callable[[tuple[Any, ...]], NamedSharding]) -> Any:
+def _placed(
+    graphdef: nnx.GraphDef, state: nnx.State, where: Callable[[Path], NamedSharding]
+) -> Any:
     flat = nnx.to_flat_state(state)
     arrays = [_array(variable) for _, variable in flat]
     moved = jax.device_put(arrays, [where(path) for path, _ in flat])
@@ -244,7 +248,7 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def make_global(batch: Any, sharding: NamedSharding | Any, *, rows: int | None = None) -> Any:
+def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
     """Turn a batch of numpy arrays on each process into global arrays.
 
     Each process copies to its devices only what they hold.
@@ -260,7 +264,7 @@ def make_global(batch: Any, sharding: NamedSharding | Any, *, rows: int | None =
         ConfigError: a process gives a number of rows that is not the one it should.
     """
 
-    def place(array: Any, where: NamedSharding) -> jax.Array:
+    def place(array: ArrayLike, where: NamedSharding) -> jax.Array:
         array = np.asarray(array)
         first, shape = 0, array.shape
         if rows is not None:
@@ -308,7 +312,9 @@ def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _settings(
-    config: Placement | PartitionManager, mesh: Any, overrides: Overrides | None
+    config: Placement | PartitionManager,
+    mesh: Mesh | AbstractMesh | None,
+    overrides: Overrides | None,
 ) -> tuple[PartitionManager, Any, Overrides]:
     if isinstance(config, PartitionManager):
         if mesh is None:

@@ -203,7 +203,7 @@ def from_mapping(
     return cls(**fields)
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """Turn a configuration value into what JSON can hold.
 
     Tuples become lists, dtypes their names, the dataclasses above mappings of their fields.
@@ -223,8 +223,8 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(to_json(item) for item in value)
-    if hasattr(value, "to_dict"):
-        return to_json(value.to_dict())
+    if callable(own := getattr(value, "to_dict", None)):
+        return to_json(own())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_json(dataclasses.asdict(value))
     if getattr(value, "shape", None) == ():  # a scalar of numpy or jax
