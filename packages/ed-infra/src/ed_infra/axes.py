@@ -33,22 +33,22 @@ def check_names(names: Sequence[str]) -> None:
     """Raise MeshError for a name of mesh axes that is empty or occurs twice."""
     for name in names:
         if not name or list(names).count(name) > 1:
-            what = "occurs twice" if name else "is empty"
-            raise MeshError(f"mesh axis names {tuple(names)}: a name {what}")
+            fault = "occurs twice" if name else "is empty"
+            raise MeshError(f"mesh axis names {tuple(names)}: a name {fault}")
 
 
 def check_sizes(dims: Sequence[int], names: Sequence[str] | None = None) -> None:
     """Raise MeshError for sizes of mesh axes that no number of devices fits.
 
     Args:
-        dims: at least 1 each; one may be -1, for what remains.
+        dims: at least 1 each; one may be -1, for the devices that the others leave.
         names: for the message.
     """
     shown = ", ".join(
         f"{n}={d}" if n else str(d) for n, d in zip(names or [""] * len(dims), dims, strict=False)
     )
     if any(d < 1 and d != -1 for d in dims):
-        raise MeshError(f"mesh axes ({shown}): a size is at least 1, or -1 for what remains")
+        raise MeshError(f"mesh axes ({shown}): a size is at least 1, or -1 for the rest")
     free = list(dims).count(-1)
     if free > 1:
         raise MeshError(f"mesh axes ({shown}): only one axis can be -1, {free} are")

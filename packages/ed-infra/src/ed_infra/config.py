@@ -1,6 +1,6 @@
 """`EasyDeLBaseConfig`: a Hugging Face configuration that also says how the model runs.
 
-A family's configuration reuses the Hugging Face class for what the model computes:
+A family's configuration takes the architecture fields from the Hugging Face class:
 
     class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig):
         model_type = "llama"
@@ -102,7 +102,7 @@ class EasyDeLBaseConfig(StoredConfig):
                 self.validate()
 
     def _settle(self) -> None:
-        """Check the whole, expand shorthands, and say what has no effect."""
+        """Check the whole, expand shorthands, and warn of fields without effect."""
         self._check(names=not reading_file.get())
         if self.bits is not None and self.quantization_config is None:
             self.quantization_config = EasyDeLQuantizationConfig({4: "nf4", 8: "int8"}[self.bits])
@@ -176,8 +176,8 @@ class EasyDeLBaseConfig(StoredConfig):
 
         Args:
             name: `"attn_dtype"`, `"kvdtype"` or `"attn_softmax_dtype"`.
-            default: what the model computes in; an unset field follows it (`kvdtype` follows
-                `attn_dtype` first).
+            default: dtype of the model's computations, for a field that is not set (`kvdtype`
+                takes `attn_dtype` first).
         """
         value = getattr(self, name)
         if value is None and name == "kvdtype":
@@ -308,9 +308,9 @@ class EasyDeLBaseConfig(StoredConfig):
         return runtime is not None and runtime.sealed
 
     def seal(self) -> Self:
-        """Make the configuration and what it nests immutable; returns it. Sealing twice is fine."""
+        """Make the configuration and those nested in it immutable; return it."""
         if not self.is_sealed:
-            self._check(names=False)  # a file may have brought them
+            self._check(names=False)  # names that are not known may come from a file
             for name, value in list(self.__dict__.items()):
                 if isinstance(value, EasyDeLBaseConfig):
                     value.seal()
@@ -379,7 +379,7 @@ class EasyDeLBaseConfig(StoredConfig):
         assert isinstance(other, EasyDeLBaseConfig)
         return self._own.custom == other._own.custom and self._key() == other._key()
 
-    # --- what only the guide calls ----------------------------------------------------------------
+    # --- methods of EasyDeL's guide ---------------------------------------------------------------
 
     jax_mesh = guide.jax_mesh
     create_mesh = staticmethod(guide.create_mesh)

@@ -71,9 +71,9 @@ def inherit_architecture(cls: type) -> None:
     """Let `cls` take its fields from the Hugging Face class where both of its bases declare them.
 
     `class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig)`: dataclasses collect fields
-    from base to base, the first one last. So what the common `PretrainedConfig` declares would
-    arrive through `EasyDeLBaseConfig` and undo what the Hugging Face class changed
-    (`is_encoder_decoder = True`). This declares such fields again on `cls`.
+    from base to base, the first one last. So a field of the common `PretrainedConfig` would arrive
+    through `EasyDeLBaseConfig` and undo the change that the Hugging Face class made to it
+    (`is_encoder_decoder = True`). This function declares such fields again on `cls`.
 
     Args:
         cls: the class that is being made, before it becomes a dataclass.
@@ -102,7 +102,7 @@ def known_names(cls: type) -> frozenset[str]:
     """Return every keyword that a configuration class knows.
 
     Its fields, their aliases, the parameters of each `__init__` and `__post_init__` that it
-    inherits, and what transformers reads from the keywords of any configuration.
+    inherits, and the keywords that transformers reads for any configuration.
     """
     names = {f.name for f in dataclasses.fields(cls)} | _COMMON | set(FIELD_ALIASES)
     names |= set(getattr(cls, "known_keywords", ())) | set(getattr(cls, "attribute_map", ()))
@@ -130,7 +130,7 @@ def check_keywords(cls: type, names: Iterable[str]) -> None:
             continue
         if name in GenerationConfig._get_default_generation_params():
             raise ConfigError(
-                f"{cls.__name__} got {name!r}, which says how to generate, not what the model is: "
+                f"{cls.__name__} got {name!r}, an option of generation and not of the model: "
                 "put it into a GenerationConfig, or pass it to generate()"
             )
         raise ConfigError(
@@ -145,7 +145,7 @@ def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any])
     Args:
         cls: nothing happens for a class that has a Hugging Face class.
         values: attributes of the new object.
-        keywords: what its dataclass did not take.
+        keywords: those that are no fields of its dataclass.
     """
     if architecture_classes(cls):
         return

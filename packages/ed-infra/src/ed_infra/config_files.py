@@ -1,4 +1,4 @@
-"""A configuration as dictionaries and files: what config.json says, and what is written."""
+"""A configuration as dictionaries and files: reading and writing config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 #: Key of config.json under which execution fields are saved, apart from Hugging Face's own.
 SECTION = "easydel"
 
-# Spellings of older files for what is in rope_parameters now.
+# Keys of older files whose values are in rope_parameters now.
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 
 # Keywords of from_pretrained that say how the hub is read.
@@ -45,7 +45,7 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
         return {name: to_json(value) for name, value in data.items()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved: Hugging Face's keys, and changed execution fields in a section."""
+        """Return the content of config.json: Hugging Face's keys, and a section of our own."""
         return _with_section(super().to_diff_dict())
 
     @classmethod
@@ -109,7 +109,7 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
 
         Args:
             json_file_path: where to.
-            use_diff: leave out what is at its default.
+            use_diff: leave out values that are at their defaults.
         """
         _write(str(json_file_path), self.to_json_string(use_diff=use_diff))
 
@@ -137,7 +137,7 @@ def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_section(diff: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved: Hugging Face's keys, and changed execution fields in our section."""
+    """Return keys with the execution fields that are not at their defaults in a section."""
     data = {name: to_json(value) for name, value in diff.items()}
     section = {}
     for name, field in FIELDS.items():

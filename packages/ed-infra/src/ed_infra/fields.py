@@ -50,12 +50,13 @@ class ExecutionFields:
     """How a model is placed, computed and kept in memory; the same for every family."""
 
     sharding_axis_dims: tuple[int, ...] = option(
-        (1, -1, 1, 1, 1), "devices along (dp, fsdp, ep, tp, sp); one -1 takes what remains"
+        (1, -1, 1, 1, 1),
+        "devices along (dp, fsdp, ep, tp, sp); one -1 takes the remaining ones",
     )
     sharding_axis_names: tuple[str, ...] = option(
         AXIS_NAMES,
         "names of the mesh axes; other names stand for dp, fsdp, ep, tp, sp in this order, or for "
-        "what partition_axis says",
+        "the dimensions that partition_axis gives them",
     )
     sharding_dcn_axis_dims: tuple[int, ...] | None = option(
         None, "slices along each axis, for meshes over a data-centre network"
@@ -77,7 +78,7 @@ class ExecutionFields:
         "where attn_mechanism has none; None = the best there is",
     )
     easy_method: Literal["train", "serve", "convert"] = option(
-        "train", "what the configuration is for; serve and convert keep nothing for gradients"
+        "train", "workflow of the model; serve and convert keep nothing for gradients"
     )
 
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option("vanilla", "attention mechanism")
@@ -120,7 +121,9 @@ class ExecutionFields:
     )
     use_scan_mlp: bool = option(False, "compute the MLP in chunks of the sequence")
     scan_mlp_chunk_size: Count = option(1024, "positions of a chunk of the MLP")
-    gradient_checkpointing: str = option("", "what the backward pass keeps; empty = everything")
+    gradient_checkpointing: str = option(
+        "", "policy for the values that the backward pass keeps; empty = all"
+    )
     gradient_checkpointing_targets: tuple[AVAILABLE_GRADIENT_CHECKPOINT_TARGETS, ...] | None = (
         option(None, "names that the policies by name save, or do not save")
     )
@@ -321,7 +324,7 @@ def normalize(name: str, value: object) -> Any:
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Check what involves more than one field.
+    """Check fields against each other.
 
     Args:
         values: field -> value in canonical form; a field that is missing is at its default.

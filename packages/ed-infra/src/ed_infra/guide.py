@@ -246,7 +246,7 @@ def get_basic_inv_frequencies(
 
     Args:
         head_size: k; by default `head_dim`.
-        rotary_dim: r; by default what `rope_parameters` says, else `head_size`.
+        rotary_dim: r; by default as `rope_parameters` says, else `head_size`.
         base: base of the frequencies; by default `rope_theta`.
         partial_rotary_factor: r / k, in place of `rotary_dim`.
         layer_type: whose, where `rope_parameters` has an entry for each layer type.

@@ -77,7 +77,7 @@ class MaskInfo:
         Args:
             cu_seqlens: int [n + 1], 0 first; equal neighbours are empty segments.
             total: tokens of the row; those from `cu_seqlens[-1]` on are padding.
-            causal: whether a token sees only itself and what precedes it.
+            causal: whether a token sees only itself and the tokens before it.
         """
         offsets = jnp.asarray(cu_seqlens, jnp.int32)
         places = jnp.arange(total, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Device meshes: five named axes over the devices, with `-1` for what remains."""
+"""Device meshes: five named axes over the devices, with `-1` for the devices that remain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["AXIS_NAMES", "create_mesh", "resolve_axis_dims"]
 def resolve_axis_dims(
     dims: Sequence[int], device_count: int, names: Sequence[str] = AXIS_NAMES
 ) -> tuple[int, ...]:
-    """Replace `-1` in `dims` by what the other axes leave of `device_count`.
+    """Replace `-1` in `dims` by the number of devices that the other axes leave.
 
     A product smaller than `device_count` is allowed without a `-1`: the mesh then takes the first
     devices.
@@ -78,7 +78,7 @@ def create_mesh(
         dcn_dims: slices along each axis. The mesh's axis `i` has `dcn_dims[i] * dims[i]` entries,
             neighbours inside a slice first. Slices are TPU slices, else processes, else (one
             process, for trying it out) equal parts of the devices in order.
-        devices: what to use; all devices of `backend` by default.
+        devices: of the mesh; all devices of `backend` by default.
         backend: `"cpu"`, `"gpu"` or `"tpu"`; None = the default backend.
         process_is_granule: `dcn_dims` count processes, even where there are TPU slices.
         should_sort_granules_by_key: order slices (or processes) by their number, instead of by

@@ -22,11 +22,11 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ed_infra.dtypes import canonical_float
 from ed_infra.errors import ConfigError, did_you_mean
 
-#: Seed of a random generator: what numpy and jax both take.
+#: Seed of a random generator, in the range that numpy and jax share.
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-#: How many of something there are, at least one; what an int32 index can count.
+#: A number of things, at least one; an int32 index can count them.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-#: How many of something there are, perhaps none.
+#: A number of things, perhaps none.
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: A rate, a factor, seconds: above 0.
 Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -192,7 +192,7 @@ dtype_name = BeforeValidator(_check_dtype)
 
 
 def explain(error: ValidationError) -> str:
-    """Return one line for each problem of a validation error: `key.key: what is wrong`."""
+    """Return one line for each problem of a validation error: `key.key: message`."""
     lines = []
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"])

@@ -48,7 +48,7 @@ class PartitionManager:
             axes: for each dimension a key of `ACTIVATION_AXES`, a mesh axis, or None.
             mode: `"train"` or `"prefill"` (whole sequences), or `"decode"` (one token each).
             shape: with `mesh`, dimensions that do not divide are replicated.
-            mesh: what the spec is for; axes that it lacks are dropped.
+            mesh: of the array; axes that it lacks are dropped.
 
         Raises:
             ConfigError: an axis or the mode is not known.
@@ -94,7 +94,7 @@ def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
 def fit_spec(
     spec: PartitionSpec, shape: Sequence[int] | None, mesh: Mesh | AbstractMesh
 ) -> tuple[PartitionSpec, list[str]]:
-    """Drop from a spec what a mesh or a shape cannot hold.
+    """Drop the axes from a spec that a mesh lacks, or by which a shape does not divide.
 
     Mesh axes of size 1 are dropped too, so that equal placements have equal specs.
 

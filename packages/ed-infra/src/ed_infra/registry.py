@@ -37,7 +37,7 @@ class Registered(sharding.Placement, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRegistration:
-    """A module class, and what belongs to it.
+    """A module class with its configuration class.
 
     Attributes:
         module: the class.
@@ -159,7 +159,7 @@ def get_config(model_type: str) -> Any:
 
 
 def get_module_registration(task_type: TaskType | str, model_type: str) -> ModuleRegistration:
-    """Return what is registered for a task and model type.
+    """Return the registration of a task and model type.
 
     Raises:
         RegistryError: no installed package provides the model type, or not for this task.

@@ -46,7 +46,7 @@ def _linear(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
 
 
 def _dynamic(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
-    """Dynamic NTK: the base grows with the length beyond what the model was trained for."""
+    """Dynamic NTK: the base grows with the length, beyond the trained length."""
     trained = trained_length(s)
     factor, dim = float(s.need("factor")), s.rotary_dim
     reach = factor * max(length or trained, trained) / trained - (factor - 1)
@@ -111,7 +111,7 @@ def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     factor, trained = s.need("factor"), s.need("original_max_position_embeddings")
     low, high = s.need("low_freq_factor"), s.need("high_freq_factor")
     plain = _plain(s.theta, s.rotary_dim)
-    # Reciprocals, then products: what torch makes of a number over a tensor.
+    # Reciprocals, then products: torch divides a number by a tensor so.
     wavelength = (1 / plain) * np.float32(2 * math.pi)
     smooth = ((1 / wavelength) * trained - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain

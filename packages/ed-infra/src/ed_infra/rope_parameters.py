@@ -112,9 +112,8 @@ def check_parameters(
 
     Args:
         parameters: in old or new spelling.
-        names: check names too. A name that no kind of scaling knows is then an error; a warning
-            says that a parameter of other kinds only has no effect. Without it (what a file says),
-            a warning says that a name is not known.
+        names: raise for a name that no kind of scaling knows, and warn of a parameter that this
+            kind does not read. Without it, as for files, warn of unknown names only.
         known: further names that are allowed.
 
     Raises:

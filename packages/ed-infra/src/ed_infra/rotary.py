@@ -1,4 +1,4 @@
-"""Cos and sin of positions, and what they turn: queries and keys, on one axis or on several.
+"""Rotation of queries and keys by their positions, along one axis or several.
 
 M-RoPE has several axes of positions, for time, height and width of images and videos; each turns
 its own share of the frequencies (Qwen2-VL, Wang et al., 2024). Where the positions of all axes are

@@ -1,9 +1,9 @@
 """Ordered rules over the names of parameters: `pattern -> value`, the first match decides.
 
-One dialect for all that is said about parameters by name: sharding, weight decay, learning rates,
-what is trained, LoRA targets, quantization. A pattern is a regular expression that is searched in
-the canonical name of each layer's parameter (`model.layers.3.self_attn.q_proj.kernel`, its parts
-joined by `.` or `/`).
+Everything that selects parameters by name uses them: sharding, weight decay, learning rates,
+trainable parameters, LoRA targets, quantization. A pattern is a regular expression, searched in the
+canonical name of each layer's parameter (`model.layers.3.self_attn.q_proj.kernel`, its parts joined
+by `.` or `/`).
 
     decay = Rules([(r"bias$|norm", 0.0), (".*", 0.1)], kind="weight decay rule")
     decay.match("model.layers.3.self_attn.q_proj.kernel")  # (".*", 0.1)
@@ -28,7 +28,7 @@ class Rules(Generic[V]):
 
     Args:
         rules: (pattern, value) pairs, in order.
-        kind: what a rule is called in messages (`"sharding rule"`).
+        kind: name of such a rule in messages (`"sharding rule"`).
 
     Raises:
         ConfigError: a pattern is no regular expression, or `rules` are not pairs.

@@ -14,7 +14,7 @@ from ed_infra.errors import ConfigError, MeshError
 
 @dataclasses.dataclass(frozen=True)
 class MeshRecipe:
-    """A mesh without its devices: what can be pickled, compared, and made again.
+    """A mesh with the ids of its devices: it can be pickled and compared.
 
     Attributes:
         names: of the axes.
@@ -68,7 +68,7 @@ class MeshRecipe:
 
 @dataclasses.dataclass
 class Runtime:
-    """What a configuration holds besides its values; never saved to a file.
+    """State of a configuration besides its values; never saved to a file.
 
     Attributes:
         sealed: whether a module holds the configuration.

@@ -1,6 +1,6 @@
 """Where parameters live: from logical axes to shardings, and modules that are created sharded.
 
-A parameter declares what its dimensions mean where it is made, for one layer:
+A parameter declares the meaning of its dimensions where it is made, for one layer:
 `nnx.Param(value, axes=("embed", "heads"))`. Everything here is a function of a module's (abstract)
 state and a configuration; nothing reads a global mesh.
 """
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 
 class Placement(Protocol):
-    """What says where arrays live: a configuration, or whatever else has these four."""
+    """A configuration, as far as sharding looks at it."""
 
     @property
     def mesh(self) -> Mesh:
@@ -91,7 +91,7 @@ def specs(
     Args:
         state: `nnx.State` or module, abstract or not.
         config: says what each axis means; its mesh and its overrides are the defaults.
-        mesh: what to place on; an abstract one will do.
+        mesh: where the arrays go; an abstract one will do.
         overrides: rules (`ed_infra.rules`) that are tried before the logical axes. The specs are
             those of one layer.
 
@@ -251,7 +251,7 @@ def constrain(
 def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
     """Turn a batch of numpy arrays on each process into global arrays.
 
-    Each process copies to its devices only what they hold.
+    Each process copies to its devices only the parts that they hold.
 
     Args:
         batch: pytree of numpy arrays. Without `rows` they are the whole batch, equal on all

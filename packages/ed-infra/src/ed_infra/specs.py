@@ -52,7 +52,7 @@ class EasyDeLQuantizationConfig:
         dtype: format, a key of `QUANTIZATION_FORMATS` or of `QUANTIZATION_ALIASES`.
         group_size: values that share a scale along the contracted dimension; None = the whole
             dimension (one scale for each output channel).
-        pattern: regular expression over canonical names; only what it matches is quantized.
+        pattern: regular expression over canonical names; it selects the quantized parameters.
     """
 
     dtype: str = "nf4"
@@ -204,7 +204,7 @@ def from_mapping(
 
 
 def to_json(value: object) -> Any:
-    """Turn a configuration value into what JSON can hold.
+    """Turn a configuration value into JSON values.
 
     Tuples become lists, dtypes their names, the dataclasses above mappings of their fields.
 
