@@ -1,28 +1,42 @@
 """Arrays of many layers: stacked for scanned depth, apart for unrolled depth.
 
-Legend: L layers, b batch, g kv heads, t slots, k numbers of a head.
+Legend: L layers, b rows, s new tokens, g kv heads, t slots, k numbers of a head, n scales of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from ed_layers.cache.codes import Codes, Format, Numbers, map_slots
+from ed_layers.cache.codes import Codes, Format, Numbers, encode, map_slots
 
 Layout = Literal["stacked", "leaves"]
 Layer = int | Int[Array, ""]
+
+#: Where the arrays of one layer are in the numbers that hold it: `(layer,)` in a stack, or `()`.
+At = tuple[Layer, ...]
 
 # One array [L, ...] for scanned depth (a scan carries it and indexes it by a traced layer), or a
 # tuple of L arrays for unrolled depth: slicing a stack inside jit copies the slice.
 PerLayer = Numbers | tuple[Numbers, ...]
 
+#: Where an array of one layer goes: a sharding, a function that gives it by the names of the axes
+#: and the shape, or None, which leaves it to jax.
+Place = Sharding | Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding | None] | None
 
-def allocate(num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], Any]) -> Any:
+NumbersT = TypeVar("NumbersT", jax.Array, Numbers)
+DimT = TypeVar("DimT")
+
+
+def allocate(
+    num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], NumbersT]
+) -> NumbersT | tuple[NumbersT, ...]:
     """Allocate per-layer storage.
 
     Args:
@@ -35,55 +49,62 @@ def allocate(num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], 
     return tuple(make(()) for _ in range(num_layers))
 
 
-def allocate_slots(
+def allocate_numbers(
     num_layers: int,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     *,
+    slot_axis: int,
     layout: Layout,
-    dtype: Any,
+    dtype: DTypeLike,
     format: Format | None,
-    sharding: jax.sharding.Sharding | None,
+    sharding: Sharding | None,
 ) -> PerLayer:
-    """Allocate the keys, or the values, of all layers: zeros [b, g, t, k] for each."""
-    return allocate(
-        num_layers, layout, lambda lead: make_slots(lead, shape, dtype, format, sharding)
-    )
+    """Allocate zeros for keys or values of all layers; codes and scales if `format` says so.
+
+    Args:
+        shape: of one layer, the numbers of a head last.
+        slot_axis: the dimension along which tokens lie; scales have it last.
+    """
+
+    def make(lead: tuple[int, ...]) -> Numbers:
+        if format is None:
+            return zeros(lead, shape, dtype, sharding)
+        scales = dims_of_scales(shape, slot_axis, format.groups(shape[-1]))
+        return Codes(
+            zeros(lead, shape, format.dtype, sharding),
+            zeros(lead, scales, jnp.float32, sharding_of_scales(sharding, len(shape), slot_axis)),
+        )
+
+    return allocate(num_layers, layout, make)
 
 
-def make_slots(
-    lead: tuple[int, ...],
-    shape: tuple[int, int, int, int],
-    dtype: Any,
-    format: Format | None,
-    sharding: jax.sharding.Sharding | None,
-) -> Numbers:
-    """Zeros for keys or values [*lead, b, g, t, k], placed; codes and scales if quantized."""
-    if format is None:
-        return place(jnp.zeros((*lead, *shape), dtype), sharding, stacked=bool(lead))
-    b, g, t, k = shape
-    scale = jnp.zeros((*lead, b, g, format.groups(k), t), jnp.float32)
-    return Codes(
-        place(jnp.zeros((*lead, *shape), format.dtype), sharding, stacked=bool(lead)),
-        place(scale, of_scales(sharding), stacked=bool(lead)),
-    )
+def resolve(place: Place, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding | None:
+    """The sharding of an array of one layer."""
+    return place(axes, shape) if callable(place) else place
 
 
-def of_scales(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Sharding of [b, g, n, t] where [b, g, t, k] is sharded so."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
+def zeros(
+    lead: tuple[int, ...], shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None
+) -> jax.Array:
+    """Zeros on their devices; the layer axis of a stack is never sharded."""
+    array = jnp.zeros((*lead, *shape), dtype)
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*(None,) * len(lead), *sharding.spec)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def dims_of_scales(dims: Sequence[DimT], slot_axis: int, groups: DimT) -> tuple[DimT, ...]:
+    """Sizes or mesh axes of numbers [.., t, .., k], as their scales [.., n, t] have them."""
+    return (*dims[:slot_axis], *dims[slot_axis + 1 : -1], groups, dims[slot_axis])
+
+
+def sharding_of_scales(sharding: Sharding | None, ndim: int, slot_axis: int) -> Sharding | None:
+    """Sharding of the scales of `ndim`-dimensional numbers that are sharded so."""
+    if not isinstance(sharding, NamedSharding):
         return sharding
-    b, g, t, _ = (*sharding.spec, *(None,) * 4)[:4]
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(b, g, None, t))
-
-
-def place(array: jax.Array, sharding: jax.sharding.Sharding | None, *, stacked: bool) -> jax.Array:
-    """Put per-layer storage on its devices; the layer axis of a stack is never sharded."""
-    if sharding is None:
-        return array
-    if stacked and isinstance(sharding, jax.sharding.NamedSharding):
-        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
-    return jax.device_put(array, sharding)
+    dims = (*sharding.spec, *(None,) * ndim)[:ndim]
+    return NamedSharding(sharding.mesh, PartitionSpec(*dims_of_scales(dims, slot_axis, None)))
 
 
 def layout_of(storage: PerLayer) -> Layout:
@@ -91,15 +112,15 @@ def layout_of(storage: PerLayer) -> Layout:
     return "leaves" if isinstance(storage, tuple) else "stacked"
 
 
-def locate(storage: Any, layer: Layer) -> tuple[Any, tuple[Layer, ...]]:
-    """The numbers, and the leading index at which the layer is in them: `(layer,)` or `()`."""
+def locate(storage: NumbersT | tuple[NumbersT, ...], layer: Layer) -> tuple[NumbersT, At]:
+    """The numbers that hold a layer, and where it is in them."""
     if isinstance(storage, tuple):
         return storage[static_layer(layer)], ()
     return storage, (layer,)
 
 
-def take_layer(numbers: Any, at: tuple[Layer, ...]) -> Any:
-    """The layer at a leading index, as `locate` gave it."""
+def take_layer(numbers: NumbersT, at: At) -> NumbersT:
+    """The layer out of numbers that hold it, as `locate` gives them."""
     if not at:
         return numbers
     index = jnp.asarray(at[0])
@@ -108,43 +129,18 @@ def take_layer(numbers: Any, at: tuple[Layer, ...]) -> Any:
     )
 
 
-def layer_of(storage: Any, layer: Layer) -> Any:
-    """The numbers of one layer."""
-    return take_layer(*locate(storage, layer))
-
-
 def update_layer(
-    storage: Any, layer: Layer, update: Callable[[Any, tuple[Layer, ...]], Any]
-) -> Any:
-    """Replace one layer by `update(numbers, leading_index)`.
-
-    `update` gets the whole array and the index of the layer in it (`(layer,)` or `()`), so that it
-    writes in place instead of taking the layer out and putting it back.
+    storage: NumbersT | tuple[NumbersT, ...],
+    layer: Layer,
+    update: Callable[[NumbersT, At], NumbersT],
+) -> NumbersT | tuple[NumbersT, ...]:
+    """Replace one layer by `update(numbers, at)`, which writes into the numbers that hold the
+    layer: in place, instead of taking the layer out and putting it back.
     """
     if isinstance(storage, tuple):
-        at = static_layer(layer)
-        return (*storage[:at], update(storage[at], ()), *storage[at + 1 :])
+        index = static_layer(layer)
+        return (*storage[:index], update(storage[index], ()), *storage[index + 1 :])
     return update(storage, (layer,))
-
-
-def write_slots(storage: Any, layer: Layer, new: Numbers, slot: Any) -> Any:
-    """Write new slots [b, g, s, k] of one layer in place, from `slot` on.
-
-    Args:
-        new: in the storage's format, see `encode`.
-        slot: the first, a number or a traced scalar.
-    """
-
-    def update(numbers: Numbers, at: tuple[Layer, ...]) -> Numbers:
-        def put(array: jax.Array, block: jax.Array, axis: int) -> jax.Array:
-            start: list[Any] = [*at, *[0] * (array.ndim - len(at))]
-            start[axis] = slot
-            block = block.reshape((1,) * len(at) + block.shape)
-            return jax.lax.dynamic_update_slice(array, block, start)
-
-        return map_slots(put, numbers, new)
-
-    return update_layer(storage, layer, update)
 
 
 def static_layer(layer: Layer) -> int:
@@ -155,3 +151,30 @@ def static_layer(layer: Layer) -> int:
         "this cache keeps one array per layer, for unrolled models, but a scanned model reads it: "
         "create it by the model's own init_cache()"
     )
+
+
+def write_rows(
+    numbers: Numbers, at: At, new: Float[Array, "b s g k"], slots: Int[Array, "b s"]
+) -> Numbers:
+    """Write tokens of rows into one layer [b, g, t, k], in place.
+
+    Args:
+        slots: where each token goes; one whose slot does not exist is dropped.
+    """
+    lead = len(at)
+    where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
+
+    def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
+        indexed = (*range(lead), slot_axis)
+        # Rows are a batching dimension, so that rows on several devices are written where they are.
+        dims = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(2, 3),
+            inserted_window_dims=indexed,
+            scatter_dims_to_operand_dims=indexed,
+            operand_batching_dims=(lead,),
+            scatter_indices_batching_dims=(0,),
+        )
+        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+        return jax.lax.scatter(array, where, tokens, dims, mode=drop)
+
+    return map_slots(scatter, numbers, encode(new, numbers))
