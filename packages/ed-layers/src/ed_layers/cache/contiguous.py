@@ -52,7 +52,8 @@ class Rows:
         keys, values: per layer [b, g, t, k] and [b, g, t, d]; codes and scales if quantized. No
             values where they are part of the keys.
         tokens: tokens of each row so far, those of the step under way included; [b].
-        slots: where the tokens of the step under way go, [b, s], -1 = nowhere; None between steps.
+        slots: where the tokens of the step under way go, [b, s], outside = nowhere; None between
+            steps.
         value_dim: numbers of a value.
         sharding: of one layer's keys where slots are split over devices; None = they are not.
     """
@@ -278,7 +279,7 @@ class WindowCache(Rows):
     @classmethod
     def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
         """No slot holds a token."""
-        return {"index": held(jnp.zeros((batch_size,), jnp.int32), num_slots)}
+        return {"index": jnp.full((batch_size, num_slots), jnp.iinfo(jnp.int32).max)}
 
     @property
     def capacity(self) -> None:
@@ -295,10 +296,11 @@ class WindowCache(Rows):
         """
         cache, real, positions = self.count(segment_ids)
         kept = real & (positions >= cache.tokens[:, None] - self.num_slots)
-        slots = jnp.where(kept, positions % self.num_slots, -1)
-        cache = replace(cache, slots=slots, index=held(cache.tokens, self.num_slots))
-        segments, kv_index = real.astype(jnp.int32), cache.index
-        kv_segments = jnp.ones_like(kv_index)
+        slots = jnp.where(kept, positions % self.num_slots, self.num_slots)
+        rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+        kv_index = self.index.at[rows, slots].set(positions, mode="drop")
+        cache = replace(cache, slots=slots, index=kv_index)
+        segments, kv_segments = real.astype(jnp.int32), jnp.ones_like(kv_index)
         if segments.shape[1] > 1:
             kv_segments = jnp.concatenate([kv_segments, segments], axis=1)
             kv_index = jnp.concatenate([self.index, positions], axis=1)
@@ -355,13 +357,6 @@ def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b
     """Positions of new tokens behind `before` others; padding is not counted."""
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
     return jnp.maximum(before[:, None] + count - 1, 0)
-
-
-def held(tokens: Int[Array, " b"], num_slots: int) -> Int[Array, "b w"]:
-    """Order index of what each slot of a ring holds after so many tokens; see `WindowCache`."""
-    newest = tokens[:, None] - 1
-    index = newest - (newest - jnp.arange(num_slots, dtype=jnp.int32)) % num_slots
-    return jnp.where(index >= 0, index, jnp.iinfo(jnp.int32).max)
 
 
 def behind(old: Numbers, new: jax.Array) -> Numbers:
