@@ -77,12 +77,12 @@ def test_a_fresh_cache_can_be_donated(kind, layout):
         "window": lambda: ring(layout=layout),
         "hybrid": lambda: HybridCache.create([NEAR, LayerCacheSpec(G, K)], **options),
     }[kind]()
-    q, k, v = sequence(1)
+    qkv: list[Any] = sequence(1)
 
     def step(cache: Any) -> Any:
         cache, info, _ = cache.begin(jnp.ones((1, 1), jnp.int32))
         group = "full" if kind == "dense" else "window"
-        cache = attend(q, k, v, info, cache=cache, group=group, mechanism=VANILLA)[1]
+        cache = attend(*qkv, info, cache=cache, group=group, mechanism=VANILLA)[1]
         return cache.advance(1)
 
     run = jax.jit(step, donate_argnums=0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
@@ -16,7 +15,7 @@ from ed_infra.partition import PartitionManager
 from ed_layers.attention import MECHANISMS
 from ed_layers.cache import DenseCache, Format, HybridCache, PagedCache, WindowCache
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.cache.storage import Layout
+from ed_layers.cache.storage import Layout, StorageOptions
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
@@ -144,10 +143,10 @@ class EasyCacheMixin:
         spec = manager.resolve(axes, mode="decode", shape=shape, mesh=config.mesh)
         return NamedSharding(config.mesh, spec)
 
-    def _cache_options(self, dtype: DTypeLike | None) -> dict[str, Any]:
+    def _cache_options(self, dtype: DTypeLike | None) -> StorageOptions:
         return {
             "dtype": self.cache_dtype(dtype),
             "layout": self.layout,
-            "place": self.cache_sharding,
+            "sharding": self.cache_sharding,
             "format": Format.of(self.config.kv_cache_quantization_config),
         }

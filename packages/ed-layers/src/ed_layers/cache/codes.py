@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ FORMATS = {
 }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Codes:
     """Quantized numbers; what they stand for is `values * scale`.

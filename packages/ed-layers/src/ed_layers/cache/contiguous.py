@@ -11,34 +11,31 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from functools import partial
+from typing import ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from ed_layers.cache.codes import Codes, Format, Numbers, encode, first_numbers, map_slots
+from ed_layers.cache.codes import Codes, Numbers, encode, first_numbers, map_slots
 from ed_layers.cache.protocol import KeysValues, Stored, keys_values
 from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.cache.sharded import splits_slots, write_split_rows
+from ed_layers.cache.sharded import splits_slots, write_rows
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, uniform
 from ed_layers.cache.storage import (
-    At,
     Layer,
     Layout,
     PerLayer,
-    Place,
-    allocate_numbers,
+    Storage,
+    StorageOptions,
     layout_of,
     locate,
-    resolve,
     take_layer,
     update_layer,
-    write_rows,
 )
 
 STATIC = {"static": True}
@@ -75,45 +72,31 @@ class Rows:
         *,
         batch_size: int,
         capacity: int,
-        dtype: DTypeLike = jnp.float32,
-        layout: Layout = "stacked",
-        sharding: Place = None,
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> Self:
         """Allocate an empty cache.
 
         Args:
             specs: one per layer, all equal (see HybridCache for those that differ).
             batch_size, capacity: rows, and tokens that a row can have.
-            dtype: of what is stored, unless it is quantized.
-            layout: "stacked" for a scanned model, "leaves" for an unrolled one.
-            sharding: of one layer's [b, g, t, k]; see `Place`.
-            format: of 8-bit storage; None stores `dtype`.
+            storage: see `Storage`; `sharding` is of [b, g, t, k].
         """
-        spec = uniform(specs)
-        if format is not None:
-            format.groups(spec.values)
+        spec, store = uniform(specs), Storage(**storage)
         shape = (batch_size, spec.num_kv_heads, cls.slots_for(spec, capacity))
         axes = ("batch", "kv_heads", cls.SLOTS, None)
-        where = resolve(sharding, axes, (*shape, spec.head_dim))
+        sharding = store.place(axes, (*shape, spec.head_dim))
+        if store.format is not None:
+            store.format.groups(spec.values)
 
         def make(size: int) -> PerLayer:
-            return allocate_numbers(
-                len(specs),
-                (*shape, size),
-                slot_axis=2,
-                layout=layout,
-                dtype=dtype,
-                format=format,
-                sharding=where,
-            )
+            return store.numbers(len(specs), (*shape, size), sharding, slot_axis=2)
 
         return cls(
             keys=make(spec.head_dim),
             values=None if spec.values_in_keys else make(spec.values),
             tokens=jnp.zeros((batch_size,), jnp.int32),
             value_dim=spec.values,
-            sharding=splits_slots(where),
+            sharding=splits_slots(sharding),
             **cls.empty(batch_size, shape[-1]),
         )
 
@@ -177,18 +160,13 @@ class Rows:
         """Store keys [b, s, g, k] and values [b, s, g, d] of one layer in these slots."""
 
         def stored(storage: PerLayer, new: jax.Array) -> PerLayer:
-            def put(numbers: Numbers, at: At) -> Numbers:
-                if self.sharding is None:
-                    return write_rows(numbers, at, new, slots)
-                return write_split_rows(numbers, at, new, slots, self.sharding)
+            write = partial(write_rows, new=new, slots=slots, sharding=self.sharding)
+            return update_layer(storage, layer, write)
 
-            return update_layer(storage, layer, put)
-
-        keys, values = kv
-        if self.values is None:
-            return replace(self, keys=stored(self.keys, keys))
-        assert values is not None, "keys_values has looked"
-        return replace(self, keys=stored(self.keys, keys), values=stored(self.values, values))
+        keys = stored(self.keys, kv[0])
+        if self.values is None or kv[1] is None:
+            return replace(self, keys=keys)
+        return replace(self, keys=keys, values=stored(self.values, kv[1]))
 
     def read(self, layer: Layer, mask_info: MaskInfo, *, ordered: bool = False) -> Stored:
         """What attention reads of one layer."""

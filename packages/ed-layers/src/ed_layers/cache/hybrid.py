@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from ed_layers.cache.codes import Format
 from ed_layers.cache.contiguous import CrossCache, DenseCache, WindowCache, counted
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.protocol import KeysValues, Pages, States, Stored
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.recurrent import RecurrentCache
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, grouped
-from ed_layers.cache.storage import Layer, Layout, Place
+from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions
 
 Memory = DenseCache | WindowCache | CrossCache | PagedCache | RecurrentCache
 
@@ -58,10 +56,7 @@ class HybridCache:
         batch_size: int,
         capacity: int,
         cross_capacity: int | None = None,
-        dtype: DTypeLike = jnp.float32,
-        layout: Layout = "stacked",
-        place: Place = None,
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> HybridCache:
         """Allocate an empty contiguous cache for each group.
 
@@ -69,35 +64,26 @@ class HybridCache:
             specs: what each layer keeps: one spec, or a tuple of specs of different groups.
             batch_size, capacity: rows, and tokens that a row can have.
             cross_capacity: positions of an encoder, for specs of the group "cross".
-            dtype, layout, format: see `DenseCache.create`.
-            place: where the arrays of one layer go.
+            storage: see `Storage`.
 
         Raises:
             ConfigError: `cross_capacity` is missing.
         """
-        size = capacity if cross_capacity is None else cross_capacity
-        options: Any = {"batch_size": batch_size, "dtype": dtype, "layout": layout}
-        options |= {"sharding": place, "format": format}
 
         def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
-            if group == "cross" and cross_capacity is None:
-                raise ConfigError(
-                    "this model reads an encoder: give the cache cross_capacity, the encoder's "
-                    "number of positions"
-                )
-            if group == "cross":
-                return CrossCache.create(specs, capacity=size, **options)
+            window, size = specs[0].window, capacity
             # A window that no row outgrows forgets nothing.
-            window = specs[0].window
             kind = DenseCache if window is None or window >= capacity else WindowCache
-            return kind.create(specs, capacity=capacity, **options)
+            if group == "cross":
+                if cross_capacity is None:
+                    raise ConfigError(
+                        "this model reads an encoder: give the cache cross_capacity, the encoder's "
+                        "number of positions"
+                    )
+                kind, size = CrossCache, cross_capacity
+            return kind.create(specs, batch_size=batch_size, capacity=size, **storage)
 
-        def make_states(specs: Sequence[RecurrentSpec]) -> RecurrentCache:
-            return RecurrentCache.create(
-                specs, batch_size=batch_size, layout=layout, sharding=place
-            )
-
-        caches, table = memories(specs, make, make_states)
+        caches, table = memories(specs, make, batch_size, storage)
         return cls(caches, {}, jnp.zeros((batch_size,), jnp.int32), table, capacity)
 
     @classmethod
@@ -108,10 +94,7 @@ class HybridCache:
         num_pages: int | Mapping[str, int],
         page_size: int,
         num_states: int | None = None,
-        dtype: DTypeLike = jnp.float32,
-        layout: Layout = "stacked",
-        place: Place = None,
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> HybridCache:
         """Allocate a pool of pages for each group, and state slots for recurrent layers.
 
@@ -120,7 +103,7 @@ class HybridCache:
             num_pages: pages of each group's pool: one number for all, or group -> number.
             page_size: tokens per page.
             num_states: state slots that sequences can lease, for recurrent layers.
-            dtype, layout, place, format: as in `create`.
+            storage: see `Storage`.
 
         Raises:
             ConfigError: `num_states` or a group of `num_pages` is missing, or a layer reads an
@@ -140,25 +123,11 @@ class HybridCache:
                     "each group of the model, or give one number for all"
                 )
             return PagedCache.create(
-                specs,
-                num_pages=pages,
-                page_size=page_size,
-                dtype=dtype,
-                layout=layout,
-                sharding=place,
-                group=group,
-                format=format,
+                specs, num_pages=pages, page_size=page_size, group=group, **storage
             )
 
-        def make_states(specs: Sequence[RecurrentSpec]) -> RecurrentCache:
-            if num_states is None:
-                raise ConfigError(
-                    "this model has recurrent layers: give the paged cache num_states, how many "
-                    "sequences can have a state at a time"
-                )
-            return RecurrentCache.create(specs, batch_size=num_states, layout=layout)
-
-        caches, table = memories(specs, make, make_states)
+        # Any sequence may lease any state slot, so they are not split over devices.
+        caches, table = memories(specs, make, num_states, {**storage, "sharding": None})
         return cls(caches, {}, None, table, None)
 
     def simplest(self) -> DenseCache | WindowCache | PagedCache | HybridCache:
@@ -281,13 +250,28 @@ class HybridCache:
 def memories(
     specs: Sequence[LayerSpecs],
     make: Callable[[str, Sequence[LayerCacheSpec]], Memory],
-    make_states: Callable[[Sequence[RecurrentSpec]], Memory],
+    num_states: int | None,
+    storage: StorageOptions,
 ) -> tuple[dict[str, Memory], Table]:
-    """The cache of each group, and which layer is where."""
-    table, groups = grouped(specs)
+    """The cache of each group, and which layer is where.
+
+    Args:
+        make: makes the cache of a group that keeps keys and values.
+        num_states: rows, or state slots, of recurrent layers.
+    """
+    store, (table, groups) = Storage(**storage), grouped(specs)
     caches: dict[str, Memory] = {}
     for group, members in groups.items():
         states = [spec for spec in members if isinstance(spec, RecurrentSpec)]
-        others = [spec for spec in members if isinstance(spec, LayerCacheSpec)]
-        caches[group] = make_states(states) if states else make(group, others)
+        if not states:
+            caches[group] = make(group, [x for x in members if isinstance(x, LayerCacheSpec)])
+        elif num_states is None:
+            raise ConfigError(
+                "this model has recurrent layers: give the paged cache num_states, how many "
+                "sequences can have a state at a time"
+            )
+        else:
+            caches[group] = RecurrentCache.create(
+                states, batch_size=num_states, layout=store.layout, sharding=store.sharding
+            )
     return caches, table

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
-from jax.typing import DTypeLike
 
-from ed_layers.cache.codes import Format, Numbers, encode, map_slots
+from ed_layers.cache.codes import Numbers, encode, map_slots
 from ed_layers.cache.protocol import KeysValues, keys_values
 from ed_layers.cache.protocol import Pages as Pages
 from ed_layers.cache.ragged import RaggedBatch
@@ -23,11 +23,10 @@ from ed_layers.cache.storage import (
     Layer,
     Layout,
     PerLayer,
-    Place,
-    allocate_numbers,
+    Storage,
+    StorageOptions,
     layout_of,
     locate,
-    resolve,
     update_layer,
 )
 
@@ -58,36 +57,24 @@ class PagedCache:
         *,
         num_pages: int,
         page_size: int,
-        dtype: DTypeLike = jnp.float32,
-        layout: Layout = "stacked",
-        sharding: Place = None,
         group: str = "full",
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> PagedCache:
         """Allocate an empty pool.
 
         Args:
             specs: one per layer, all equal.
             num_pages, page_size: pages in the pool, tokens per page.
-            dtype: of what is stored, unless it is quantized.
-            sharding: of one layer's [P, page_size, g, 2, k]; see `Place`.
-            group: see the attribute.
-            format: of 8-bit pages; None stores `dtype`.
+            group: which `slots` and `page_table` of the RaggedBatch these layers use.
+            storage: see `Storage`; `sharding` is of [P, page_size, g, 2, k].
         """
-        spec = uniform(specs)
-        if format is not None:
-            format.groups(spec.values)
+        spec, store = uniform(specs), Storage(**storage)
+        if store.format is not None:
+            store.format.groups(spec.values)
         ways, size = 1 if spec.values_in_keys else 2, max(spec.head_dim, spec.values)
         shape = (num_pages, page_size, spec.num_kv_heads, ways, size)
-        pages = allocate_numbers(
-            len(specs),
-            shape,
-            slot_axis=1,
-            layout=layout,
-            dtype=dtype,
-            format=format,
-            sharding=resolve(sharding, (None, None, "kv_heads", None, None), shape),
-        )
+        sharding = store.place((None, None, "kv_heads", None, None), shape)
+        pages = store.numbers(len(specs), shape, sharding, slot_axis=1)
         return cls(pages, group, spec.value_dim)
 
     @property

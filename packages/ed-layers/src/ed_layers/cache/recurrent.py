@@ -20,10 +20,9 @@ from ed_layers.cache.storage import (
     Layer,
     Layout,
     Place,
-    allocate,
+    Storage,
     layout_of,
     locate,
-    resolve,
     take_layer,
     update_layer,
     zeros,
@@ -59,6 +58,7 @@ class RecurrentCache:
         Args:
             specs: one per layer, all equal.
             batch_size: rows, or state slots.
+            layout: see `Storage`.
             sharding: of the batch, the first dimension of every state; see `Place`.
         """
         if len(set(specs)) != 1:
@@ -67,17 +67,14 @@ class RecurrentCache:
                 f"{set(specs)}; give each kind a group of its own"
             )
 
-        where = resolve(sharding, ("batch",), (batch_size,))
+        store = Storage(layout=layout, sharding=sharding)
+        where = store.place(("batch",), (batch_size,))
 
         def make(lead: tuple[int, ...], state: StateSpec) -> jax.Array:
             return zeros(lead, (batch_size, *state.shape), state.dtype, where)
 
-        return cls(
-            {
-                state.name: allocate(len(specs), layout, partial(make, state=state))
-                for state in specs[0].states
-            }
-        )
+        states = specs[0].states
+        return cls({x.name: store.layers(len(specs), partial(make, state=x)) for x in states})
 
     @property
     def layout(self) -> Layout:

@@ -1,7 +1,8 @@
-"""Slots that are split over devices: each device writes the tokens that fall into its own part.
+"""Writing tokens into rows of slots, which may be split over devices.
 
-The partitioner would gather the cache to write along a sharded dimension. Under `shard_map` nothing
-is sent: the new tokens are on every device of their row already.
+The partitioner would gather a cache to write along a sharded dimension. Under `shard_map` nothing
+is sent: the new tokens are on every device of their row already, and each device writes those that
+fall into its own slots.
 
 Legend: b batch, g kv heads, t slots, k numbers of a head, s new tokens.
 """
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ed_layers.cache.codes import Codes, Numbers
-from ed_layers.cache.storage import At, Layer, sharding_of_scales, write_rows
+from ed_layers.cache.codes import Codes, Numbers, encode, map_slots
+from ed_layers.cache.storage import At, Layer, sharding_of_scales
 
 
 def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None:
@@ -42,27 +43,54 @@ def first_slot(sharding: NamedSharding, local: int) -> jax.Array:
     return jax.lax.axis_index(sharding.spec[2]) * local
 
 
-def write_split_rows(
+def write_rows(
     numbers: Numbers,
     at: At,
     new: Float[Array, "b s g k"],
     slots: Int[Array, "b s"],
-    sharding: NamedSharding,
+    sharding: NamedSharding | None,
 ) -> Numbers:
-    """As `write_rows`, for a cache whose slots are split over devices."""
+    """Write tokens of rows into one layer [b, g, t, k], in place.
+
+    Args:
+        slots: where each token goes; one whose slot does not exist is dropped.
+        sharding: of the layer, where slots are split over devices.
+    """
+    if sharding is None:
+        return scatter(numbers, new, slots, *at)
 
     def local(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> Numbers:
-        return write_rows(numbers, at, new, slots - first_slot(sharding, numbers.shape[-2]))
+        return scatter(numbers, new, slots - first_slot(sharding, numbers.shape[-2]), *at)
 
     rows, heads = sharding.spec[:2]
     stored = specs_of(numbers, sharding, lead=len(at))
-    return jax.shard_map(
+    whole = (PartitionSpec(rows, None, heads), PartitionSpec(rows), *(PartitionSpec() for _ in at))
+    write = jax.shard_map(
         local,
         mesh=sharding.mesh,
-        in_specs=(
-            *(stored, PartitionSpec(rows, None, heads), PartitionSpec(rows)),
-            *(PartitionSpec() for _ in at),
-        ),
+        in_specs=(stored, *whole),
         out_specs=stored,
         check_vma=False,
-    )(numbers, new, slots, *(jnp.asarray(layer) for layer in at))
+    )
+    return write(numbers, new, slots, *(jnp.asarray(layer) for layer in at))
+
+
+def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> Numbers:
+    """As `write_rows`, on one device, or with slots that are not split."""
+    lead = len(at)
+    where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
+
+    def put(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
+        indexed = (*range(lead), slot_axis)
+        # Rows are a batching dimension, so that rows on several devices are written where they are.
+        dims = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(2, 3),
+            inserted_window_dims=indexed,
+            scatter_dims_to_operand_dims=indexed,
+            operand_batching_dims=(lead,),
+            scatter_indices_batching_dims=(0,),
+        )
+        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+        return jax.lax.scatter(array, where, tokens, dims, mode=drop)
+
+    return map_slots(put, numbers, encode(new, numbers))

@@ -6,15 +6,16 @@ Legend: L layers, b rows, s new tokens, g kv heads, t slots, k numbers of a head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from ed_layers.cache.codes import Codes, Format, Numbers, encode, map_slots
+from ed_layers.cache.codes import Codes, Format, Numbers
 
 Layout = Literal["stacked", "leaves"]
 Layer = int | Int[Array, ""]
@@ -34,53 +35,62 @@ NumbersT = TypeVar("NumbersT", jax.Array, Numbers)
 DimT = TypeVar("DimT")
 
 
-def allocate(
-    num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], NumbersT]
-) -> NumbersT | tuple[NumbersT, ...]:
-    """Allocate per-layer storage.
+class StorageOptions(TypedDict, total=False):
+    """The fields of `Storage`, as caches take them."""
 
-    Args:
-        num_layers: L.
-        layout: "stacked" for scanned depth, "leaves" for unrolled depth.
-        make: makes an array, given the leading dims (`(L,)` or `()`).
-    """
-    if layout == "stacked":
-        return make((num_layers,))
-    return tuple(make(()) for _ in range(num_layers))
+    dtype: DTypeLike
+    layout: Layout
+    sharding: Place
+    format: Format | None
 
 
-def allocate_numbers(
-    num_layers: int,
-    shape: tuple[int, ...],
-    *,
-    slot_axis: int,
-    layout: Layout,
-    dtype: DTypeLike,
-    format: Format | None,
-    sharding: Sharding | None,
-) -> PerLayer:
-    """Allocate zeros for keys or values of all layers; codes and scales if `format` says so.
+@dataclass(frozen=True)
+class Storage:
+    """How a cache stores its arrays.
 
-    Args:
-        shape: of one layer, the numbers of a head last.
-        slot_axis: the dimension along which tokens lie; scales have it last.
+    Attributes:
+        dtype: of keys and values, unless they are quantized.
+        layout: "stacked" for a scanned model, "leaves" for an unrolled one.
+        sharding: of the arrays of one layer; see `Place`.
+        format: of 8-bit storage; None stores `dtype`.
     """
 
-    def make(lead: tuple[int, ...]) -> Numbers:
-        if format is None:
-            return zeros(lead, shape, dtype, sharding)
-        scales = dims_of_scales(shape, slot_axis, format.groups(shape[-1]))
-        return Codes(
-            zeros(lead, shape, format.dtype, sharding),
-            zeros(lead, scales, jnp.float32, sharding_of_scales(sharding, len(shape), slot_axis)),
-        )
+    dtype: DTypeLike = jnp.float32
+    layout: Layout = "stacked"
+    sharding: Place = None
+    format: Format | None = None
 
-    return allocate(num_layers, layout, make)
+    def place(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding | None:
+        """The sharding of an array of one layer."""
+        return self.sharding(axes, shape) if callable(self.sharding) else self.sharding
 
+    def numbers(
+        self, num_layers: int, shape: tuple[int, ...], sharding: Sharding | None, slot_axis: int
+    ) -> PerLayer:
+        """Allocate zeros for keys or values of all layers; codes and scales if quantized.
 
-def resolve(place: Place, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding of an array of one layer."""
-    return place(axes, shape) if callable(place) else place
+        Args:
+            shape, sharding: of one layer, the numbers of a head last.
+            slot_axis: the dimension along which tokens lie; scales have it last.
+        """
+
+        def make(lead: tuple[int, ...]) -> Numbers:
+            if self.format is None:
+                return zeros(lead, shape, self.dtype, sharding)
+            scales = dims_of_scales(shape, slot_axis, self.format.groups(shape[-1]))
+            where = sharding_of_scales(sharding, len(shape), slot_axis)
+            codes = zeros(lead, shape, self.format.dtype, sharding)
+            return Codes(codes, zeros(lead, scales, jnp.float32, where))
+
+        return self.layers(num_layers, make)
+
+    def layers(
+        self, num_layers: int, make: Callable[[tuple[int, ...]], NumbersT]
+    ) -> NumbersT | tuple[NumbersT, ...]:
+        """Allocate an array for all layers; `make` makes it, given its leading dims."""
+        if self.layout == "stacked":
+            return make((num_layers,))
+        return tuple(make(()) for _ in range(num_layers))
 
 
 def zeros(
@@ -151,30 +161,3 @@ def static_layer(layer: Layer) -> int:
         "this cache keeps one array per layer, for unrolled models, but a scanned model reads it: "
         "create it by the model's own init_cache()"
     )
-
-
-def write_rows(
-    numbers: Numbers, at: At, new: Float[Array, "b s g k"], slots: Int[Array, "b s"]
-) -> Numbers:
-    """Write tokens of rows into one layer [b, g, t, k], in place.
-
-    Args:
-        slots: where each token goes; one whose slot does not exist is dropped.
-    """
-    lead = len(at)
-    where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
-
-    def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
-        indexed = (*range(lead), slot_axis)
-        # Rows are a batching dimension, so that rows on several devices are written where they are.
-        dims = jax.lax.ScatterDimensionNumbers(
-            update_window_dims=(2, 3),
-            inserted_window_dims=indexed,
-            scatter_dims_to_operand_dims=indexed,
-            operand_batching_dims=(lead,),
-            scatter_indices_batching_dims=(0,),
-        )
-        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
-        return jax.lax.scatter(array, where, tokens, dims, mode=drop)
-
-    return map_slots(scatter, numbers, encode(new, numbers))
