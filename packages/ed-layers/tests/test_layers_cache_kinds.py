@@ -15,16 +15,21 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import (
+    Cache,
+    ContiguousCache,
+    CrossCache,
+    DenseCache,
     Format,
     HybridCache,
     LayerCacheSpec,
     PagedCache,
     RaggedBatch,
+    RecurrentCache,
     RecurrentSpec,
+    StateCache,
     StateSpec,
     WindowCache,
 )
-from ed_layers.cache.recurrent import RecurrentCache
 
 FULL, NEAR = LayerCacheSpec(G, K), LayerCacheSpec(G, K, window=4)
 CROSS = LayerCacheSpec(G, K, group="cross")
@@ -208,6 +213,30 @@ def test_a_mixed_engine_step_of_windowed_layers():
     for counts in ([9, 1], [0, 10], [0, 1]):
         engine.step(counts, padded_to=16)
     assert max(engine.close(i) for i in range(2)) <= BOUNDS[None]
+
+
+def test_every_cache_keeps_its_protocol():
+    """What layers and models call is there."""
+    sizes: Any = {"batch_size": 1, "capacity": 8}
+    mixed = HybridCache.create([NEAR, FULL, STATE], **sizes)
+    states = RecurrentCache.create([STATE], batch_size=1)
+    pages = PagedCache.create([FULL], num_pages=1, page_size=4)
+    rows: list[ContiguousCache] = [
+        DenseCache.create([FULL], **sizes),
+        WindowCache.create([NEAR], **sizes),
+        mixed,
+    ]
+    caches: list[Cache] = [*rows, CrossCache.create([CROSS], **sizes), pages]
+    recurrent: list[StateCache] = [mixed, states]
+    expected: list[tuple[Any, type]] = [
+        *((cache, ContiguousCache) for cache in rows),
+        *((cache, Cache) for cache in caches),
+        *((cache, StateCache) for cache in recurrent),
+    ]
+    for cache, protocol in expected:
+        names = {name for kind in protocol.__mro__ for name in vars(kind) if name[0] != "_"}
+        assert names >= {"update"} or names == {"get", "set"}
+        assert not [name for name in names if not hasattr(cache, name)]
 
 
 # Values that are part of their keys: multi-head latent attention.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.partition import PartitionManager
 from ed_layers.attention import MECHANISMS
-from ed_layers.cache import DenseCache, Format, HybridCache, PagedCache, WindowCache
+from ed_layers.cache import Cache, ContiguousCache, Format, HybridCache, PagedCache
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layout, StorageOptions
 from jax.sharding import NamedSharding
@@ -46,7 +46,7 @@ class EasyCacheMixin:
         dtype: DTypeLike | None = None,
         *,
         encoder_length: int | None = None,
-    ) -> DenseCache | WindowCache | HybridCache:
+    ) -> ContiguousCache:
         """An empty contiguous cache for `max_length` tokens per row, sharded over batch and heads.
 
         With `use_sharded_kv_caching` also over slots, along `kv_cache_sharding_sequence_axis_name`;
@@ -56,7 +56,8 @@ class EasyCacheMixin:
             encoder_length: positions of the encoder that cross-attention reads.
 
         Returns:
-            a HybridCache, unless every layer has one memory and all are alike.
+            a HybridCache; where every layer has one memory and all are alike, a DenseCache or a
+            WindowCache.
 
         Raises:
             ConfigError: the quantization is not for caches, or `encoder_length` is missing.
@@ -78,7 +79,7 @@ class EasyCacheMixin:
         dtype: DTypeLike | None = None,
         *,
         num_states: int | None = None,
-    ) -> PagedCache | HybridCache:
+    ) -> Cache:
         """An empty pool of pages, sharded over heads; quantized as `init_cache`.
 
         Args:
@@ -86,16 +87,17 @@ class EasyCacheMixin:
                 group -> number.
             page_size: tokens per page.
             num_states: state slots that sequences can lease, for recurrent layers.
+
+        Returns:
+            a HybridCache; where every layer has one memory and all are alike, a PagedCache.
         """
-        cache = HybridCache.create_paged(
+        return HybridCache.create_paged(
             self.cache_specs(),
             num_pages=num_pages,
             page_size=page_size,
             num_states=num_states,
             **self._cache_options(dtype),
         ).simplest()
-        assert isinstance(cache, PagedCache | HybridCache), "pages were asked for"
-        return cache
 
     def init_operations_cache(
         self,
@@ -104,7 +106,7 @@ class EasyCacheMixin:
         *,
         page_size: int = 128,
         dtype: DTypeLike | None = None,
-    ) -> DenseCache | WindowCache | HybridCache | PagedCache:
+    ) -> Cache:
         """The cache that the model's layers and its attention mechanism need.
 
         Pages, enough for `batch_size` sequences of `max_length` tokens, where `attn_mechanism` or

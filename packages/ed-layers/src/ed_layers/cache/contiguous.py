@@ -62,7 +62,7 @@ class Rows:
     values: PerLayer | None
     tokens: Int[Array, " b"]
     slots: Int[Array, "b s"] | None = None
-    value_dim: int = field(default=0, metadata=STATIC)
+    value_dim: int = field(kw_only=True, metadata=STATIC)
     sharding: NamedSharding | None = field(default=None, metadata=STATIC)
 
     @classmethod
@@ -102,7 +102,7 @@ class Rows:
 
     @classmethod
     def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
-        """What a kind of cache has besides, before the first token."""
+        """Further fields of a kind of cache, before the first token."""
         return {}
 
     @classmethod

@@ -133,9 +133,11 @@ class HybridCache:
     def simplest(self) -> DenseCache | WindowCache | PagedCache | HybridCache:
         """The cache of the only group, where every layer has keys and values in it and no other
         memory; else this cache."""
-        (_, row), cache = self.table[0], next(iter(self.caches.values()))
-        alone = len(self.table) == 1 and -1 not in row
-        return cache if alone and isinstance(cache, DenseCache | WindowCache | PagedCache) else self
+        if len(self.table) == 1 and -1 not in self.table[0][1]:
+            cache = self.caches[self.table[0][0]]
+            if isinstance(cache, DenseCache | WindowCache | PagedCache):
+                return cache
+        return self
 
     @property
     def layout(self) -> Layout:
