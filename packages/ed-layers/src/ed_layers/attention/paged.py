@@ -76,7 +76,7 @@ class PageReader:
             values = jnp.moveaxis(kv.values, 2, 4)
             kv = jnp.moveaxis(decode(Codes(values, kv.scale), dtype), 4, 2)
         kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[-3:])
-        return kv[..., 0, : self.head_dim], kv[..., 1, : self.value_dim]
+        return kv[..., 0, : self.head_dim], kv[..., -1, : self.value_dim]
 
     def attend(self, q, rows, position, valid, first_block, last_block) -> jax.Array:
         """Attention of q [m, x, g, r, k], scaled already, to blocks `first_block` to `last_block`.
