@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.paths import normalize
 from ed_infra.sharding import make_global
+from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -23,7 +25,7 @@ def replicated(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def place_model(model: Any) -> None:
+def place_model(model: LanguageModel) -> None:
     """Shard a model, in place, whose parameters are not on the devices of its mesh yet."""
     leaves = jax.tree.leaves(nnx.state(model))
     devices = set(model.config.mesh.devices.flat)
@@ -86,7 +88,7 @@ class Placement:
         config: the model's config; gives the mesh and the meaning of its axes.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: EasyDeLBaseConfig):
         self._mesh = config.mesh
         self._manager = config.partition_manager
         self._known: dict[tuple[int, ...], NamedSharding] = {}
