@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,31 @@ from ed_trainers.state import EasyDeLState
 T = TypeVar("T")
 Leaves = tuple[jax.Array, ...]
 Report = dict[str, jax.Array]
-TrainStep = Callable[[Leaves, Batch], tuple[Leaves, Report]]
-EvalStep = Callable[[Leaves, Batch], dict[str, Metric]]
 
 # A weight below this is taken for this, so that a batch in which nothing counts divides by it.
 _SMALLEST = 1e-8
+
+
+class Step(Generic[T]):
+    """A compiled function of the learner's leaves and a batch, with the frozen leaves bound.
+
+    The frozen leaves are arguments of the program as the others are, and never donated.
+    """
+
+    def __init__(self, function: jax.stages.Wrapped, frozen: Leaves):
+        self._function = function
+        self._frozen = frozen
+
+    def __call__(self, leaves: Leaves, batch: Batch) -> T:
+        return self._function(leaves, self._frozen, batch)
+
+    def lower(self, leaves: Leaves, batch: Batch) -> jax.stages.Lowered:
+        """Return the program for arguments like these, without running it."""
+        return self._function.lower(leaves, self._frozen, batch)
+
+
+TrainStep = Step[tuple[Leaves, Report]]
+EvalStep = Step[dict[str, Metric]]
 
 
 def build_train_step(
@@ -101,8 +121,7 @@ def build_train_step(
         return tuple(jax.tree.leaves(new)), report
 
     out = (shardings, replicated(shardings[0]))
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=out)
-    return lambda leaves, batch: compiled(leaves, method.frozen.leaves, batch)
+    return Step(jax.jit(step, donate_argnums=0, out_shardings=out), method.frozen.leaves)
 
 
 def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
@@ -125,7 +144,7 @@ def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
         return {**loss.sums, **loss.metrics}
 
     compiled = jax.jit(step, out_shardings=replicated(state.step.sharding))
-    return lambda leaves, batch: compiled(leaves, method.frozen.leaves, batch)
+    return Step(compiled, method.frozen.leaves)
 
 
 def _loss_of(graphdef: nnx.GraphDef, loss_fn: LossFn, frozen: Frozen) -> Callable[..., Loss]:

@@ -97,7 +97,7 @@ def _by_device(
     axes = _axes(sharding.spec)
     if not axes:
         return local
-    return jax.shard_map(
+    split = jax.shard_map(
         local,
         mesh=sharding.mesh,
         in_specs=inputs,
@@ -105,6 +105,7 @@ def _by_device(
         axis_names=set(axes),
         check_vma=False,
     )
+    return jax.jit(split, inline=True)  # outside of any jit, jax refuses axes that are left out
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -119,11 +119,11 @@ class Trainer(ABC):
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
-        self._method = Method(self.prepare, self.loss, self._freeze(frozen or {}))
+        self.method = Method(self.prepare, self.loss, self._freeze(frozen or {}))
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
-            self.evaluator = Evaluator(self._method, self.placement, eval_dataset, rows=rows)
+            self.evaluator = Evaluator(self.method, self.placement, eval_dataset, rows=rows)
         self._loop: TrainingLoop | None = None
 
     @abstractmethod
@@ -190,7 +190,7 @@ class Trainer(ABC):
                 arguments=self.arguments,
                 total_steps=self.total_steps,
                 feed=self.feed,
-                method=self._method,
+                method=self.method,
                 placement=self.placement,
                 evaluator=self.evaluator,
                 begin=self._first_state,
