@@ -57,7 +57,7 @@ def test_defaults_are_easydels():
             "valid boolean",
         ),
         ({"learning_rate": float("inf")}, "learning_rate", "finite"),
-        ({"learning_rate": float("nan")}, "learning_rate", "greater than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate", "finite"),
         ({"weight_decay": float("inf")}, "weight_decay", "finite"),
         ({"clip_grad": float("inf")}, "clip_grad", "finite"),
         ({"training_time_limit": float("inf")}, "training_time_limit", "finite"),

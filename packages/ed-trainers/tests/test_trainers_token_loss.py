@@ -33,7 +33,7 @@ def arrays():
 
 
 def place(dims, toy):
-    """The arrays on a mesh (the head over the vocabulary where it has `tp`), and `targets`' place."""
+    """The arrays on a mesh (the head split over `tp`), and the sharding of `targets`."""
     config = toy.Config(dims)
     tokens = Placement(config).sharding((B, S), stacked=False)
 
