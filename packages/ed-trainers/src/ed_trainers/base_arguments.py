@@ -231,7 +231,9 @@ class TrainingArguments(Options):
 
     @field_validator("trainable_rules", "learning_rate_rules", "weight_decay_rules")
     @classmethod
-    def _are_patterns(cls, value: tuple[tuple[str, Any], ...], info: ValidationInfo) -> Any:
+    def _are_patterns(
+        cls, value: tuple[tuple[str, object], ...], info: ValidationInfo
+    ) -> tuple[tuple[str, object], ...]:
         problems = []
         for index, (pattern, _) in enumerate(value):
             try:

@@ -170,7 +170,7 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int, item: str, args: Any) -> Any:
+    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
     def _set_aside(self, unreadable: list[tuple[int, Exception]]) -> None:

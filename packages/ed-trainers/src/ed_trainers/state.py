@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from ed_trainers.optimizers import apply_updates
 from ed_trainers.placement import replicated, shardings_like
 
 _STATE_FILE = "state.json"
+
+T = TypeVar("T")
 
 
 class EasyDeLState(struct.PyTreeNode):
@@ -237,7 +239,7 @@ def split_model(
     return graphdef, graphstate, graphother
 
 
-def _scalar_like(tree: Any, value: int) -> jax.Array:
+def _scalar_like(tree: object, value: int) -> jax.Array:
     """An int32 scalar on all devices of the tree, so that one jit takes both."""
     leaves = jax.tree.leaves(tree)
     scalar = jnp.asarray(value, jnp.int32)
@@ -245,18 +247,18 @@ def _scalar_like(tree: Any, value: int) -> jax.Array:
     return scalar if sharding is None else jax.device_put(scalar, replicated(sharding))
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: object) -> list[str]:
     """Name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by `/`."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return ["/".join(str(part) for part in normalize(path)) for path in paths]
 
 
-def flat_arrays(tree: Any) -> dict[str, jax.Array]:
+def flat_arrays(tree: object) -> dict[str, jax.Array]:
     """Return the leaves by name: the form in which they are saved, free of any class."""
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
-def flat_abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def flat_abstract(tree: object) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape, dtype and sharding of each leaf by name."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -264,14 +266,18 @@ def flat_abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def from_flat(template: Any, arrays: dict[str, jax.Array]) -> Any:
+def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
     """Put arrays, by name, into the structure of `template`."""
     leaves = [arrays[name] for name in leaf_names(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
 def check_fit(
-    wanted: dict[str, Any], found: dict[str, Any], where: str, *, dtypes: bool = False
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    found: Mapping[str, Any],
+    where: str,
+    *,
+    dtypes: bool = False,
 ) -> None:
     """Compare names and shapes, and dtypes if asked, of what is wanted with what was saved.
 
