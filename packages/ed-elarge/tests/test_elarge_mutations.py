@@ -1,9 +1,10 @@
 """Run files broken in every key: each is refused at its key, or is listed here as valid.
 
 Each key of the example files and of `MAXIMAL` is broken in many ways, one at a time, and the
-command line checks the file. It must end with exit code 2 and one message whose `file:line:column` is that
-of the broken key; no traceback. `VALID` lists what is valid nevertheless, `ELSEWHERE` the mistakes
-for which two keys are equally to blame, and `KNOWN` what another package does not refuse yet.
+command line checks the file. It must end with exit code 2 and one message whose
+`file:line:column` is that of the broken key; no traceback. `VALID` lists what is valid
+nevertheless, `ELSEWHERE` the mistakes for which two keys are equally to blame, and `KNOWN` what
+another package does not refuse yet.
 
 By default a fraction of the files is tried, the same ones every time; `-m nightly` tries all.
 """

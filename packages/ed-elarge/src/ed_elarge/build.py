@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ed_data.loader import Loader
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
-    from ed_models.module import EasyDeLBaseModule
+    from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
 
@@ -63,7 +63,7 @@ def _load_tokenizer(run: RunConfig, name: str) -> PreTrainedTokenizerBase:
 # The model.
 
 
-def model(elm: eLargeModel) -> EasyDeLBaseModule:
+def model(elm: eLargeModel) -> CausalLM:
     """Load the model, or make a new one from `model.config`, on its devices."""
     made = _new_model(elm) if _model_section(elm.config).config is not None else _load(elm.config)
     for section in SECTIONS.values():
@@ -90,7 +90,7 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
         return registry.get_config(model_type)(**(of_tokenizer or {}) | fields | changes)
 
 
-def _new_model(elm: eLargeModel) -> EasyDeLBaseModule:
+def _new_model(elm: eLargeModel) -> CausalLM:
     from ed_infra import registry
 
     run, tokens = elm.config, elm.build_tokenizer()
@@ -114,7 +114,7 @@ def _new_model(elm: eLargeModel) -> EasyDeLBaseModule:
         return module.create(config, seed=seed, **_dtypes(run))
 
 
-def _load(run: RunConfig) -> EasyDeLBaseModule:
+def _load(run: RunConfig) -> CausalLM:
     from ed_infra import registry
     from ed_models import hub
 
@@ -148,7 +148,7 @@ def _dtypes(run: RunConfig) -> dict[str, Any]:
     return {"dtype": loader.dtype, "param_dtype": loader.param_dtype, "precision": precision}
 
 
-def show_parameters(elm: eLargeModel, model: EasyDeLBaseModule) -> EasyDeLBaseModule:
+def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     """With `loader.verbose`, print each parameter: name, shape, dtype and sharding."""
     if not elm.config.loader.verbose:
         return model
@@ -240,7 +240,7 @@ def trainer(elm: eLargeModel) -> Trainer:
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     method = trainer_class(elm.config.method)
-    return method(arguments, elm.build_model(), train, held_out, elm.build_tokenizer())
+    return method(arguments, elm.part("model"), train, held_out, elm.part("tokenizer"))
 
 
 # Serving.

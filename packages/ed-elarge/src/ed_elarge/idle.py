@@ -13,8 +13,7 @@ import pydantic
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
-from ed_trainers import arguments
-from ed_trainers.arguments import TrainingArguments
+from ed_trainers.arguments import TrainingArguments, idle_options
 
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import RunConfig
@@ -51,8 +50,7 @@ def trainer(options: TrainingArguments, run: RunConfig) -> Idle:
     if run.mixture is not None and not run.has_held_out:
         why = "the mixture holds no texts out: set mixture.eval_fraction or mixture.eval_informs"
         yield "evaluation_steps eval_batch_size", why
-    of_arguments = getattr(arguments, "idle_options", None)
-    yield from of_arguments(options) if of_arguments is not None else ()
+    yield from idle_options(options)
 
 
 def engine(options: EngineConfig, run: RunConfig) -> Idle:

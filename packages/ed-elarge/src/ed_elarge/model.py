@@ -25,7 +25,7 @@ from ed_elarge.validation import validate
 if TYPE_CHECKING:
     from ed_data.loader import Loader
     from ed_esurge.engine import eSurge
-    from ed_models.module import EasyDeLBaseModule
+    from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-_SECTION_OF = {part: name for name, section in SECTIONS.items() for part in section.builds or ()}
+#: Part -> the section that it is built of, and the address of its builder.
+_PARTS = {p: (name, at) for name, section in SECTIONS.items() for p, at in section.builds.items()}
 
 
 def _setter(section: str) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
@@ -183,9 +184,8 @@ class eLargeModel:
             configs: operation -> settings, such as `{"flash_attn2": {"block_q": 128}}`.
             values: operations with their settings, or execution fields with their values.
         """
-        operations, fields = {**(configs or {})}, {}
-        for name, value in values.items():
-            (fields if canonical_field(name) in FIELDS else operations)[name] = value
+        fields = {k: v for k, v in values.items() if canonical_field(k) in FIELDS}
+        operations = {**(configs or {}), **{k: v for k, v in values.items() if k not in fields}}
         return self.update_config(
             {"base_config": {"values": fields, "operation_configs": operations}}
         )
@@ -245,10 +245,9 @@ class eLargeModel:
         Raises:
             InputError: the section that it is built of is missing, or cannot be built.
         """
-        section = _SECTION_OF[name]
+        section, builder = _PARTS[name]
         if self.config.sections[section] is None:
             raise self.config.missing(section)
-        builder = (SECTIONS[section].builds or {})[name]
         with self.config.blame(section):
             return self.once(name, lambda: pkgutil.resolve_name(builder)(self))
 
@@ -262,7 +261,7 @@ class eLargeModel:
         """The tokenizer, loaded or trained."""
         return self.part("tokenizer")
 
-    def build_model(self) -> EasyDeLBaseModule:
+    def build_model(self) -> CausalLM:
         """The model on its devices."""
         return self.part("model")
 

@@ -11,7 +11,7 @@ checks a run file, imports none of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ed_data.config import Mixture
@@ -64,7 +64,7 @@ class Section:
     checks: tuple[SectionCheck, ...] = ()
     looks: tuple[SectionCheck, ...] = ()
     idle: Idle | None = None
-    builds: Mapping[str, str] | None = None
+    builds: Mapping[str, str] = field(default_factory=dict)
     finishes: str = ""
 
     def classes(self) -> Mapping[str, type[Options] | type[Mixture]]:
