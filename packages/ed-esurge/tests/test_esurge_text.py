@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.context import fit, truncate
-from ed_esurge.engine.intake import Intake
+from ed_esurge.engine.intake import Intake, fit, seeds_of, truncate
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.testing import byte_tokenizer
 from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids, render_chat
@@ -160,7 +159,7 @@ def intake(**options) -> Intake:
 )
 def test_impossible_requests_are_refused(prompt, params, message):
     with pytest.raises(ConfigError, match=message):
-        intake().group("a", prompt, SamplingParams(**params), 0)
+        intake().prepare("a", prompt, SamplingParams(**params))
 
 
 @pytest.mark.parametrize(
@@ -184,12 +183,8 @@ def test_impossible_options_are_refused(params):
 
 
 def test_seeds_depend_on_what_was_asked():
-    make = intake()
-
     def seeds(arrival: int, **params) -> list[int]:
-        group = make.group("a", [1], SamplingParams(**params), 0)
-        make.number(group, arrival)
-        return [c.request.seed for c in group.completions.values()]
+        return seeds_of(SamplingParams(**params), 0, arrival)
 
     assert seeds(0, seed=5, n=3) == seeds(7, seed=5, n=3)
     assert len(set(seeds(0, seed=5, n=3))) == 3

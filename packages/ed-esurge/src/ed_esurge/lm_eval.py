@@ -97,9 +97,9 @@ class eSurgeLM(TemplateLM):
     def max_length(self) -> int:
         """Most tokens that the model sees before a token that is scored.
 
-        The engine's prompt holds the scored tokens too, and leaves room for one to generate.
+        The engine's prompt holds the scored tokens too.
         """
-        return self.engine.max_model_len - 2
+        return self.engine.max_model_len - 1
 
     @property
     def tokenizer_name(self) -> str:
@@ -151,7 +151,7 @@ class eSurgeLM(TemplateLM):
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Sum of the continuation's log-probabilities, and whether it is the greedy one."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         prompts, lengths = [], []
         for _key, context, continuation in requests:
             if len(continuation) > self.max_length:

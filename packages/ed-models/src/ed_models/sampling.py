@@ -72,9 +72,7 @@ def next_token(
     logits = logits.astype(jnp.float32)
     if settings.repetition_penalty != 1.0:
         assert seen is not None, "the repetition penalty needs to know the row"
-        factor = settings.repetition_penalty
-        penalized = jnp.where(logits < 0, logits * factor, logits / factor)
-        logits = jnp.where(seen, penalized, logits)
+        logits = less_repetition(logits, seen, settings.repetition_penalty)
     if not settings.do_sample:
         return first_argmax(logits)
     logits = logits / settings.temperature
@@ -96,6 +94,13 @@ def _draw(seed: Int[Array, ""], position: Int[Array, ""], logits: Float[Array, "
     return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits)
 
 
+def less_repetition(
+    logits: Float[Array, "b v"], seen: Bool[Array, "b v"], penalty: float | Float[Array, "b 1"]
+) -> Float[Array, "b v"]:
+    """Apply the repetition penalty to the logits of tokens that a row holds (CTRL, 2019)."""
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
 def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
     """The first index of each row's maximum; on CPU several times faster than `jnp.argmax`."""
     v = logits.shape[-1]
@@ -104,7 +109,9 @@ def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
     return jnp.minimum(jnp.min(jnp.where(logits == best, index, v), axis=-1), v - 1)
 
 
-def in_nucleus(probs: Float[Array, "b c"], top_p: float) -> Bool[Array, "b c"]:
+def in_nucleus(
+    probs: Float[Array, "b c"], top_p: float | Float[Array, "b 1"]
+) -> Bool[Array, "b c"]:
     """Mark the fewest likeliest candidates whose probabilities sum to at least `top_p`.
 
     A candidate is in if what is likelier than it weighs less than `top_p`. The least probability
