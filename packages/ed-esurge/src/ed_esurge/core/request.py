@@ -113,16 +113,18 @@ class Request:
         """
         params = self.params
         assert isinstance(params, SamplingParams), "a pooled request samples nothing"
+        output = self.output
         for count, token in enumerate(tokens, 1):
-            self.output.append(token)
-            if len(self.output) >= params.min_tokens:
+            output.append(token)
+            length = len(output)
+            if length >= params.min_tokens:
                 if token in self.eos_token_ids:
                     self.finish_reason = "stop"
                     return count
                 if token in params.stop_token_ids:
                     self.finish_reason, self.stop_reason = "stop", token
                     return count
-            if len(self.output) >= self.max_tokens:
+            if length >= self.max_tokens:
                 self.finish_reason = "length"
                 return count
         return len(tokens)

@@ -55,27 +55,24 @@ class Fields:
             "slots": (len(groups), shape.tokens),
             "rows": (numbers, shape.seqs),
             "cu_q_lens": (shape.seqs + 1,),
-            "page_table": (len(groups), shape.seqs, shape.pages),
             "num_seqs": (1,),
+            "page_table": (len(groups), shape.seqs, shape.pages),
         }
-        self.ranges: dict[str, tuple[int, int]] = {}
+        self.ranges: dict[str, slice] = {}
         self.size = 0
         for name, dims in self.shapes.items():
-            self.ranges[name] = self.size, self.size + int(np.prod(dims))
-            self.size = self.ranges[name][1]
+            self.ranges[name] = slice(self.size, self.size + int(np.prod(dims)))
+            self.size = self.ranges[name].stop
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Named views of a host buffer."""
-        return {
-            name: buffer[start:stop].reshape(self.shapes[name])
-            for name, (start, stop) in self.ranges.items()
-        }
+    def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """One array of a host buffer."""
+        return buffer[self.ranges[name]].reshape(self.shapes[name])
 
     def unpack(self, buffer: jax.Array) -> StepInput:
         """Take the buffer apart; called inside the jitted step."""
         part = {
-            name: jax.lax.slice(buffer, (start,), (stop,)).reshape(self.shapes[name])
-            for name, (start, stop) in self.ranges.items()
+            name: jax.lax.slice(buffer, (at.start,), (at.stop,)).reshape(self.shapes[name])
+            for name, at in self.ranges.items()
         }
         names = (*OF_ROW, *OF_SEQUENCE, *OF_SAMPLING)
         row = {
@@ -111,6 +108,7 @@ class BatchBuilder:
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
         self._fields: dict[Shape, Fields] = {}
+        self._decodes: dict[tuple[Shape, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def fields(self, shape: Shape) -> Fields:
         """The layout of a shape's buffer."""
@@ -133,37 +131,59 @@ class BatchBuilder:
             int32 [fields(shape).size].
         """
         fields, known = self.fields(shape), self._slots
-        buffer = np.zeros(fields.size, np.int32)
-        at = fields.views(buffer)
-        count, nobody = len(plan.rows), known.num_slots
-        padding = [nobody] * (shape.seqs - count)
-        of_row = np.array([row.slot for row in plan.rows] + padding)
-        sampling = of_row
-        samples = [row.samples > 0 for row in plan.rows]
-        if not all(samples):
-            sampling = np.where(samples + padding, of_row, nobody)
-        rows, edge = at["rows"], len(OF_ROW) + len(OF_SEQUENCE)
-        known.sequence.take(of_row, axis=1, out=rows[len(OF_ROW) : edge], mode="clip")
-        known.sampling.take(sampling, axis=1, out=rows[edge:], mode="clip")
-        at["num_seqs"][0] = count
+        planned, count, nobody = plan.rows, len(plan.rows), known.num_slots
+        tokens = plan.total
+        buffer = np.empty(fields.size, np.int32)
+        starts = np.array([row.start for row in planned], np.int32)
+        lengths: int | np.ndarray = 1
+        if tokens == count:
+            # Which token is whose is the same in every step of so many sequences.
+            if (shape, count) not in self._decodes:
+                frame = self._frame(fields, np.ones(count, np.int32))
+                self._decodes[shape, count] = frame, np.arange(count)
+            frame, of_token = self._decodes[shape, count]
+            token_ids = [row.token_ids[0] for row in planned]
+            positions = starts
+        else:
+            lengths = np.array([len(row.token_ids) for row in planned], np.int32)
+            frame = self._frame(fields, lengths)
+            token_ids = [token for row in planned for token in row.token_ids]
+            of_token = np.arange(count).repeat(lengths)
+            before = lengths.cumsum() - lengths
+            positions = np.arange(tokens) + (starts - before)[of_token]
+        buffer[: frame.size] = frame
+        buffer[:tokens] = token_ids
 
-        starts = np.array([row.start for row in plan.rows], np.int32)
-        lengths = np.array([len(row.token_ids) for row in plan.rows], np.int32)
-        ends = lengths.cumsum(dtype=np.int32)
-        total = int(ends[-1]) if count else 0
+        padding = [nobody] * (shape.seqs - count)
+        of_row = np.array([row.slot for row in planned] + padding)
+        rows, edge = fields.view(buffer, "rows"), len(OF_ROW) + len(OF_SEQUENCE)
         rows[0, :count] = starts + lengths
-        rows[1, :count] = ends - 1
-        at["cu_q_lens"][1 : count + 1] = ends
-        at["cu_q_lens"][count + 1 :] = total
-        at["token_ids"][:total] = [token for row in plan.rows for token in row.token_ids]
-        of_token = np.arange(count).repeat(lengths)
-        at["seq_of_token"][:] = max(count - 1, 0)
-        at["seq_of_token"][:total] = of_token
-        positions = np.arange(total) + (starts + lengths - ends)[of_token]
-        page, offset = np.divmod(positions, self.page_size)
-        for index, (group, nowhere) in enumerate(self.nowhere.items()):
-            table = at["page_table"][index]
+        known.numbers.take(of_row, axis=1, out=rows[len(OF_ROW) :], mode="clip")
+        idle = [index for index, row in enumerate(planned) if not row.samples]
+        if idle:
+            rows[edge:, idle] = known.numbers[len(OF_SEQUENCE) :, nobody:]
+
+        page = positions // self.page_size
+        inside = positions - page * self.page_size
+        tables, slots = fields.view(buffer, "page_table"), fields.view(buffer, "slots")
+        for group, table, places in zip(self.nowhere, tables, slots, strict=True):
             known.page_table[group].take(of_row, axis=0, out=table, mode="clip")
-            at["slots"][index] = nowhere
-            at["slots"][index, :total] = table[of_token, page] * self.page_size + offset
+            places[:tokens] = table[of_token, page] * self.page_size + inside
         return buffer
+
+    def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:
+        """The beginning of a buffer, as far as the lengths of the rows decide it."""
+        frame = np.zeros(fields.ranges["page_table"].start, np.int32)
+        ends, count = lengths.cumsum(dtype=np.int32), len(lengths)
+        total = int(ends[-1]) if count else 0
+        of_token = fields.view(frame, "seq_of_token")
+        of_token[:] = max(count - 1, 0)
+        of_token[:total] = np.arange(count).repeat(lengths)
+        for places, nowhere in zip(fields.view(frame, "slots"), self.nowhere.values(), strict=True):
+            places[:] = nowhere
+        fields.view(frame, "rows")[1, :count] = ends - 1
+        borders = fields.view(frame, "cu_q_lens")
+        borders[1 : count + 1] = ends
+        borders[count + 1 :] = total
+        fields.view(frame, "num_seqs")[0] = count
+        return frame

@@ -29,6 +29,7 @@ OF_SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
 )
+NUMBERS = OF_SEQUENCE + OF_SAMPLING
 FLOATS = frozenset(OF_SAMPLING[4:])
 
 Line = tuple[np.int32, np.ndarray, np.ndarray]
@@ -48,14 +49,20 @@ class Slots:
         self, num_slots: int, groups: Sequence[str], *, pages: int, vocab_size: int
     ) -> None:
         self.num_slots, self.vocab_size = num_slots, vocab_size
-        self.sequence = np.zeros((len(OF_SEQUENCE), num_slots + 1), np.int32)
-        self.sequence[0, num_slots] = num_slots  # beyond the states: written nowhere
-        self.sampling = np.zeros((len(OF_SAMPLING), num_slots + 1), np.int32)
+        self.numbers = np.zeros((len(OF_SEQUENCE) + len(OF_SAMPLING), num_slots + 1), np.int32)
         self.page_table = {group: np.zeros((num_slots + 1, pages), np.int32) for group in groups}
         self._filled = {group: [0] * num_slots for group in groups}
         self._new: list[NewSequence | None] = [None] * num_slots
         self._adjusted: list[Adjustment | None] = [None] * num_slots
-        self._set(num_slots, slot=num_slots, num_logprobs=-1, top_p=1.0, repetition_penalty=1.0)
+        # A state or a line of number `num_slots` is out of range: it is written nowhere.
+        self._set(
+            num_slots,
+            state_slots=num_slots,
+            slot=num_slots,
+            num_logprobs=-1,
+            top_p=1.0,
+            repetition_penalty=1.0,
+        )
 
     def start(self, new: NewSequence) -> None:
         """Let a sequence take its slot, whoever had it before."""
@@ -64,8 +71,8 @@ class Slots:
         for group, table in self.page_table.items():
             table[slot] = 0
             self._filled[group][slot] = 0
-        self.sequence[:, slot] = slot, new.prompt_len
-        self.sampling[:, slot] = self.sampling[:, self.num_slots]
+        self.numbers[:, slot] = self.numbers[:, self.num_slots]
+        self._set(slot, state_slots=slot, prompt_lens=new.prompt_len)
         self._adjusted[slot] = None
         if isinstance(params, PoolingParams):
             return
@@ -130,7 +137,7 @@ class Slots:
     def _set(self, at: int, **values: float) -> None:
         for name, value in values.items():
             bits = np.float32(value).view(np.int32) if name in FLOATS else np.int32(value)
-            self.sampling[OF_SAMPLING.index(name), at] = bits
+            self.numbers[NUMBERS.index(name), at] = bits
 
 
 def is_adjusted(new: NewSequence, params: SamplingParams) -> bool:
