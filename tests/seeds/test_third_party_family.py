@@ -1,4 +1,4 @@
-"""A package that nobody here knows adds a family by an entry point, and by nothing else."""
+"""A package that nobody here knows adds a family by an entry point, and checks it as we do."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ assert type(model).__name__ == "MyModel" and model.model_type == "third"
 said = model.generate(np.asarray([[3, 4]]), max_new_tokens=2, eos_token_id=[]).sequences
 assert said.shape == (1, 4)
 model.save_pretrained(sys.argv[1])
+
+from ed_models.conformance import AGAINST_TORCH, CHECKS, subjects
+(subject,) = subjects("third")
+for name in CHECKS.keys() - AGAINST_TORCH.keys():
+    CHECKS[name](subject)
 """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -199,3 +200,57 @@ def test_old_spellings_are_the_new_ones(kind: str):
     )
     np.testing.assert_array_equal(old[0], new[0])
     assert old[1] == new[1]
+
+
+AROUND = [0, 1, 300, TRAINED - 1, TRAINED, TRAINED + 1, 2047, 2048, 2049, 6000, 131_072]
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequencies_of_each_length_as_a_traced_function(kind: str, theta: float):
+    config = EasyDeLBaseConfig(**BASE, rope_parameters=parameters(kind, theta))
+    settings = rope.settings(config)
+    lengths = jnp.asarray([*AROUND, 7], jnp.int32).reshape(2, -1)
+    _, scaling = rope.inv_frequencies_at(settings, lengths)
+    ours = jax.jit(lambda n: rope.inv_frequencies_at(settings, n)[0])(lengths)
+    assert ours.dtype == jnp.float32
+    expected = [rope.inv_frequencies(settings, seq_len=n) for n in [*AROUND, 7]]
+    assert {factor for _, factor in expected} == {scaling}
+    table = np.stack([frequencies for frequencies, _ in expected])
+    np.testing.assert_allclose(ours.reshape(table.shape), table, rtol=1e-6, atol=0)
+    within = np.asarray(ours)[np.asarray(lengths) <= TRAINED]
+    np.testing.assert_array_equal(within, np.broadcast_to(table[0], within.shape))
+    changes = len({frequencies.tobytes() for frequencies, _ in expected}) > 1
+    assert rope.depends_on_length(settings) == changes == (kind in ("dynamic", "longrope"))
+    assert rope.depends_on_length(config) == changes
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_of_each_length_equal_transformers(kind: str):
+    torch = require_torch()
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = transformers.LlamaConfig(**BASE, rope_parameters=parameters(kind))
+    ours, scaling = rope.inv_frequencies_at(rope.settings(config), jnp.asarray(AROUND[1:]))
+    for length, frequencies in zip(AROUND[1:], np.asarray(ours), strict=True):
+        module = LlamaRotaryEmbedding(config)  # a fresh one: theirs remembers the greatest length
+        module(torch.zeros(1), torch.tensor([[length - 1]]))
+        np.testing.assert_allclose(frequencies, module.inv_freq.numpy(), rtol=1e-6, atol=0)
+        assert scaling == pytest.approx(float(module.attention_scaling), rel=1e-12)
+
+
+def test_prompts_of_one_length_class_have_equal_factors():
+    dynamic, longrope, yarn = (
+        rope.settings(EasyDeLBaseConfig(**BASE, rope_parameters=parameters(kind)))
+        for kind in ("dynamic", "longrope", "yarn")
+    )
+    assert [rope.length_class(dynamic, n) for n in (1, 2048, 2049, 3000)] == [0, 0, 2049, 3000]
+    assert [rope.length_class(longrope, n) for n in (1, 512, 513, 3000)] == [0, 0, 1, 1]
+    assert [rope.length_class(yarn, n) for n in (1, 10_000)] == [0, 0]
+    for s in (dynamic, longrope, yarn):
+        seen: dict[int, np.ndarray] = {}
+        for n in AROUND[1:]:
+            frequencies, _ = rope.inv_frequencies(s, seq_len=n)
+            first = seen.setdefault(rope.length_class(s, n), frequencies)
+            np.testing.assert_array_equal(first, frequencies)

@@ -6,6 +6,7 @@ Legend: b batch, s sequence, d hidden, h heads.
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,18 @@ from ed_infra import paths
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import Metric, Report
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables
+from ed_layers.context import ALL_LAYERS
 from ed_layers.linear import Linear
 from ed_layers.named import named
+from ed_layers.parts import Parts
 from ed_layers.remat import Remat
 from flax import nnx
 
 B, S, D, H = 2, 12, 16, 2
-STREAM = ("batch", "sequence", "hidden")
-HEADS = ("batch", "sequence", "heads", None)
 INIT = jax.nn.initializers.normal(0.3)
+CONFIG = SimpleNamespace(
+    hidden_size=D, hidden_act="silu", initializer_range=0.3, use_scan_mlp=False
+)
 X = np.random.default_rng(0).normal(size=(B, S, D)).astype(np.float32)
 
 #: How often a layer was traced.
@@ -43,24 +47,23 @@ class Layer(nnx.Module):
         self.norm = RMSNorm(D)
         self.q, self.k, self.v, self.o = (Linear(D, D, **linear) for _ in range(4))
         width = (3 if router else 2) * D
-        self.mlp = GatedMLP(D, width, hidden_act="silu", kernel_init=INIT, rngs=rngs)
+        self.mlp = GatedMLP(Parts(CONFIG, rngs), width)
         self.mechanism = Mechanism(mechanism)
         self.window, self.windows, self.router = window, windows, router
 
     def __call__(self, x, ctx, cache, layer):
         TRACED.append(layer)
-        normed = named(self.norm(x), "normed_input", STREAM)
+        normed = named(self.norm(x), "normed_input")
         parts = zip((self.q, self.k, self.v), ("attn_query", "attn_key", "attn_value"), strict=True)
         q, k, v = (
-            named(linear(normed).reshape(*x.shape[:2], H, -1), name, HEADS)
-            for linear, name in parts
+            named(linear(normed).reshape(*x.shape[:2], H, -1), name) for linear, name in parts
         )
         window = self.window if self.windows is None else jnp.asarray(self.windows)[layer]
         told = {"cache": cache, "layer": layer, "window": window, "mechanism": self.mechanism}
         out, cache = attend(q, k, v, ctx.mask_info, **told)
-        out = named(out, "attn_output", HEADS)
-        x = x + named(self.o(out.reshape(x.shape)), "attn_dense", STREAM)
-        x = x + self.mlp(self.norm(x))
+        out = named(out, "attn_output")
+        x = x + named(self.o(out.reshape(x.shape)), "attn_dense")
+        x = x + self.mlp(self.norm(x), ctx)
         loads = {"load": jnp.mean(x, axis=(0, 2))} if self.router else {}
         return x, cache, Report({}, {"size": Metric.of(jnp.max(x))}, loads)
 
@@ -100,7 +103,7 @@ def context(mask_info: MaskInfo | None = None, mode="train") -> Ctx:
     """What the layers are told; they turn no positions."""
     positions = jnp.zeros((B, S), jnp.int32)
     rope = rope_tables(positions, jnp.ones(D // H // 2), 1.0)
-    return Ctx(positions, rope, mask_info or MaskInfo.full(B, S), mode=mode)
+    return Ctx(positions, {ALL_LAYERS: rope}, mask_info or MaskInfo.full(B, S), mode=mode)
 
 
 def objective(of: Stack):

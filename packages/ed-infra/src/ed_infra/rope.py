@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.rope_sections import select_axis
@@ -152,9 +152,7 @@ def _linear(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
 
 def _dynamic(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     """Dynamic NTK: the base grows with the length beyond what the model was trained for."""
-    trained = s.max_position_embeddings
-    if trained is None:
-        raise ConfigError("rope_type 'dynamic' needs max_position_embeddings")
+    trained = trained_length(s)
     factor, dim = float(s.need("factor")), s.rotary_dim
     reach = factor * max(length or trained, trained) / trained - (factor - 1)
     return _plain(s.theta * reach ** (dim / (dim - 2)), dim), 1.0
@@ -247,6 +245,17 @@ ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, flo
 }
 
 
+def _settings_of(
+    config: Any, head_dim: int | None = None, layer_type: str | None = None
+) -> RopeSettings:
+    """Return the settings of a configuration, a mapping or settings, of a kind that is known."""
+    if not isinstance(config, RopeSettings):
+        config = settings(config, head_dim, layer_type)
+    if config.rope_type not in ROPE_TYPES:
+        raise unknown_name("rope_type", config.rope_type, ROPE_TYPES)
+    return config
+
+
 def inv_frequencies(
     config: Any,
     head_dim: int | None = None,
@@ -267,12 +276,89 @@ def inv_frequencies(
     Raises:
         ConfigError: the kind of scaling is unknown, or lacks a parameter.
     """
-    if not isinstance(config, RopeSettings):
-        config = settings(config, head_dim, layer_type)
-    if config.rope_type not in ROPE_TYPES:
-        raise unknown_name("rope_type", config.rope_type, ROPE_TYPES)
-    frequencies, attention = ROPE_TYPES[config.rope_type](config, seq_len)
+    s = _settings_of(config, head_dim, layer_type)
+    frequencies, attention = ROPE_TYPES[s.rope_type](s, seq_len)
     return np.asarray(frequencies, np.float32), float(attention)
+
+
+def depends_on_length(config: Any) -> bool:
+    """Return whether the rotary factors change with the length of a sequence.
+
+    Args:
+        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
+    """
+    return _settings_of(config).rope_type in ("dynamic", "longrope")
+
+
+def trained_length(config: Any) -> int:
+    """Return the length up to which the rotary factors are those of training.
+
+    `dynamic` reads `max_position_embeddings` for that, `longrope` its
+    `original_max_position_embeddings`, both as transformers does.
+
+    Raises:
+        ConfigError: the configuration does not say.
+    """
+    s = _settings_of(config)
+    if s.rope_type != "dynamic":
+        return s.need("original_max_position_embeddings")
+    if s.max_position_embeddings is None:
+        raise ConfigError("rope_type 'dynamic' needs max_position_embeddings")
+    return s.max_position_embeddings
+
+
+def length_class(config: Any, prompt_len: int) -> int:
+    """Return a number that two prompts share only if their rotary factors are equal.
+
+    Keys and values may be shared between prompts of one class. The class is 0 up to the trained
+    length and for every kind of scaling that does not depend on length; beyond that it is 1 for
+    `longrope`, which knows two sets of factors, and the length for `dynamic`.
+
+    Args:
+        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
+        prompt_len: tokens of the prompt.
+    """
+    s = _settings_of(config)
+    if not depends_on_length(s) or prompt_len <= trained_length(s):
+        return 0
+    return 1 if s.rope_type == "longrope" else prompt_len
+
+
+def inv_frequencies_at(
+    config: Any, lengths: Int[jax.Array, "*p"]
+) -> tuple[Float[jax.Array, "*p r2"], float]:
+    """Return the inverse frequencies of tokens whose sequences have different lengths.
+
+    It can be traced: `inv_frequencies(config, seq_len=n)` for each n of `lengths`, equal to 1e-6.
+    Up to the trained length the values are exactly those of `inv_frequencies(config)`.
+
+    Args:
+        config: a configuration, a mapping of rope parameters, or `RopeSettings`.
+        lengths: int [*p], the length in view of each token's sequence; 0 = the trained one.
+
+    Returns:
+        float32 [*p, r2], and the factor of cos and sin, which no kind of scaling varies by length.
+
+    Raises:
+        ConfigError: the kind of scaling is unknown, or lacks a parameter.
+    """
+    s = _settings_of(config)
+    frequencies, attention = inv_frequencies(s)
+    lengths = jnp.asarray(lengths)[..., None]
+    if not depends_on_length(s):
+        shape = (*lengths.shape[:-1], frequencies.size)
+        return jnp.broadcast_to(jnp.asarray(frequencies), shape), attention
+    trained = trained_length(s)
+    if s.rope_type == "longrope":
+        beyond, _ = inv_frequencies(s, seq_len=trained + 1)
+        return jnp.where(lengths > trained, beyond, frequencies), attention
+    # (theta g)^(-2i/r) = theta^(-2i/r) g^(-2i/r), with g = 1 at the trained length. `log1p` of what
+    # exceeds that length keeps the digits which g itself would lose.
+    r = s.rotary_dim
+    exponents = np.arange(0, r, 2, dtype=np.float64) / (r - 2)
+    excess = jnp.maximum(lengths - trained, 0).astype(jnp.float32)
+    growth = jnp.log1p(excess * np.float32(float(s.need("factor")) / trained))
+    return jnp.exp(-growth * exponents.astype(np.float32)) * frequencies, attention
 
 
 def angles(

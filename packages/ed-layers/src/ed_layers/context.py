@@ -1,27 +1,35 @@
 """What a layer is told about the batch besides its activations.
 
-Legend: b batch, s query length, k head dim.
+Legend: b batch, s query length, r rotary dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 import jax
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
 from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.named import named
 
 Mode = Literal["train", "prefill", "decode"]
+
+#: `(cos, sin)` of the positions of a batch, each float32 [b, s, r / 2].
+Rope = tuple[Float[Array, "b s half"], Float[Array, "b s half"]]
+#: Name of the rotary tables of a model whose layers are all alike.
+ALL_LAYERS = "default"
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key"],
-    meta_fields=["mode"],
+    meta_fields=["mode", "config"],
 )
 @dataclass(frozen=True)
 class Ctx:
@@ -29,21 +37,28 @@ class Ctx:
 
     Attributes:
         position_ids: rotary positions, [b, s].
-        rope: `(cos, sin)`, each float32 [b, s, k/2], computed once for all layers.
+        rope: rotary tables by kind of layer, computed once: `ALL_LAYERS`, or the layer types of
+            `rope_parameters` where each has its own.
         mask_info: who may attend to whom; None when `ragged` says it.
         ragged: the flat batch of a serving step; None otherwise.
         adapter_ids: LoRA adapter of each token, [b, s]; None where no adapter is served.
         key: dropout key; None means deterministic.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
+        config: the model's, for the placement of activations (static).
     """
 
     position_ids: Int[Array, "b s"]
-    rope: tuple[Float[Array, "b s half"], Float[Array, "b s half"]]
+    rope: Mapping[str, Rope]
     mask_info: MaskInfo | None = None
     ragged: RaggedBatch | None = None
     adapter_ids: Int[Array, "b s"] | None = None
     key: jax.Array | None = None
     mode: Mode = field(default="train")
+    config: EasyDeLBaseConfig | None = None
+
+    def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
+        """Name an intermediate result, for remat policies and for the mesh."""
+        return named(x, name, self.config)
 
     def at_layer(self, layer: int | Int[Array, ""]) -> Ctx:
         """Give the layer its own dropout key: the same one scanned and unrolled."""

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_layers.linear import Initializer
-from ed_layers.named import named
+from ed_layers.named import STREAM, named
 
 
 class Embed(nnx.Module):
@@ -36,5 +36,4 @@ class Embed(nnx.Module):
         # split it again; gathering the rows first leaves it a lookup.
         table = constrain(self.embedding.get_value(), ("vocab", None), self.config)
         x = jnp.take(table, input_ids, axis=0).astype(self.dtype)
-        x = constrain(x, ("batch", "sequence", "hidden"), self.config)
-        return named(x, "embeddings", ("batch", "sequence", "hidden"))
+        return named(constrain(x, STREAM, self.config), "embeddings")

@@ -81,9 +81,14 @@ class Linear(nnx.Module):
         self.dtype = dtype
         self.precision = precision
 
+    @property
+    def weight(self) -> Weight:
+        """The matrix [in, out], as `dot` takes it."""
+        return self.kernel.get_value()
+
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
         """Project [..., in] to [..., out]; `ctx` chooses the adapter where adapters are served."""
-        y = dot(x.astype(self.dtype), self.kernel.get_value(), precision=self.precision)
+        y = dot(x.astype(self.dtype), self.weight, precision=self.precision)
         if self.use_bias:
             y = y + self.bias.get_value().astype(self.dtype)
         return y

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import Ctx
-from ed_layers.linear import Initializer, Linear
-from ed_layers.named import named
+from ed_layers.parts import Parts
 
 # Hugging Face's names (transformers.activations.ACT2FN).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -45,49 +43,39 @@ def activation(name: str) -> Callable[[Array], Array]:
 class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))` (Shazeer 2020).
 
+    With `use_scan_mlp` of the configuration `scan_mlp_chunk_size` positions are computed at a time,
+    so that [b, s, f] never exists.
+
     Args:
-        config: how it runs: `use_scan_mlp` computes `scan_mlp_chunk_size` positions at a time, so
-            that [b, s, f] never exists; None = at once.
+        parts: makes the projections.
+        intermediate_size: f; default: the configuration's.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        bias: of all three projections.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        intermediate_size: int,
+        parts: Parts,
+        intermediate_size: int | None = None,
         *,
-        hidden_act: str,
-        use_bias: bool = False,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        kernel_init: Initializer,
-        config: Any = None,
-        rngs: nnx.Rngs,
+        hidden_act: str | None = None,
+        bias: bool = False,
     ):
-        linear = partial(
-            Linear,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            rngs=rngs,
-        )
-        self.gate_proj = linear(hidden_size, intermediate_size, axes=("embed", "mlp"))
-        self.up_proj = linear(hidden_size, intermediate_size, axes=("embed", "mlp"))
-        self.down_proj = linear(intermediate_size, hidden_size, axes=("mlp", "embed"))
-        self.hidden_act = hidden_act
-        activation(hidden_act)
-        self.config = config
-        self.chunk: int | None = None
-        if config is not None and config.use_scan_mlp:
-            self.chunk = config.scan_mlp_chunk_size
+        config = parts.config
+        d, f = config.hidden_size, intermediate_size or config.intermediate_size
+        self.gate_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
+        self.up_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
+        self.down_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
+        self.hidden_act = hidden_act or config.hidden_act
+        activation(self.hidden_act)
+        self.chunk: int | None = config.scan_mlp_chunk_size if config.use_scan_mlp else None
 
-    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx | None = None) -> Float[Array, "b s d"]:
+    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        x = ctx.named(x, "normed_input")
         out = self.scanned(x, ctx) if self.chunk and x.shape[1] > self.chunk else self.block(x, ctx)
-        return named(out, "mlp_output", ("batch", "sequence", "hidden"), self.config)
+        return ctx.named(out, "mlp_output")
 
-    def scanned(self, x: Float[Array, "b s d"], ctx: Ctx | None) -> Float[Array, "b s d"]:
+    def scanned(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """The layer, `chunk` positions at a time (Liu & Abbeel 2023)."""
         assert self.chunk is not None
 
@@ -95,20 +83,50 @@ class GatedMLP(nnx.Module):
         @jax.checkpoint
         def one(chunk: tuple[jax.Array, jax.Array | None]) -> jax.Array:
             part, ids = chunk
-            told = ctx if ctx is None or ids is None else replace(ctx, adapter_ids=ids)
-            return self.block(part, told)
+            return self.block(part, replace(ctx, adapter_ids=ids))
 
-        ids = None if ctx is None else ctx.adapter_ids
-        parts = jax.lax.map(one, jax.tree.map(partial(chunks, size=self.chunk), (x, ids)))
+        parts = jax.lax.map(
+            one, jax.tree.map(partial(chunks, size=self.chunk), (x, ctx.adapter_ids))
+        )
         return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
 
-    def block(self, x: Float[Array, "b s d"], ctx: Ctx | None) -> Float[Array, "b s d"]:
-        """The layer itself, on all positions that it is given."""
-        inner = ("batch", "sequence", "mlp")
-        gate = named(self.gate_proj(x, ctx), "mlp_gate", inner, self.config)
-        up = named(self.up_proj(x, ctx), "mlp_up", inner, self.config)
+    def block(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """The layer itself, on all positions of `x`."""
+        gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
+        up = ctx.named(self.up_proj(x, ctx), "mlp_up")
         out = self.down_proj(activation(self.hidden_act)(gate) * up, ctx)
-        return named(out, "mlp_down", ("batch", "sequence", "hidden"), self.config)
+        return ctx.named(out, "mlp_down")
+
+
+class MLP(nnx.Module):
+    """`down(act(up(x)))`: two projections, without a gate.
+
+    Args:
+        parts: makes the projections.
+        intermediate_size: f; default: the configuration's.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        bias: of both projections.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        intermediate_size: int | None = None,
+        *,
+        hidden_act: str | None = None,
+        bias: bool = True,
+    ):
+        config = parts.config
+        d, f = config.hidden_size, intermediate_size or config.intermediate_size
+        self.up_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
+        self.down_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
+        self.hidden_act = hidden_act or config.hidden_act
+        activation(self.hidden_act)
+
+    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
+        out = self.down_proj(activation(self.hidden_act)(up), ctx)
+        return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 
 
 def chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:

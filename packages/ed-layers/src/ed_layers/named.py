@@ -1,7 +1,7 @@
 """Intermediate results with a name: what remat policies choose from, and what a mesh pins.
 
 A family gives a name to one array of a layer, and not two names to the same: or else a policy that
-leaves one of them out would keep it under the other.
+leaves one of them out would keep the array under the other.
 
 | name | array |
 | --- | --- |
@@ -22,27 +22,44 @@ leaves one of them out would keep it under the other.
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding import constrain
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Float
+
+STREAM = ("batch", "sequence", "hidden")
+_HEADS = ("batch", "sequence", "heads", None)
+_KEY_HEADS = ("batch", "sequence", "kv_heads", None)
+_INNER = ("batch", "sequence", "mlp")
+
+#: What the dimensions of a named array mean (`ed_infra.axes.ACTIVATION_AXES`), where it is pinned.
+AXES: dict[str, tuple[str | None, ...]] = {
+    "attn_query": _HEADS,
+    "attn_key": _KEY_HEADS,
+    "attn_value": _KEY_HEADS,
+    "attn_output": _HEADS,
+    "mlp_gate": _INNER,
+    "mlp_up": _INNER,
+    **dict.fromkeys(
+        (
+            *("layer_output", "normed_input", "attn_dense", "residual"),
+            *("mlp_down", "mlp_output", "embeddings", "model_output"),
+        ),
+        STREAM,
+    ),
+}
 
 
-def named(
-    x: Float[Array, "*dims"], name: str, axes: tuple[str | None, ...], config: Any = None
-) -> jax.Array:
+def named(x: Float[Array, "*dims"], name: str, config: EasyDeLBaseConfig | None = None) -> Array:
     """Name an intermediate result of a layer.
 
     Args:
         x: any array.
         name: one of `gradient_checkpointing_targets`.
-        axes: what its dimensions mean (`ed_infra.axes.ACTIVATION_AXES`); with
-            `use_sharding_constraint` the compiler is told to split them so. Without, it is told so
-            between layers only.
-        config: the model's; None leaves placement to the compiler.
+        config: the model's. With `use_sharding_constraint` the compiler is told to split the array
+            by its `AXES`; without, placement inside a layer is left to the compiler.
     """
-    if config is not None and config.use_sharding_constraint:
-        x = constrain(x, axes, config)
+    if config is not None and config.use_sharding_constraint and name in AXES:
+        x = constrain(x, AXES[name], config)
     return checkpoint_name(x, name)

@@ -1,6 +1,8 @@
-"""Normalisation. Statistics are float32 whatever the compute dtype is. Legend: d hidden."""
+"""Normalisation. Statistics are float32 whatever the compute dtype is. Legend: d features."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +11,76 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019), in the order of Hugging Face's Llama:
-    normalise in float32, cast to the compute dtype, then scale."""
+    """Root-mean-square norm (Zhang & Sennrich 2019).
+
+    Args:
+        features: d.
+        eps: added to the mean square.
+        offset: what is added to the stored weight (1 in Gemma, which stores `weight - 1`).
+        scale_first: scale in float32 and cast then (Gemma, OLMo 2); otherwise cast to the compute
+            dtype and scale in it, as Hugging Face's Llama does.
+        dtype, param_dtype: of the result, of the weight.
+    """
 
     def __init__(
         self,
         features: int,
         *,
         eps: float = 1e-6,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        offset: float = 0.0,
+        scale_first: bool = False,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
         axes: tuple[str | None] = ("norm",),
     ):
-        self.weight = nnx.Param(jnp.ones((features,), param_dtype), axes=axes)
-        self.eps = eps
+        self.weight = nnx.Param(jnp.full((features,), 1.0 - offset, param_dtype), axes=axes)
+        self.eps, self.offset, self.scale_first = eps, offset, scale_first
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale).astype(self.dtype) * self.weight.get_value().astype(self.dtype)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        scale_dtype = jnp.float32 if self.scale_first else self.dtype
+        weight = self.weight.get_value().astype(scale_dtype)
+        if self.offset:
+            weight = weight + self.offset
+        return (x.astype(scale_dtype) * weight).astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm (Ba et al. 2016): zero mean, unit variance, then weight and bias, in float32.
+
+    Args:
+        shape: of weight and bias: (d,), or (heads, d) where each head has its own.
+        eps: added to the variance.
+        weight, bias: whether there is one.
+        offset: what is added to the stored weight (1 in Nemotron).
+    """
+
+    def __init__(
+        self,
+        *shape: int,
+        eps: float = 1e-5,
+        weight: bool = True,
+        bias: bool = True,
+        offset: float = 0.0,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+    ):
+        axes = (*(None,) * (len(shape) - 1), "norm")
+        if weight:
+            self.weight = nnx.Param(jnp.full(shape, 1.0 - offset, param_dtype), axes=axes)
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(shape, param_dtype), axes=axes)
+        self.has_weight, self.has_bias = weight, bias
+        self.eps, self.offset, self.dtype = eps, offset, dtype
+
+    def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        if self.has_weight:
+            x = x * (self.weight.get_value().astype(jnp.float32) + self.offset)
+        if self.has_bias:
+            x = x + self.bias.get_value().astype(jnp.float32)
+        return x.astype(self.dtype)

@@ -1,38 +1,46 @@
-"""Rotary position embedding (Su et al. 2021), halves rotated as in Hugging Face and GPT-NeoX.
+"""Rotary position embedding (Su et al. 2021) of a batch; frequencies are `ed_infra.rope`.
 
-Legend: b batch, s sequence, h heads, k head dim.
+Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
 """
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import jax
+from ed_infra.rope import angles, rotate
 from jaxtyping import Array, Float, Int
+
+from ed_layers.context import Rope
 
 
 def rope_tables(
-    position_ids: Int[Array, "b s"], inv_freq: Float[Array, " half"], scaling: float = 1.0
-) -> tuple[Float[Array, "b s half"], Float[Array, "b s half"]]:
+    position_ids: Int[Array, "*p"],
+    inv_freq: Float[Array, "*p half"] | Float[Array, " half"],
+    scaling: float | Float[Array, "*p"] = 1.0,
+) -> tuple[Float[Array, "*p half"], Float[Array, "*p half"]]:
     """Cosine and sine of position times frequency, float32.
 
     Args:
         position_ids: position of each token.
-        inv_freq: radians per position, one per pair of dimensions (`ed_infra.rope`).
-        scaling: YaRN's and longrope's attention factor, applied to both tables.
+        inv_freq: radians per position, one per pair of dimensions; of each token where they differ.
+        scaling: attention factor of YaRN and LongRoPE, on both tables.
     """
-    angles = position_ids[..., None].astype(jnp.float32) * inv_freq
-    return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
+    if isinstance(scaling, jax.Array):
+        scaling = scaling[..., None]
+    return angles(position_ids, inv_freq, scaling)
 
 
 def apply_rotary(
-    x: Float[Array, "b s h k"], rope: tuple[Float[Array, "b s half"], Float[Array, "b s half"]]
+    x: Float[Array, "b s h k"], rope: Rope, *, interleaved: bool = False
 ) -> Float[Array, "b s h k"]:
-    """Rotate the first `2 * half` dimensions of every head; the rest passes through (partial rope).
+    """Rotate the first r dimensions of every head; the rest passes through (partial rope).
 
-    Computed in float32, returned in the dtype of `x`.
+    Args:
+        x: queries or keys.
+        rope: `(cos, sin)` of the batch's positions.
+        interleaved: pairs are neighbours (GPT-J, GLM), not halves (Llama, GPT-NeoX).
+
+    Returns:
+        As `x`; computed in float32.
     """
     cos, sin = (table[:, :, None, :] for table in rope)
-    half = cos.shape[-1]
-    x32 = x.astype(jnp.float32)
-    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return rotate(x, cos, sin, interleaved)

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Report
 from ed_infra.paths import Run
+from ed_infra.sharding import constrain
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
-from ed_layers.named import named
+from ed_layers.named import STREAM, named
 from ed_layers.remat import BETWEEN, Remat, names_in
 from ed_layers.runs import runs_of
 
@@ -137,6 +139,17 @@ class Stack(nnx.Module):
             reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
         return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
 
+    def cache_specs(self) -> list[LayerSpecs]:
+        """What each layer keeps in a cache, as the layers' `cache_specs()` say."""
+        if self.layout == "leaves":
+            return [getattr(self, f"layer_{i}").cache_specs() for i in range(self.num_layers)]
+        specs: list[LayerSpecs] = [()] * self.num_layers
+        for run in self.runs:
+            for slot, layer in enumerate(getattr(self, run.name)):
+                for i in run.layers(slot):
+                    specs[i] = layer.cache_specs()
+        return specs
+
     def stored(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
         """The runs with their split layers, one for each slot of the period; none if unrolled."""
         for run in self.runs if self.layout == "stacked" else ():
@@ -200,8 +213,11 @@ def apply_layer(
     """One layer, as a function of arrays: what remat wraps and scan repeats."""
     index: Any = static.layer if layer is None else layer
     # Named on its way in: so a policy that offloads it holds no second copy on the device.
-    x = named(x, BETWEEN, ("batch", "sequence", "hidden"))
-    return nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
+    x = named(x, BETWEEN)
+    x, cache, report = nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
+    # The stream is placed between layers on any mesh; inside of a layer the compiler may choose.
+    x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
+    return x, cache, report
 
 
 def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):

@@ -5,7 +5,7 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -15,13 +15,15 @@ from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.head import Head
-from ed_layers.linear import Linear
+from ed_layers.linear import Weight
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.named import named
+from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.module import EasyDeLBaseModule
+from ed_models.weights import STANDARD
 
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
@@ -34,6 +36,12 @@ class CausalLM(EasyDeLBaseModule):
     """
 
     body_class: ClassVar[type[EasyDeLBaseModule]]
+    WEIGHTS = STANDARD
+    #: Whether a head of its own has a bias.
+    head_bias: ClassVar[bool] = False
+    #: Tiny configurations that exercise what is special about the family, by name: fields that
+    #: differ from those of `ed_models.conformance.TINY`.
+    CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(
         self,
@@ -47,15 +55,9 @@ class CausalLM(EasyDeLBaseModule):
         super().__init__(config, dtype, param_dtype, precision)
         self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
         if not self.is_tied:
-            self.lm_head = Linear(
-                config.hidden_size,
-                config.vocab_size,
-                axes=("embed", "vocab"),
-                dtype=dtype,
-                param_dtype=param_dtype,
-                precision=precision,
-                kernel_init=jax.nn.initializers.normal(getattr(config, "initializer_range", 0.02)),
-                rngs=rngs,
+            parts = Parts(config, rngs, dtype, param_dtype, precision)
+            self.lm_head = parts.linear(
+                config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=self.head_bias
             )
 
     def __call__(
@@ -119,6 +121,10 @@ class CausalLM(EasyDeLBaseModule):
         """What the body keeps."""
         return self.model.cache_specs()
 
+    def prompt_class(self, prompt_len: int) -> int:
+        """Class of prompt lengths; see `Decoder.prompt_class`."""
+        return self.model.prompt_class(prompt_len)
+
     @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding; not if the config (of a class of yours) is silent."""
@@ -127,17 +133,18 @@ class CausalLM(EasyDeLBaseModule):
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Scores of the next token, float32."""
         scores = self.head()(hidden)
-        return named(scores, "lm_head_output", (None,) * scores.ndim)
+        return named(scores, "lm_head_output")
 
     def head(self) -> Head:
         """The head as one value: what losses and scoring take."""
-        return Head(self.lm_head_weight(), precision=self.precision)
-
-    def lm_head_weight(self) -> Float[Array, "d v"]:
-        """The head as [d, v]: what `ed_layers.losses` takes."""
         if self.is_tied:
-            return self.model.embed_tokens.embedding.get_value().T
-        return self.lm_head.kernel.get_value()
+            return Head(self.model.embed_tokens.embedding.get_value().T, precision=self.precision)
+        bias = self.lm_head.bias.get_value() if self.head_bias else None
+        return Head(self.lm_head.weight, bias, precision=self.precision)
+
+    def lm_head_weight(self) -> Weight:
+        """The matrix of the head, [d, v]."""
+        return self.head().weight
 
     def compute_loss(
         self,
@@ -164,7 +171,7 @@ class CausalLM(EasyDeLBaseModule):
         assert hidden is not None
         total = cross_entropy_sum(
             hidden.reshape(-1, hidden.shape[-1]),
-            self.lm_head_weight().astype(hidden.dtype),
+            self.head(),
             targets.reshape(-1),
             weights.reshape(-1),
         )

@@ -7,15 +7,13 @@ caches are `ed_models.caches`, generating is `ed_models.generation`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from ed_infra import sharding
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.outputs import BaseModelOutput, Report
-from ed_layers.context import Ctx
-from ed_layers.named import named
+from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
@@ -90,9 +88,15 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
         """Every other array."""
         return self.split_module()[2]
 
-    def split_module(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        """`(graphdef, graphstate, graphother)`; takes milliseconds, so split once, not per step."""
-        graphdef, params, other = nnx.split(self, nnx.Param, ...)
+    def split_module(
+        self, trainable: nnx.filterlib.Filter = nnx.Param
+    ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """`(graphdef, graphstate, graphother)`; takes milliseconds, so split once, not per step.
+
+        Args:
+            trainable: which variables an optimizer sees, as an nnx filter.
+        """
+        graphdef, params, other = nnx.split(self, trainable, ...)
         return graphdef, params, other
 
     @staticmethod
@@ -128,8 +132,8 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
         to_layout(model, layout)
         config = self.config.replace(scan_layers=layout == "stacked").seal()
         for _, node in nnx.iter_modules(model):
-            if getattr(node, "config", None) is not None:
-                cast(Any, node).config = config
+            if isinstance(node, EasyDeLBaseModule | Embed):
+                node.config = config
         return model
 
     @property
@@ -137,19 +141,3 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
         """How the layers are stored."""
         stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
         return next(stacks).layout
-
-    def output(
-        self, hidden: jax.Array, ctx: Ctx, cache: Any, report: Report, hidden_states: Any
-    ) -> BaseModelOutput:
-        """What a body returns; a contiguous cache moves on by the tokens that it was given."""
-        if cache is not None and ctx.ragged is None:
-            cache = cache.advance(hidden.shape[1])
-        hidden = named(hidden, "model_output", ("batch", "sequence", "hidden"))
-        return BaseModelOutput(
-            last_hidden_state=hidden,
-            past_key_values=cache,
-            hidden_states=hidden_states,
-            losses=report.losses,
-            aux=report.metrics,
-            updates=report.under("layers").updates,
-        )

@@ -1,0 +1,140 @@
+"""The attention block of decoders: projections, norms, rotary positions, attention, projection.
+
+Legend: b batch, s sequence, d hidden, h heads, g kv heads, k head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_layers.attention import Mechanism, attend
+from ed_layers.cache import LayerCacheSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import ALL_LAYERS, Ctx
+from ed_layers.parts import Parts
+from ed_layers.rotary import apply_rotary
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query self-attention; Hugging Face's names: `q_proj`, `k_proj`, `v_proj`, `o_proj`.
+
+    Sizes come from the configuration: `num_attention_heads`, `num_key_value_heads`, `head_dim`.
+
+    Args:
+        parts: makes the projections.
+        bias: of the projections of queries, keys and values.
+        out_bias: of the output projection; None = as `bias`.
+        qk_norm: makes the norm of queries and that of keys (`q_norm`, `k_norm`) from the shape of
+            its weights; None = no norms.
+        norm_heads: "each" head is normed by itself, with weights [k] for all; "own" likewise, with
+            weights [h, k], each head its own; "all" heads are normed as one, weights [h * k].
+        norm_last: norm after the rotary positions, not before.
+        clip: projections are clipped to [-clip, clip] (OLMo, DBRX).
+        rope: whose rotary tables turn queries and keys: the name of a layer type where
+            `rope_parameters` has one entry each, `ALL_LAYERS` otherwise; None = no positions.
+        interleaved: rotary pairs are neighbours, not halves.
+        window: a token sees the last `window` tokens, itself included.
+        chunk: a token sees its own chunk of positions (Llama 4).
+        soft_cap: bound of the scores (Gemma 2).
+        scale: factor on the scores; None = `head_dim ** -0.5`.
+        sinks: a learned logit per head takes part in the softmax (gpt-oss).
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: Callable[..., nnx.Module] | None = None,
+        norm_heads: Literal["each", "own", "all"] = "each",
+        norm_last: bool = False,
+        clip: float | None = None,
+        rope: str | None = ALL_LAYERS,
+        interleaved: bool = False,
+        window: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+    ):
+        config = parts.config
+        d, h, g = config.hidden_size, config.num_attention_heads, kv_heads_of(config)
+        self.head_dim = k = getattr(config, "head_dim", None) or d // h
+        self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
+        self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
+        self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
+        out_bias = bias if out_bias is None else out_bias
+        self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=out_bias)
+        if qk_norm is not None:
+            shapes = {"each": lambda n: (k,), "own": lambda n: (n, k), "all": lambda n: (n * k,)}
+            self.q_norm, self.k_norm = (qk_norm(*shapes[norm_heads](n)) for n in (h, g))
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros((h,), parts.param_dtype), axes=("heads",))
+        self.normed = None if qk_norm is None else norm_heads
+        self.norm_last = norm_last
+        self.rope, self.interleaved, self.clip = rope, interleaved, clip
+        self.window, self.chunk, self.soft_cap, self.scale = window, chunk, soft_cap, scale
+        used = {"window": window, "chunk": chunk, "soft_cap": soft_cap, "sinks": sinks or None}
+        self.mechanism = Mechanism.resolve(
+            config,
+            features=frozenset(name for name, value in used.items() if value is not None),
+            dropout=getattr(config, "attention_dropout", 0.0),
+        )
+        self.cache_spec = LayerCacheSpec(g, k, window=window)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Attend; returns what is added to the stream, and the cache."""
+        x = ctx.named(x, "normed_input")
+        q, k, v = self.projected(x, ctx)
+        if self.rope is not None:
+            turn = ctx.rope[self.rope]
+            q, k = (apply_rotary(y, turn, interleaved=self.interleaved) for y in (q, k))
+        if self.normed is not None and self.norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, cache = attend(
+            q,
+            k,
+            v,
+            ctx.mask_info,
+            cache=cache,
+            layer=layer,
+            ragged=ctx.ragged,
+            group=self.cache_spec.group,
+            window=self.window,
+            chunk=self.chunk,
+            soft_cap=self.soft_cap,
+            scale=self.scale,
+            sinks=self.sinks.get_value() if hasattr(self, "sinks") else None,
+            dropout_key=ctx.key,
+            mechanism=self.mechanism,
+        )
+        out = ctx.named(out, "attn_output")
+        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+
+    def projected(
+        self, x: Float[Array, "b s d"], ctx: Ctx
+    ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
+        """Queries, keys and values by heads, normed where the family norms them."""
+        q, k, v = (project(x, ctx) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.clip is not None:
+            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
+        if self.normed == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (q, k, v))
+        q, k = ctx.named(q, "attn_query"), ctx.named(k, "attn_key")
+        if self.normed in ("each", "own") and not self.norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, ctx.named(v, "attn_value")
+
+
+def kv_heads_of(config: Any) -> int:
+    """Number of key heads; that of the query heads where the configuration has no groups."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

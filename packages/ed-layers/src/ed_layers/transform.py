@@ -1,0 +1,133 @@
+"""Replace sub-modules by rules over their names: the door of LoRA, quantization and the like.
+
+A replacement sees one layer's module, whatever the storage: in a scanned stack it is mapped over
+the layers. Rules that tell the layers of a run apart cut the run; names of parameters stay.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra import paths
+from ed_infra.rules import Rules
+from flax import nnx
+
+from ed_layers.runs import runs_of
+from ed_layers.stack import Stack
+
+M = TypeVar("M", bound=nnx.Module)
+
+#: `(module, key) -> module`: builds what takes a sub-module's place; the key is for new parameters.
+Replace = Callable[[nnx.Module, jax.Array], nnx.Module]
+Path = tuple[str | int, ...]
+
+
+def transform(
+    model: M, rules: Rules[Replace], *, key: jax.Array | None = None, of: type = nnx.Module
+) -> M:
+    """Return a copy of a model in which the sub-modules that rules match are replaced.
+
+    Args:
+        model: any module; arrays that stay are shared with the copy.
+        rules: canonical name of a module (`model.layers.3.self_attn.q_proj`) -> replacement.
+        key: of new random parameters; each module gets `fold_in(key, crc of its name)`.
+        of: only modules of this class are matched (`Linear`).
+
+    Raises:
+        ConfigError: a rule matches no module of the class.
+    """
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, state)
+    key = jax.random.key(0) if key is None else key
+    for path, stack in list(_stacks(model)):
+        if stack.layout == "stacked" and _tells_layers_apart(stack, path, rules, of):
+            _cut(stack, path, rules, of)
+    for path, module in list(_modules(model, of)):
+        replace = rules.at(path)
+        if replace is not None:
+            keys = [_key_of(key, name) for name in paths.canonical(path)]
+            _put(model, path, _replaced(module, replace, keys, stacked=paths.is_stacked(path)))
+    rules.check_used()
+    return model
+
+
+def _modules(model: nnx.Module, of: type) -> Iterator[tuple[Path, nnx.Module]]:
+    """Modules of a class with their storage paths; what lies inside a match is left out."""
+    matched: list[Path] = []
+    for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
+        path = paths.normalize(path)
+        inside = any(path[: len(outer)] == outer for outer in matched)
+        if path and isinstance(node, of) and not isinstance(node, nnx.List) and not inside:
+            if of is not nnx.Module:
+                matched.append(path)
+            yield path, node
+
+
+def _stacks(model: nnx.Module) -> Iterator[tuple[Path, Stack]]:
+    for path, node in nnx.iter_modules(model):
+        if isinstance(node, Stack):
+            yield paths.normalize(path), node
+
+
+def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: type) -> bool:
+    """Whether some run of a stack would get different replacements in its layers."""
+    for inner, _ in _modules(stack, of):
+        names = paths.canonical((*path, *inner))
+        if len({id(hit[1]) if (hit := rules.match(name)) else None for name in names}) > 1:
+            return True
+    return False
+
+
+def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: type) -> None:
+    """Cut the runs of a stack anew, so that the layers of each get the same replacements."""
+    kinds: list[object] = []
+    for layer in range(stack.num_layers):
+        kind: list[object] = []
+        for run in stack.runs:
+            slots = [slot for slot in range(run.period) if layer in run.layers(slot)]
+            for slot in slots:
+                kind.append((run.start, slot))
+                for inner, _ in _modules(getattr(stack, run.name)[slot], of):
+                    name = ".".join(map(str, (*path, layer, *inner)))
+                    hit = rules.match(name)
+                    kind.append((inner, id(hit[1]) if hit else None))
+        kinds.append(tuple(kind))
+    stack.to_layout("leaves")
+    stack.runs = runs_of(kinds)
+    stack.to_layout("stacked")
+
+
+def _replaced(
+    module: nnx.Module, replace: Replace, keys: list[jax.Array], *, stacked: bool
+) -> nnx.Module:
+    """The replacement of one module, or of the equal modules of a scanned stack."""
+    if not stacked:
+        return replace(module, keys[0])
+    graphdef, state = nnx.split(module)
+    graphdefs: list[nnx.GraphDef] = []
+
+    def one(layer: nnx.State, key: jax.Array) -> nnx.State:
+        new, arrays = nnx.split(replace(nnx.merge(graphdef, layer), key))
+        graphdefs.append(new)
+        return arrays
+
+    arrays = jax.vmap(one)(state, jnp.stack(keys))
+    return nnx.merge(graphdefs[0], arrays)
+
+
+def _key_of(key: jax.Array, name: str) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def _put(model: nnx.Module, path: Path, module: nnx.Module) -> None:
+    parent: Any = model
+    for part in path[:-1]:
+        parent = parent[part] if isinstance(part, int) else getattr(parent, part)
+    if isinstance(path[-1], int):
+        parent[path[-1]] = module
+    else:
+        setattr(parent, path[-1], module)

@@ -1,0 +1,388 @@
+"""What every family must do, checked on tiny configurations: a test kit for families, anyone's.
+
+A family lists its configurations where it is registered (`CONFORMANCE`). A test file of any package
+then reads:
+
+    import pytest
+    from ed_models.conformance import CHECKS, Subject, subjects
+
+    @pytest.mark.parametrize("check", CHECKS)
+    @pytest.mark.parametrize("subject", subjects("my_model"), ids=str)
+    def test_conformance(subject: Subject, check: str) -> None:
+        CHECKS[check](subject)
+
+A check returns the largest error that it saw, and raises AssertionError beyond its bound. Checks
+against Hugging Face need torch and a model type that `transformers` knows; the others run on random
+weights of their own. Several need eight devices (simulated ones will do).
+
+Legend: b rows, s positions, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra import paths, registry
+from ed_infra.enums import TaskType
+from ed_infra.testing import require_torch
+from ed_layers.cache import RaggedBatch
+from flax import nnx
+
+from ed_models import hub
+from ed_models.heads import CausalLM
+from ed_models.loading import weight_map
+
+#: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them.
+TINY: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+LOGITS = 1e-4  # float32 logits of some units
+OURS = 2e-5  # the same numbers by another program of ours
+GRADIENTS = 1e-3  # relative to the largest entry
+ONE = (1, 1, 1, 1, 1)
+MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 2, 1, 2, 2))
+B, S = 4, 24
+PAD = (0, 5, 0, 17)  # padding on the left of each row
+
+
+class Subject:
+    """One tiny configuration of one family, its weights, and what others say about them.
+
+    Attributes:
+        model_type: of the family.
+        row: name of the configuration.
+        module_class: the family's causal language model.
+        ids: int32 [b, s]; mask: int32 [b, s], rows padded on the left.
+    """
+
+    def __init__(self, model_type: str, row: str, module_class: type[CausalLM]):
+        self.model_type, self.row, self.module_class = model_type, row, module_class
+        fields = {**TINY, **module_class.CONFORMANCE[row]}
+        self.fields = {name: value for name, value in fields.items() if value is not None}
+        rng = np.random.default_rng(0)
+        self.ids = rng.integers(3, self.fields["vocab_size"], (B, S)).astype(np.int32)
+        self.mask = np.stack([np.arange(S) >= pad for pad in PAD]).astype(np.int32)
+
+    def __str__(self) -> str:
+        return f"{self.model_type}: {self.row}"
+
+    @functools.cached_property
+    def torch_model(self) -> Any:
+        """Hugging Face's model with random weights, norms and biases too, float32."""
+        torch = require_torch()
+        import transformers
+
+        config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.2)
+        return model
+
+    @functools.cached_property
+    def directory(self) -> Path:
+        """Where Hugging Face saved its model; ours, where transformers does not know the type."""
+        folder = Path(self._folder.name)
+        if self.is_in_transformers:
+            self.torch_model.save_pretrained(folder)
+            return folder
+        config = registry.get_config(self.model_type)(**self.fields, sharding_axis_dims=ONE)
+        self.module_class.create(config, seed=0).save_pretrained(folder)
+        return folder
+
+    @functools.cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory()
+
+    @property
+    def is_in_transformers(self) -> bool:
+        """Whether there is a model of Hugging Face's to compare with."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return self.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    def load(self, dims: tuple[int, ...] = ONE, **config_kwargs: Any) -> CausalLM:
+        """Load the weights as this project's model."""
+        return hub.from_pretrained(
+            self.directory,
+            self.module_class,
+            sharding_axis_dims=dims,
+            config_kwargs=config_kwargs,
+        )
+
+    @functools.cached_property
+    def model(self) -> CausalLM:
+        """On one device, as the configuration stores its layers."""
+        return self.load()
+
+    @functools.cached_property
+    def logits(self) -> np.ndarray:
+        """Of whole rows without padding, [b, s, v]."""
+        return np.asarray(forward(self.model, input_ids=self.ids).logits)
+
+    @functools.cached_property
+    def torch_logits(self) -> np.ndarray:
+        """Hugging Face's, of the padded rows."""
+        return _torch_logits(self.torch_model, self.ids, self.mask)
+
+
+def subjects(*model_types: str) -> list[Subject]:
+    """The rows of these model types; of all that are registered, if none is named.
+
+    Raises:
+        ValueError: a family lists no configuration.
+    """
+    rows: list[Subject] = []
+    for model_type in model_types or registry.model_types():
+        if TaskType.CAUSAL_LM not in registry.tasks_of(model_type):
+            continue
+        module_class = registry.get_module(TaskType.CAUSAL_LM, model_type)
+        if not module_class.CONFORMANCE:
+            raise ValueError(
+                f"{module_class.__module__}.{module_class.__name__} lists no tiny configuration: "
+                'add CONFORMANCE = {"what is special": {field: value}}'
+            )
+        rows += [Subject(model_type, row, module_class) for row in module_class.CONFORMANCE]
+    return rows
+
+
+def forward(model: CausalLM, **inputs: Any) -> Any:
+    """Call a model jitted, the way every consumer does: flat leaves, graphdef closed over."""
+    graphdef, state = nnx.split(model)
+    return jax.jit(lambda state, inputs: nnx.merge(graphdef, state)(**inputs))(state, inputs)
+
+
+def parity(subject: Subject) -> float:
+    """Logits of rows padded on the left equal Hugging Face's."""
+    ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
+    real = subject.mask != 0
+    return _near(np.asarray(ours)[real], subject.torch_logits[real], LOGITS)
+
+
+def gradients(subject: Subject) -> float:
+    """Loss and the gradients of every parameter equal Hugging Face's."""
+    torch = require_torch()
+    model = subject.torch_model
+    ids = torch.tensor(subject.ids, dtype=torch.long)
+    theirs = model(input_ids=ids, labels=ids, use_cache=False).loss
+    grads = dict(
+        zip(
+            (name for name, _ in model.named_parameters()),
+            torch.autograd.grad(theirs, list(model.parameters()), allow_unused=True),
+            strict=True,
+        )
+    )
+    graphdef, params, other = subject.model.split_module()
+
+    def loss(params: Any) -> jax.Array:
+        return nnx.merge(graphdef, params, other).compute_loss(subject.ids)[0].loss
+
+    ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
+    worst = _near(np.asarray(ours), theirs.detach().numpy(), LOGITS)
+    by_name = _per_layer(ours_grads)
+    table = weight_map(subject.module_class, ours_grads)
+    for name in table.hf_shapes:
+        expected = grads[name].numpy()
+        got = table.save(name, by_name.__getitem__)
+        scale = max(float(np.abs(expected).max()), 1e-6)
+        worst = max(worst, _near(got / scale, expected / scale, GRADIENTS, name))
+    return worst
+
+
+def generation(subject: Subject) -> float:
+    """Greedy decoding gives Hugging Face's tokens: 32 of them, from padded rows."""
+    torch = require_torch()
+    theirs = subject.torch_model.generate(
+        input_ids=torch.tensor(subject.ids, dtype=torch.long),
+        attention_mask=torch.tensor(subject.mask),
+        max_new_tokens=32,
+        min_new_tokens=32,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    ours = subject.model.generate(
+        subject.ids, attention_mask=subject.mask, max_new_tokens=32, eos_token_id=[]
+    )
+    # min_new_tokens bars the end token there; a row is compared up to where we take it.
+    for row, (got, expected) in enumerate(
+        zip(ours.sequences[:, S:], theirs.numpy()[:, S:], strict=True)
+    ):
+        ends = np.flatnonzero(got == subject.fields["eos_token_id"])
+        n = ends[0] if len(ends) else len(got)
+        assert (got[:n] == expected[:n]).all(), f"row {row}: {got[:n]} is not {expected[:n]}"
+    return 0.0
+
+
+def cache(subject: Subject) -> float:
+    """A contiguous cache, filled in steps, gives the logits of a whole forward."""
+    model, at, parts = subject.model, 0, []
+    filled: Any = model.init_cache(B, 32)
+    for n in (16, 1, 1, 6):
+        out = forward(model, input_ids=subject.ids[:, at : at + n], past_key_values=filled)
+        filled, at = out.past_key_values, at + n
+        parts.append(np.asarray(out.logits))
+    return _near(np.concatenate(parts, axis=1), subject.logits, OURS)
+
+
+def pages(subject: Subject) -> float:
+    """Chunks of prompts and single tokens in flat batches over pages, as the engine runs them."""
+    model, page, width = subject.model, 4, 8
+    filled: Any = model.init_paged_cache(B * width + 1, page, num_states=B)
+    table = np.random.default_rng(1).permutation(B * width).reshape(B, width)
+    done, got = np.zeros(B, int), [[] for _ in range(B)]
+    for counts in ([9, 1, 4, 3], [1, 12, 20, 1], [14, 11, 0, 20]):
+        places = [np.arange(done[row], done[row] + n) for row, n in enumerate(counts)]
+        ids = [subject.ids[row, at] for row, at in enumerate(places)]
+        slots = [table[row, at // page] * page + at % page for row, at in enumerate(places)]
+        done, ends = done + counts, np.cumsum([0, *counts])
+        pad = 48 - ends[-1]
+        ragged = RaggedBatch(
+            cu_q_lens=jnp.asarray(ends, jnp.int32),
+            kv_lens=jnp.asarray(done, jnp.int32),
+            seq_of_token=jnp.asarray(np.repeat([*range(B), 0], [*counts, pad]), jnp.int32),
+            slots={"full": jnp.asarray(np.r_[*slots, [10**6] * pad], jnp.int32)},
+            page_table={"full": jnp.asarray(table, jnp.int32)},
+            state_slots=jnp.arange(B, dtype=jnp.int32),
+            num_seqs=jnp.asarray(B, jnp.int32),
+            prompt_lens=jnp.full(B, S, jnp.int32),
+        )
+        flat = np.concatenate([*ids, np.zeros(pad, np.int32)])[None]
+        out = forward(model, input_ids=flat, past_key_values=filled, ragged=ragged)
+        filled = out.past_key_values
+        for row in range(B):
+            got[row].append(np.asarray(out.logits)[0, ends[row] : ends[row + 1]])
+    return max(
+        _near(np.concatenate(got[row]), subject.logits[row], OURS, f"row {row}") for row in range(B)
+    )
+
+
+def packed(subject: Subject) -> float:
+    """A row of several documents gives the logits of each alone."""
+    ids, lengths = subject.ids.reshape(1, -1)[:, :48], (11, 20, 14)
+    segments = np.repeat([1, 2, 3, 0], [*lengths, 48 - sum(lengths)])[None].astype(np.int32)
+    got = np.asarray(forward(subject.model, input_ids=ids, segment_ids=segments).logits)
+    worst = 0.0
+    for segment in (1, 2, 3):
+        at = np.flatnonzero(segments[0] == segment)
+        alone = forward(subject.model, input_ids=ids[:, at]).logits
+        worst = max(worst, _near(got[0, at], np.asarray(alone)[0], OURS))
+    return worst
+
+
+def padding(subject: Subject) -> float:
+    """A row padded on the left gives the logits of the row alone, with a cache too."""
+    model, row, worst = subject.model, 3, 0.0
+    alone = forward(model, input_ids=subject.ids[row : row + 1, PAD[row] :]).logits
+    for filled in (None, model.init_cache(B, 32)):
+        out = forward(
+            model, input_ids=subject.ids, attention_mask=subject.mask, past_key_values=filled
+        )
+        worst = max(worst, _near(np.asarray(out.logits)[row, PAD[row] :], alone[0], OURS))
+    return worst
+
+
+def layouts(subject: Subject) -> float:
+    """Unrolled layers give the logits of scanned ones."""
+    other = subject.load(scan_layers=subject.model.layout == "leaves")
+    return _near(np.asarray(forward(other, input_ids=subject.ids).logits), subject.logits, OURS)
+
+
+def meshes(subject: Subject) -> float:
+    """Three meshes of eight devices give the logits of one device."""
+    worst = 0.0
+    for dims in MESHES:
+        model = subject.load(dims)
+        got = np.asarray(forward(model, input_ids=subject.ids).logits)
+        worst = max(worst, _near(got, subject.logits, OURS, f"mesh {dims}"))
+    return worst
+
+
+def saved(subject: Subject) -> float:
+    """What we save, Hugging Face loads: the same tensors to the bit, nothing missing or left."""
+    require_torch()
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        subject.model.save_pretrained(folder)
+        again, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
+    assert not any(report.values()), report
+    theirs = again.state_dict()
+    for name, value in subject.torch_model.state_dict().items():
+        np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
+    got = _torch_logits(again.eval(), subject.ids, subject.mask)
+    real = subject.mask != 0
+    return _near(got[real], subject.torch_logits[real], 0.0)
+
+
+Check = Callable[[Subject], float]
+
+#: Checks that need torch, and a model of Hugging Face's.
+AGAINST_TORCH: Mapping[str, Check] = {
+    "parity": parity,
+    "gradients": gradients,
+    "generation": generation,
+    "saved": saved,
+}
+CHECKS: Mapping[str, Check] = {
+    **AGAINST_TORCH,
+    "cache": cache,
+    "pages": pages,
+    "packed": packed,
+    "padding": padding,
+    "layouts": layouts,
+    "meshes": meshes,
+}
+#: Checks that take seconds: what a default test run does for every family.
+FAST = ("parity", "cache", "packed")
+
+
+def _near(got: np.ndarray, expected: Any, bound: float, where: str = "") -> float:
+    """The largest difference; AssertionError beyond the bound."""
+    assert np.shape(got) == np.shape(expected), f"{where} {np.shape(got)} {np.shape(expected)}"
+    error = float(np.abs(got - np.asarray(expected)).max())
+    assert error <= bound, f"{where} differs by {error:.2e}, more than {bound:.0e}"
+    return error
+
+
+def _per_layer(state: nnx.State) -> dict[str, np.ndarray]:
+    """Arrays of a state by canonical name."""
+    arrays: dict[str, np.ndarray] = {}
+    for path, variable in nnx.to_flat_state(state):
+        value = np.asarray(variable.get_value())
+        names = paths.canonical(path)
+        arrays |= dict(zip(names, value if paths.is_stacked(path) else [value], strict=True))
+    return arrays
+
+
+def _torch_logits(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    torch = require_torch()
+    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(ids, dtype=torch.long),
+            attention_mask=torch.tensor(mask),
+            position_ids=torch.tensor(positions, dtype=torch.long),
+            use_cache=False,
+        )
+    return out.logits.float().numpy()

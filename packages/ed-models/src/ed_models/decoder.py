@@ -1,0 +1,107 @@
+"""The body that decoders share: embedding, layers, norm. A family names its layer.
+
+Legend: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra import rope
+from ed_infra.outputs import BaseModelOutput
+from ed_infra.rope import RopeSettings
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.context import Ctx
+from ed_layers.named import named
+from ed_layers.parts import MakePart, Parts
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_models.inputs import layer_context, rope_settings
+from ed_models.module import EasyDeLBaseModule
+from ed_models.weights import STANDARD
+
+
+class Decoder(EasyDeLBaseModule):
+    """`norm(layers(embed(tokens)))`, under Hugging Face's names.
+
+    Subclasses set `layer_class`, and override what differs.
+    """
+
+    layer_class: ClassVar[MakePart]
+    WEIGHTS = STANDARD
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        parts = Parts(config, rngs, dtype, param_dtype, precision)
+        self.embed_tokens = parts.embed(config.vocab_size, config.hidden_size)
+        self.layers = parts.stack(
+            type(self).layer_class, config.num_hidden_layers, kinds=self.layer_kinds(config)
+        )
+        self.norm = self.final_norm(parts)
+
+    @staticmethod
+    def layer_kinds(config: Any) -> Sequence[Hashable] | None:
+        """A value for each layer, equal for layers of equal structure; None = all are alike."""
+        return getattr(config, "layer_types", None)
+
+    @staticmethod
+    def final_norm(parts: Parts) -> nnx.Module:
+        """The norm after the last layer."""
+        return parts.norm(parts.config.hidden_size)
+
+    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """What is done to the stream before the first layer: a scale, learned positions."""
+        return x
+
+    def rope_settings(self) -> Mapping[str, RopeSettings]:
+        """Rotary settings by kind of layer."""
+        return rope_settings(self.config)
+
+    def prompt_class(self, prompt_len: int) -> int:
+        """Class of prompt lengths: in equal ones, equal prefixes have equal keys and values."""
+        return max(rope.length_class(s, prompt_len) for s in self.rope_settings().values())
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "b s d"] | None = None,
+        past_key_values: Any = None,
+        output_hidden_states: bool = False,
+        **inputs: Any,
+    ) -> BaseModelOutput:
+        """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        b, s, _ = x.shape
+        ctx, cache = layer_context(
+            self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
+        )
+        x, cache, report, hidden = self.layers(
+            self.enter(x, ctx), ctx, cache, keep_hidden=output_hidden_states
+        )
+        if cache is not None and ctx.ragged is None:
+            cache = cache.advance(s)
+        return BaseModelOutput(
+            last_hidden_state=named(self.norm(x), "model_output"),
+            past_key_values=cache,
+            hidden_states=hidden,
+            losses=report.losses,
+            aux=report.metrics,
+            updates=report.under("layers").updates,
+        )
+
+    def cache_specs(self) -> list[LayerSpecs]:
+        """What each layer keeps in a cache."""
+        return self.layers.cache_specs()

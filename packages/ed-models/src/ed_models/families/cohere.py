@@ -1,0 +1,75 @@
+"""Cohere Command R (Cohere 2024): attention and feed-forward side by side.
+
+- one layer norm without bias feeds both
+- rotary pairs are neighbours
+- queries and keys may be normed, each head with weights of its own (`use_qk_norm`)
+- logits are multiplied by `logit_scale`; head tied to the embedding
+
+Numbers follow Hugging Face's `modeling_cohere.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import ParallelLayer
+
+
+@register_config("cohere")
+class CohereConfig(EasyDeLBaseConfig, transformers.CohereConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "cohere"
+
+
+class CohereDecoderLayer(ParallelLayer):
+    """Attention and feed-forward side by side behind one norm."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: CohereConfig = parts.config
+        norm = partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
+        attention = SelfAttention(
+            parts,
+            bias=config.attention_bias,
+            qk_norm=norm if config.use_qk_norm else None,
+            norm_heads="own",
+            interleaved=True,
+        )
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts), norm=norm)
+
+
+class CohereModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = CohereConfig
+    layer_class = CohereDecoderLayer
+
+    @staticmethod
+    def final_norm(parts):
+        config = parts.config
+        return parts.layer_norm(config.hidden_size, eps=config.layer_norm_eps, bias=False)
+
+
+@register_module(TaskType.CAUSAL_LM, config=CohereConfig, model_type="cohere")
+class CohereForCausalLM(CausalLM):
+    """Cohere with a language-model head."""
+
+    body_class = CohereModel
+    CONFORMANCE = {
+        "query and key norms": {"use_qk_norm": True, "tie_word_embeddings": True},
+        "biases": {"attention_bias": True, "logit_scale": 0.5, "tie_word_embeddings": True},
+    }
+
+    def head(self):
+        return replace(super().head(), scale=self.config.logit_scale)

@@ -1,0 +1,73 @@
+"""EXAONE 4 (LG AI Research 2025): norms after attention and feed-forward, hybrid windows.
+
+- query and key heads are RMS-normed
+- where there are windows, only layers with one have rotary positions
+
+Numbers follow Hugging Face's `modeling_exaone4.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.context import ALL_LAYERS
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import PostNormLayer, window_of
+
+
+@register_config("exaone4")
+class Exaone4Config(EasyDeLBaseConfig, transformers.Exaone4Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "exaone4"
+
+
+class Exaone4DecoderLayer(PostNormLayer):
+    """Attention and feed-forward, each normed after."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Exaone4Config = parts.config
+        window = window_of(config, index)
+        everywhere = config.sliding_window is None
+        attention = SelfAttention(
+            parts,
+            qk_norm=parts.norm,
+            rope=ALL_LAYERS if everywhere or window is not None else None,
+            window=window,
+        )
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
+
+
+class Exaone4Model(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Exaone4Config
+    layer_class = Exaone4DecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=Exaone4Config, model_type="exaone4")
+class Exaone4ForCausalLM(CausalLM):
+    """Exaone4 with a language-model head."""
+
+    body_class = Exaone4Model
+    CONFORMANCE = {
+        "windows": {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "sliding_window_pattern": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "no windows, tied": {
+            "head_dim": 8,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+        },
+    }

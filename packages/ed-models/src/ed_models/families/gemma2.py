@@ -1,0 +1,96 @@
+"""Gemma 2 (Gemma Team 2024): Gemma with soft caps, windows and norms on both sides.
+
+- attention and feed-forward are normed before and after
+- scores and logits are soft-capped (`attn_logit_softcapping`, `final_logit_softcapping`)
+- scores are scaled by `query_pre_attn_scalar ** -0.5`
+- every other layer sees a window
+
+Numbers follow Hugging Face's `modeling_gemma2.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import SandwichLayer, window_of
+
+
+@register_config("gemma2")
+class Gemma2Config(EasyDeLBaseConfig, transformers.Gemma2Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "gemma2"
+
+
+class Gemma2DecoderLayer(SandwichLayer):
+    """Attention and feed-forward, each normed before and after."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Gemma2Config = parts.config
+        norm = partial(parts.norm, offset=1.0, scale_first=True)
+        attention = SelfAttention(
+            parts,
+            bias=config.attention_bias,
+            window=window_of(config, index),
+            soft_cap=config.attn_logit_softcapping,
+            scale=config.query_pre_attn_scalar**-0.5,
+        )
+        super().__init__(
+            parts,
+            self_attn=attention,
+            mlp=GatedMLP(parts, hidden_act=config.hidden_activation),
+            norm=norm,
+        )
+
+
+class Gemma2Model(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Gemma2Config
+    layer_class = Gemma2DecoderLayer
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
+
+    def enter(self, x, ctx):
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+
+@register_module(TaskType.CAUSAL_LM, config=Gemma2Config, model_type="gemma2")
+class Gemma2ForCausalLM(CausalLM):
+    """Gemma2 with a language-model head."""
+
+    body_class = Gemma2Model
+    CONFORMANCE = {
+        "windows, soft caps": {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+        "no soft caps, biases": {
+            "head_dim": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    }
+
+    def head(self):
+        return replace(super().head(), soft_cap=self.config.final_logit_softcapping)

@@ -1,0 +1,99 @@
+"""Gemma 3, text (Gemma Team 2025): Gemma 2 with normed queries and keys, without soft caps.
+
+- five layers with a window, then one without; each kind has rotary parameters of its own
+- query and key heads are RMS-normed
+- attention and feed-forward are normed before and after
+
+Numbers follow Hugging Face's `modeling_gemma3.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import SandwichLayer, window_of
+
+
+@register_config("gemma3_text")
+class Gemma3Config(EasyDeLBaseConfig, transformers.Gemma3TextConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "gemma3_text"
+
+
+class Gemma3DecoderLayer(SandwichLayer):
+    """Attention and feed-forward, each normed before and after."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Gemma3Config = parts.config
+        norm = partial(parts.norm, offset=1.0, scale_first=True)
+        attention = SelfAttention(
+            parts,
+            bias=config.attention_bias,
+            qk_norm=norm,
+            rope=config.layer_types[index],
+            window=window_of(config, index),
+            soft_cap=config.attn_logit_softcapping,
+            scale=config.query_pre_attn_scalar**-0.5,
+        )
+        super().__init__(
+            parts,
+            self_attn=attention,
+            mlp=GatedMLP(parts, hidden_act=config.hidden_activation),
+            norm=norm,
+        )
+
+
+class Gemma3Model(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Gemma3Config
+    layer_class = Gemma3DecoderLayer
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
+
+    def enter(self, x, ctx):
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+
+@register_module(TaskType.CAUSAL_LM, config=Gemma3Config, model_type="gemma3_text")
+class Gemma3ForCausalLM(CausalLM):
+    """Gemma3 with a language-model head."""
+
+    body_class = Gemma3Model
+    CONFORMANCE = {
+        "both kinds of layers": {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+        "scaled positions in full layers": {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+            "tie_word_embeddings": True,
+        },
+    }
+
+    def head(self):
+        return replace(super().head(), soft_cap=self.config.final_logit_softcapping)

@@ -1,0 +1,56 @@
+"""Mistral (Jiang et al. 2023): Llama with a sliding window.
+
+- all layers see the last `sliding_window` tokens, or all of them where it is null
+- no biases; `head_dim` may be a size of its own
+
+Numbers follow Hugging Face's `modeling_mistral.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+
+
+@register_config("mistral")
+class MistralConfig(EasyDeLBaseConfig, transformers.MistralConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "mistral"
+
+
+class MistralDecoderLayer(DecoderLayer):
+    """Attention and feed-forward, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: MistralConfig = parts.config
+        super().__init__(
+            parts, self_attn=SelfAttention(parts, window=config.sliding_window), mlp=GatedMLP(parts)
+        )
+
+
+class MistralModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = MistralConfig
+    layer_class = MistralDecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=MistralConfig, model_type="mistral")
+class MistralForCausalLM(CausalLM):
+    """Mistral with a language-model head."""
+
+    body_class = MistralModel
+    CONFORMANCE = {
+        "window": {"sliding_window": 6},
+        "no window, own head size": {"sliding_window": None, "head_dim": 12},
+    }

@@ -1,0 +1,68 @@
+"""Qwen3 (Qwen Team 2025): Llama's layer with normed queries and keys.
+
+- each query and key head is RMS-normed before the rotary positions
+- `head_dim` is a size of its own, not hidden size over heads
+- biases of the attention projections by `attention_bias`; none in the feed-forward
+- layers of type `sliding_attention` see a window (`use_sliding_window`, `max_window_layers`)
+
+Numbers follow Hugging Face's `modeling_qwen3.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+
+
+@register_config("qwen3")
+class Qwen3Config(EasyDeLBaseConfig, transformers.Qwen3Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "qwen3"
+
+
+class Qwen3DecoderLayer(DecoderLayer):
+    """Attention and feed-forward, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Qwen3Config = parts.config
+        slides = config.layer_types[index] == "sliding_attention"
+        attention = SelfAttention(
+            parts,
+            bias=config.attention_bias,
+            qk_norm=parts.norm,
+            window=config.sliding_window if slides else None,
+        )
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
+
+
+class Qwen3Model(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Qwen3Config
+    layer_class = Qwen3DecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=Qwen3Config, model_type="qwen3")
+class Qwen3ForCausalLM(CausalLM):
+    """Qwen3 with a language-model head."""
+
+    body_class = Qwen3Model
+    CONFORMANCE = {
+        "own head size, biases": {"head_dim": 24, "attention_bias": True},
+        "windows, tied": {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    }

@@ -1,0 +1,160 @@
+"""The layers that decoders are made of: where the norms stand, and what is added to what.
+
+Legend: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ed_infra.outputs import Report
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.cache.storage import Layer
+from ed_layers.context import ALL_LAYERS, Ctx
+from ed_layers.parts import Parts
+from flax import nnx
+from jaxtyping import Array, Float
+
+FeedForward = Callable[[Float[Array, "b s d"], Ctx], Float[Array, "b s d"]]
+MakeNorm = Callable[[int], nnx.Module]
+
+
+class Attention(Protocol):
+    """What a layer needs of its attention, such as `ed_layers.self_attention.SelfAttention`."""
+
+    cache_spec: LayerSpecs
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Return what is added to the stream, and the cache."""
+        ...
+
+
+class DecoderLayer(nnx.Module):
+    """The layer of most decoders: attention and feed-forward, each normed before and added after.
+
+    A family's layer is made as `layer(parts, index)`. Where its formula is another, it defines a
+    `__call__` of its own.
+
+    Args:
+        parts: makes the norms.
+        self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
+        mlp: `(x, ctx) -> x`.
+        norm: makes a norm from the number of features; default: `parts.norm`.
+    """
+
+    def __init__(
+        self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
+    ):
+        norm, d = norm or parts.norm, parts.config.hidden_size
+        self.input_layernorm = norm(d)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = norm(d)
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+        """Return the stream after the layer, the cache, and what the layer reports."""
+        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        x = ctx.named(x + attended, "residual")
+        x = x + self.mlp(self.post_attention_layernorm(x), ctx)
+        return x, cache, Report()
+
+    def cache_specs(self) -> LayerSpecs:
+        """What the layer keeps in a cache."""
+        return self.self_attn.cache_spec
+
+
+class SandwichLayer(DecoderLayer):
+    """Attention and feed-forward, each normed before and after (Gemma 2, GLM-4)."""
+
+    def __init__(
+        self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
+    ):
+        norm, d = norm or parts.norm, parts.config.hidden_size
+        self.input_layernorm = norm(d)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = norm(d)
+        self.pre_feedforward_layernorm = norm(d)
+        self.mlp = mlp
+        self.post_feedforward_layernorm = norm(d)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+        """Return the stream after the layer, the cache, and what the layer reports."""
+        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
+        out = self.mlp(self.pre_feedforward_layernorm(x), ctx)
+        return x + self.post_feedforward_layernorm(out), cache, Report()
+
+
+class PostNormLayer(DecoderLayer):
+    """Attention and feed-forward, each normed after (OLMo 2)."""
+
+    def __init__(
+        self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
+    ):
+        norm, d = norm or parts.norm, parts.config.hidden_size
+        self.self_attn = self_attn
+        self.post_attention_layernorm = norm(d)
+        self.mlp = mlp
+        self.post_feedforward_layernorm = norm(d)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+        """Return the stream after the layer, the cache, and what the layer reports."""
+        attended, cache = self.self_attn(x, ctx, cache, layer)
+        x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
+        x = x + self.post_feedforward_layernorm(self.mlp(x, ctx))
+        return x, cache, Report()
+
+
+class ParallelLayer(DecoderLayer):
+    """Attention and feed-forward side by side, both added to the stream (GPT-J, Cohere, Falcon).
+
+    Args:
+        norms: 1 = both read the same normed stream; 2 = the feed-forward has a norm of its own.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        self_attn: Attention,
+        mlp: FeedForward,
+        norm: MakeNorm | None = None,
+        norms: int = 1,
+    ):
+        norm, d = norm or parts.norm, parts.config.hidden_size
+        self.input_layernorm = norm(d)
+        self.self_attn = self_attn
+        if norms == 2:
+            self.post_attention_layernorm = norm(d)
+        self.norms = norms
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+        """Return the stream after the layer, the cache, and what the layer reports."""
+        normed = self.input_layernorm(x)
+        attended, cache = self.self_attn(normed, ctx, cache, layer)
+        if self.norms == 2:
+            normed = self.post_attention_layernorm(x)
+        return x + attended + self.mlp(normed, ctx), cache, Report()
+
+
+def window_of(config: Any, index: int) -> int | None:
+    """The window of a layer: `sliding_window` where its type is `sliding_attention`."""
+    return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
+
+
+def rope_kind(config: Any, layer_type: str) -> str:
+    """Whose rotary tables a layer takes: its type's where each has parameters of its own."""
+    parameters = config.rope_parameters or {}
+    return layer_type if isinstance(parameters.get(layer_type), Mapping) else ALL_LAYERS

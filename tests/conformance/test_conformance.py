@@ -1,0 +1,37 @@
+"""Every registered family passes the conformance suite; a family without a row fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ed_models import conformance
+from ed_models.conformance import AGAINST_TORCH, CHECKS, FAST, Subject
+
+
+def rows() -> list[Any]:
+    """Each configuration with each check; one worker has all of a family."""
+    params = []
+    for subject in conformance.subjects():
+        for check in CHECKS:
+            marks = [pytest.mark.xdist_group(f"conformance {subject.model_type}")]
+            marks += [] if check in FAST else [pytest.mark.nightly]
+            marks += [pytest.mark.torch] if check in AGAINST_TORCH else []
+            params.append(pytest.param(subject, check, marks=marks, id=f"{subject}: {check}"))
+    return params
+
+
+@pytest.mark.parametrize(("subject", "check"), rows())
+def test_family(
+    subject: Subject, check: str, record_property: Callable[[str, object], None]
+) -> None:
+    error = CHECKS[check](subject)
+    record_property("conformance", (subject.model_type, subject.row, check, error))
+
+
+def test_a_family_without_a_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    module_class = conformance.subjects("llama")[0].module_class
+    monkeypatch.setattr(module_class, "CONFORMANCE", {})
+    with pytest.raises(ValueError, match="lists no tiny configuration"):
+        conformance.subjects("llama")
