@@ -264,6 +264,41 @@ def test_second_request_reuses_full_pages_of_the_first():
     assert third.num_cached == 4
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_pages_of_a_windowed_sequence_are_as_many_as_it_can_touch(size):
+    for window in range(1, 9):
+        for at_once in range(1, 9):
+            first = [start - window + 1 for start in range(64)]
+            touched = [
+                (start + at_once - 1) // size - max(seen, 0) // size + 1
+                for start, seen in enumerate(first)
+            ]
+            assert pages_of_sequence(window, 999, at_once, size) == max(touched)
+    assert pages_of_sequence(None, 10, 1, size) == -(-10 // size)
+    assert pages_of_sequence(100, 10, 1, size) == -(-10 // size)
+
+
+def test_a_window_needs_only_its_own_pages_of_a_prefix():
+    groups = {"window": PageGroup(20, window=4)}
+    scheduler = Scheduler(Limits(2, 64, 32), num_pages=groups, page_size=2)
+    scheduler.add(make([5] * 12, 0, max_tokens=1))
+    plan = scheduler.schedule()
+    pages = plan.rows[0].pages["window"]
+    scheduler.advance(plan, {"0": [3]})
+    for page in pages[:3]:
+        scheduler.pages.prefixes.forget("window", page)
+    second = make([5] * 12, 1, max_tokens=1)
+    scheduler.add(second)
+    row = scheduler.schedule().rows[0]
+    assert (second.num_cached, row.start) == (10, 10)  # the two pages before position 10 suffice
+    assert row.pages["window"][:5] == (FREED, FREED, FREED, *pages[3:5])
+    scheduler.pages.prefixes.forget("window", pages[4])
+    third = make([5] * 12, 2)
+    scheduler.add(third)
+    scheduler.schedule()
+    assert third.num_cached == 0
+
+
 def test_priority_goes_first_and_pushes_out_the_least_important():
     limits = Limits(2, 64, 16, policy="priority")
     scheduler = Scheduler(limits, num_pages=5, page_size=4, prefix_caching=False)

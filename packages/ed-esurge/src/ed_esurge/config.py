@@ -106,7 +106,11 @@ class EngineConfig(Options):
                     f"max_num_seqs {self.max_num_seqs}: append {self.max_num_seqs}"
                 )
         budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs and "max_num_seqs" in self.given:
+        if (
+            budget is not None
+            and budget < self.max_num_seqs
+            and "max_num_seqs" in self.model_fields_set
+        ):
             raise ValueError(
                 f"max_num_batched_tokens {budget} is below max_num_seqs {self.max_num_seqs}: "
                 "each running sequence needs one token of a step"
@@ -123,8 +127,3 @@ class EngineConfig(Options):
                 f"in max_model_len {self.max_model_len}"
             )
         return self
-
-    @property
-    def given(self) -> set[str]:
-        """Names that the user set, as against defaults."""
-        return self.model_fields_set

@@ -252,13 +252,13 @@ class eSurgeLM(TemplateLM):
         Raises:
             ConfigError: a keyword that the engine does not have.
         """
-        given: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
-        if given.pop("num_beams", 1) != 1:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
+        if options.pop("num_beams", 1) != 1:
             raise ConfigError("the engine has no beam search: drop num_beams")
-        stops = [stop for stop in given.pop("until", ()) if stop]
-        length = given.pop("max_gen_toks")
-        given = {name: value for name, value in given.items() if name not in _IGNORED}
-        unknown = sorted(set(given) - set(SamplingParams.model_fields))
+        stops = [stop for stop in options.pop("until", ()) if stop]
+        length = options.pop("max_gen_toks")
+        options = {name: value for name, value in options.items() if name not in _IGNORED}
+        unknown = sorted(set(options) - set(SamplingParams.model_fields))
         if unknown:
             hint = did_you_mean(unknown[0], SamplingParams.model_fields)
             raise ConfigError(f"generation keyword {unknown[0]!r} is not known{hint}")
@@ -267,7 +267,7 @@ class eSurgeLM(TemplateLM):
             stops.append(eos)
         # As in the Hugging Face backend: tasks may look for markup in the text.
         temperature = 1.0 if keywords.get("do_sample") else 0.0
-        options = {"skip_special_tokens": False, "temperature": temperature, **given}
+        options = {"skip_special_tokens": False, "temperature": temperature, **options}
         return SamplingParams(max_tokens=length, stop=tuple(stops), **options)
 
 

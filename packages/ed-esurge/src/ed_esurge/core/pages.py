@@ -42,7 +42,8 @@ def pages_of_sequence(window: int | None, longest: int, at_once: int, page_size:
     most = -(-longest // page_size)
     if window is None:
         return most
-    return min(most, -(-(window - 1 + at_once) // page_size) + 1)
+    # The tokens of a step and those that the first of them sees, beginning anywhere in a page.
+    return min(most, -(-(window - 2 + at_once) // page_size) + 1)
 
 
 class PageTables:

@@ -28,7 +28,7 @@ class PrefixCache:
         self._key_of: dict[str, dict[int, bytes]] = {group: {} for group in needed}
         self.queries = 0
         self.hits = 0
-        """Prompt tokens looked up, and found, since the start."""
+        """Prompt tokens looked up, and those that were known, since the start."""
 
     def knows(self, group: str, page: int) -> bool:
         """Whether the contents of a page may be of use again."""
@@ -43,19 +43,19 @@ class PrefixCache:
         most = (request.num_tokens - 1) // self.page_size
         self._extend_keys(request, most)
         keys = request.page_keys[:most]
-        found, run = 0, dict.fromkeys(self.needed, 0)  # run: known pages up to here, in a row
+        best, run = 0, dict.fromkeys(self.needed, 0)  # run: known pages up to here, in a row
         for count, key in enumerate(keys, 1):
             for group, pages in self._page_of.items():
                 run[group] = run[group] + 1 if key in pages else 0
             if all(run[g] >= min(count, n or count) for g, n in self.needed.items() if n != 0):
-                found = count
+                best = count
             elif any(run[g] < count for g, n in self.needed.items() if n is None):
                 break
         matched: dict[str, list[int | None]] = {}
         for group, pages in self._page_of.items():
             needed = self.needed[group]
-            first = 0 if needed is None else max(found - needed, 0)
-            matched[group] = [None] * first + [pages[key] for key in keys[first:found]]
+            first = 0 if needed is None else max(best - needed, 0)
+            matched[group] = [None] * first + [pages[key] for key in keys[first:best]]
         return matched
 
     def insert(self, request: Request, since: int, until: int) -> None:

@@ -66,7 +66,7 @@ class Setup:
         platform = platform_of(model)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
         seqs = config.max_num_seqs
-        if platform == "cpu" and "max_num_seqs" not in config.given:
+        if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
         seqs = min(seqs, budget)
         # More tokens than all sequences together can have are never in one step.
@@ -96,7 +96,7 @@ class Setup:
         caching = self.config.enable_prefix_caching
         if caching and is_recurrent(self.model):
             caching = False
-            if "enable_prefix_caching" in self.config.given:
+            if "enable_prefix_caching" in self.config.model_fields_set:
                 once(
                     logger,
                     "enable_prefix_caching is off for this model: a page does not restore the "
