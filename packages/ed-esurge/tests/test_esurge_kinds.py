@@ -210,10 +210,10 @@ def test_a_window_frees_the_pages_behind_it():
     for caching in (True, False):
         engine = engine_of(model, enable_prefix_caching=caching)
         pools = engine.loop.scheduler.pages.pools
-        # 5 tokens behind the newest and 12 new ones: 5 pages, and one that is half used.
+        # 5 tokens behind 12 new ones lie on 5 pages, wherever they begin.
         assert {name: pool.num_pages for name, pool in pools.items()} == {
             "full": 4 * 12,
-            "window": 4 * 6,
+            "window": 4 * 5,
         }
         for _ in range(2):  # the second time from the prefix cache
             outputs = engine.generate(PROMPTS, params)
@@ -225,7 +225,7 @@ def test_a_window_frees_the_pages_behind_it():
             engine.step()
             for request in engine.loop.scheduler.running:
                 held = [page for page in request.pages["window"] if page >= 0]
-                assert len(held) <= 6
+                assert len(held) <= 5
                 assert len(request.pages["full"]) * 4 >= request.num_computed
 
 

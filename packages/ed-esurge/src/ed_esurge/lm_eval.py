@@ -97,9 +97,11 @@ class eSurgeLM(TemplateLM):
     def max_length(self) -> int:
         """Most tokens that the model sees before a token that is scored.
 
-        The engine's prompt holds the scored tokens too.
+        The engine's prompt holds the scored tokens too, so one fewer than the context. And one
+        fewer than that: windows of rolling likelihoods, and with them published figures, are those
+        of engines that cannot score without room for a token to generate.
         """
-        return self.engine.max_model_len - 1
+        return self.engine.max_model_len - 2
 
     @property
     def tokenizer_name(self) -> str:

@@ -21,12 +21,12 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     """What the engine needs of a Hugging Face tokenizer."""
 
-    bos_token_id: Any
+    bos_token_id: Any  # an id, or None
     eos_token_id: Any
-    chat_template: Any
+    chat_template: Any  # Jinja text, or None
     name_or_path: Any
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
         """A mapping with `input_ids`."""
         ...
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_layers.cache import HybridCache, PagedCache
+from ed_layers.cache import Cache, HybridCache, PagedCache
 from flax import nnx
 from tqdm import tqdm
 
@@ -85,9 +85,9 @@ class ModelRunner:
         self._builder = BatchBuilder(self._slots, page_size=page_size, num_pages=num_pages)
         self._functions: dict[Name, Callable[..., Any]] = {}
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
-        self._cache: Any = None
-        self._state: Any = None
-        self._sums: Any = None
+        self._cache: Cache | None = None
+        self._state: SamplerState | None = None
+        self._sums: jax.Array | None = None
         self.allocate()
 
     # ---- memory
