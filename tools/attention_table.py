@@ -1,4 +1,4 @@
-"""Write the tables of docs/attention.md: what each attention mechanism reads, runs and can do.
+"""Write the tables of docs/attention.md: mechanisms, their features, and their kernels.
 
 uv run python -m tools.attention_table            rewrite them
 uv run python -m tools.attention_table --check    exit 1 if they are not what it would write
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from ed_infra.enums import MECHANISM_ALIASES
-from ed_layers.attention import MECHANISMS
+from ed_layers.attention import MECHANISMS, Kernel
+from ed_layers.attention.registry import BUILT_IN
 from ed_layers.attention.scoring import FEATURES
 
 from tools.workspace import ROOT
@@ -19,19 +22,33 @@ PAGE = ROOT / "docs/attention.md"
 BEGIN, END = "<!-- tools/attention_table.py -->\n", "<!-- end -->\n"
 
 
-def tables() -> str:
-    """What each mechanism is, and what it can do."""
-    lines = ["| `attn_mechanism` | reads | kernels of its own | what it is |", "| --- " * 4 + "|"]
+def tables(kernels: Iterable[Kernel[Any]] = BUILT_IN) -> str:
+    """What each mechanism is, what it can do, and which native kernels there are."""
+    lines = heading("`attn_mechanism`", "reads", "what it is")
     for name, ability in MECHANISMS.items():
         aliases = [alias for alias, of in MECHANISM_ALIASES.items() if of == name]
-        names = ", ".join(f"`{n}`" for n in (name, *aliases))
-        kernels = ", ".join(f"{platform}: {language}" for platform, language in ability.kernels)
-        lines.append(f"| {names} | {ability.reads} | {kernels} | {ability.doc} |")
-    lines += ["", f"| | {' | '.join(FEATURES)} |", "| --- " * (len(FEATURES) + 1) + "|"]
+        lines.append(row(", ".join(f"`{n}`" for n in (name, *aliases)), ability.reads, ability.doc))
+    lines += ["", *heading("", *FEATURES)]
     for name, ability in MECHANISMS.items():
         cells = ("yes" if feature in ability.features else "" for feature in FEATURES)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append(row(f"`{name}`", *cells))
+    lines += ["", *heading("kernel", "of", "platform", "language", "never takes")]
+    for kernel in kernels:
+        if kernel.platform is not None:
+            lacks = ", ".join(feature for feature in FEATURES if feature in kernel.lacks)
+            name = f"`{kernel.mechanism}`"
+            lines.append(row(kernel.title, name, kernel.platform, kernel.language, lacks))
     return "\n".join(lines) + "\n"
+
+
+def heading(*cells: str) -> list[str]:
+    """The first two lines of a table."""
+    return [row(*cells), "| --- " * len(cells) + "|"]
+
+
+def row(*cells: str) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def page(text: str) -> str:

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -178,36 +178,33 @@ def base_config() -> Iterator[str]:
 
 def actions() -> Iterator[str]:
     """The actions with their parameters."""
-    from ed_elarge.action_options import ACTIONS, ALIASES
     from ed_elarge.sections import EvalSection
+    from ed_elarge.table import ACTIONS
 
     yield "## `actions`\n"
     yield "| action | what it does | also spelled |\n| --- | --- | --- |"
-    for name, spec in ACTIONS.items():
-        others = ", ".join(f"`{o}`" for o, canonical in ALIASES.items() if canonical == name)
-        yield f"| `{name}` | {spec.doc} | {others} |"
+    for name, kind in ACTIONS.items():
+        yield f"| `{name}` | {kind.doc} | {', '.join(f'`{other}`' for other in kind.also)} |"
     yield ""
-    for name, spec in ACTIONS.items():
-        if spec.options.model_fields:
-            known = EvalSection.model_fields if issubclass(spec.options, EvalSection) else ()
-            yield from table(f"actions: {name}", spec.options, 3, set(), known)
+    for name, kind in ACTIONS.items():
+        if kind.options.model_fields:
+            known = EvalSection.model_fields if issubclass(kind.options, EvalSection) else ()
+            yield from table(f"actions: {name}", kind.options, 3, set(), known)
             if known:
                 yield "Besides these, every key of the section `eval`.\n"
 
 
 def reference() -> str:
     """The generated part of the page."""
-    from ed_elarge.sections import SECTIONS
-    from ed_trainers.arguments import ARGUMENTS
+    from ed_elarge.table import SECTIONS
 
     parts: list[str] = []
-    sections: dict[str, Callable[[], type]] = dict(SECTIONS)
-    for name, load in sections.items():
-        parts += table(name, load(), 2, set())
+    for name, section in SECTIONS.items():
+        for kind, model in section.classes().items():
+            title = f"{name} ({section.chosen_by}: {kind})" if kind else name
+            parts += table(title, model, 2, set())
         if name == "base_config":
             parts += base_config()
-    for method, model in ARGUMENTS.items():
-        parts += table(f"trainer (trainer_type: {method})", model, 2, set())
     parts += actions()
     return "\n".join(parts).replace("\n\n\n", "\n\n").strip()
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from ed_layers.attention import Kernel
+from ed_layers.attention.registry import BUILT_IN
+from ed_layers.attention.vanilla import vanilla_attention
+
 from tools import attention_table
 
 
 def test_the_page_is_up_to_date() -> None:
     text = attention_table.PAGE.read_text(encoding="utf-8")
     assert text == attention_table.page(text), "run: uv run python -m tools.attention_table"
+
+
+def test_a_kernel_that_is_added_is_listed() -> None:
+    lacks = frozenset({"bias", "chunk"})
+    added = Kernel(
+        "flash_attn2", "projected", "toy", vanilla_attention, "cpu", "native", lacks=lacks
+    )
+    tables = attention_table.tables((*BUILT_IN, added))
+    row = "| toy | `flash_attn2` | cpu | native | chunk, bias |\n"
+    assert tables == attention_table.tables() + row

@@ -18,7 +18,8 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.choose import choose
-from ed_layers.attention.online import Spec, Where
+from ed_layers.attention.kernel import Projected
+from ed_layers.attention.online import BlockMask, Recipe
 from ed_layers.attention.ring_layout import Plan, Side
 from ed_layers.attention.scoring import Scoring
 from jax.sharding import AbstractMesh, NamedSharding
@@ -215,14 +216,14 @@ def test_zigzag_gives_each_device_the_same_work() -> None:
 
     def visited(zigzag: bool) -> np.ndarray:
         """Blocks that each device visits at each step, [n, n]."""
-        spec = Spec.of(Scoring(1.0), causal=True)
-        plan = Plan(spec, mesh, None, "sp", None, P(), zigzag, True, block, block, None)
+        recipe = Recipe.of(Scoring(1.0), causal=True)
+        plan = Plan(recipe, mesh, None, "sp", None, P(), zigzag, True, block, block, None)
         index = [Side(plan, length, block).places(i)[:, None] for i in range(n)]
         count = np.zeros((n, n), int)
         for device in range(n):
             for step in range(n):
                 q, k = index[device], index[(device - step) % n]
-                spans = Where(jnp.ones_like(q), q, jnp.ones_like(k), k).spans(causal=True)
+                spans = BlockMask(jnp.ones_like(q), q, jnp.ones_like(k), k).spans(causal=True)
                 count[device, step] = jnp.sum(jnp.maximum(spans[1] - spans[0], 0))
         return count
 
@@ -246,7 +247,16 @@ def test_auto_takes_it_where_the_mesh_splits_a_long_sequence() -> None:
             attn_mechanism="auto", sharding_axis_dims=dims, partition_axis=axes
         )
         x = jnp.zeros((1, s, 1, 8))
-        return choose(Mechanism.resolve(config), x, x, frozenset({"window"}))
+        call = Projected(
+            name="auto",
+            q=x,
+            k=x,
+            v=x,
+            mask_info=MaskInfo.full(1, s),
+            scoring=Scoring(1.0, window=9),
+            config=config,
+        )
+        return choose(Mechanism.resolve(config), call)
 
     assert taken((1, 1, 1, 1, 2), 256) == "ring"
     assert taken((1, 1, 1, 1, 2), 64) == "vanilla"

@@ -26,15 +26,8 @@ class Rows:
         ids, segments = (
             np.roll(batch[name], step, axis=0) for name in ("input_ids", "segment_ids")
         )
-        starts = np.diff(segments, axis=1, prepend=0) != 0
-        places = np.broadcast_to(np.arange(case.S), ids.shape)
-        first = np.maximum.accumulate(np.where(starts, places, 0), axis=1)
-        return {
-            "input_ids": ids,
-            "labels": np.where(segments > 0, ids, -100).astype(np.int32),
-            "segment_ids": segments,
-            "position_ids": (places - first).astype(np.int32),
-        }
+        labels = np.where(segments > 0, ids, -100).astype(np.int32)
+        return {"input_ids": ids, "labels": labels, "segment_ids": segments}
 
 
 def train(folder: Path, steps: int) -> None:

@@ -9,7 +9,7 @@ from ed_esurge import SamplingParams, eSurge
 from ed_esurge.lm_eval import eSurgeLM
 from ed_infra.testing import english_topics, tiny_llama
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
-from ed_trainers import SFTArguments, SFTTrainer
+from ed_trainers import Models, SFTArguments, SFTTrainer
 from flax import nnx
 
 TOLERANCE = 1e-5
@@ -50,7 +50,8 @@ def test_engine_trainer_and_lm_eval_agree_on_every_token(parts, record_property)
 
     @jax.jit
     def loss(batch):
-        return trainer.loss(nnx.merge(graphdef, state), batch, None)[0]
+        models = Models(nnx.merge(graphdef, state))
+        return trainer.loss(models, batch, None).sums["loss"].sum
 
     trained = []
     for at in range(1, len(ids)):

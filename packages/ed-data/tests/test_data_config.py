@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ed_data import Inform, Mixture, SaveOptions, Tokenization
+from ed_data import Inform, Mixture, Saving, Tokenization
 from pydantic import ValidationError
 
 JSON = {"type": "json", "data_files": "train/*.json"}
@@ -84,7 +84,7 @@ def test_the_reference_block_of_the_seeds():
 
 def test_aliases():
     assert Mixture(informs=[JSON], stop_strategy="longest").stop_strategy == "all_exhausted"
-    assert SaveOptions(output_path="x").path == "x"
+    assert Saving(output_path="x").path == "x"
     assert Tokenization(padding=True).padding == "longest"
     assert Inform(type="jsonl", data_files="a").kind == "json"
     assert Inform(type="hf", data_files="squad").dataset_id == "squad"
@@ -116,7 +116,7 @@ def test_unknown_keys_name_the_nearest():
     assert "tokenization.max_lenght" in problem(
         lambda: Mixture(informs=[JSON], tokenization={"max_lenght": 3})
     )
-    assert "keep one" in problem(lambda: SaveOptions(path="a", output_path="a"))
+    assert "keep one" in problem(lambda: Saving(path="a", output_path="a"))
 
 
 @pytest.mark.parametrize(
@@ -176,3 +176,103 @@ def test_options_are_immutable_and_replaceable():
     with pytest.raises(ValidationError):
         mixture.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
     assert mixture.replace(seed=3).seed == 3
+
+
+def places(make) -> list[str]:
+    with pytest.raises(ValidationError) as error:
+        make()
+    errors = [e for e in error.value.errors(include_url=False) if e["type"] != "too_short"]
+    return [".".join(map(str, e["loc"])) for e in errors]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": True},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": float("inf")},
+        {"batch_size": True},
+        {"batch_size": 10**9},
+        {"eval_fraction": float("nan")},
+        {"eval_fraction": True},
+        {"shuffle_buffer_size": 10**15},
+        {"shuffle_buffer_size": float("inf")},
+        {"pack_seq_length": 10**9},
+        {"pack_seq_length": True},
+        {"pack_eos_token_id": 10**12},
+        {"pack_shuffle_buffer_factor": 10**9},
+        {"mixture_block_size": 10**15},
+        {"prefetch_workers": 10**6},
+        {"prefetch_buffer_size": 10**9},
+    ],
+)
+def test_numbers_are_numbers_and_have_a_bound(options):
+    assert places(lambda: Mixture(informs=[JSON], **options)) == [*options]
+
+
+def test_numbers_of_nested_options_have_a_bound_too():
+    assert places(
+        lambda: Mixture(
+            informs=[{**JSON, "num_rows": True}],
+            mixture_weights={"train": True},
+            tokenization={"max_length": 10**9, "batch_size": float("inf")},
+            save={"path": "x", "num_shards": 10**6},
+        )
+    ) == [
+        "informs.0.num_rows",
+        "mixture_weights.train",
+        "tokenization.max_length",
+        "tokenization.batch_size",
+        "save.num_shards",
+    ]
+    assert places(lambda: Mixture(informs=[JSON], mixture_weights={"train": float("inf")})) == [
+        "mixture_weights.train"
+    ]
+    assert "must be a number, got true" in problem(lambda: Mixture(informs=[JSON], seed=True))
+
+
+@pytest.mark.parametrize(("key", "hint"), [("SEED", "seed"), ("Pack-Tokens", "pack_tokens")])
+def test_case_and_hyphens_do_not_hide_the_nearest_key(key, hint):
+    assert f"did you mean '{hint}'?" in problem(lambda: Mixture(informs=[JSON], **{key: 1}))
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"informs": [{"type": "jsn", "data_files": "a"}]}, "informs.0.type"),
+        ({"informs": [{"data_files": "a.xyz"}]}, "informs.0.data_files"),
+        ({"informs": [{"type": "python", "data_files": "a.b"}]}, "informs.0.data_files"),
+        ({"informs": [{**JSON, "split": "test"}]}, "informs.0.split"),
+        ({"informs": [{**JSON, "dataset_split_name": "x"}]}, "informs.0.dataset_split_name"),
+        ({"informs": [{**JSON, "sample_by": "line"}]}, "informs.0.sample_by"),
+        ({"informs": [{**JSON, "format_fields": {"a": "c", "b": "c"}}]}, "informs.0.format_fields"),
+        ({"informs": [JSON], "mixture_weights": {"train": 1, "x": 1}}, "mixture_weights.x"),
+        ({"informs": [JSON], "mixture_weights": {"train": 0}}, "mixture_weights.train"),
+        ({"informs": [JSON, JSON], "mixture_weights": {"train": 1}}, "informs.1.name"),
+        (
+            {"informs": [JSON, {**JSON, "name": "b"}], "mixture_weights": {"b": 1}},
+            "mixture_weights",
+        ),
+        (
+            {
+                "informs": [JSON],
+                "pack_tokens": True,
+                "pack_seq_length": 8,
+                "tokenization": {"max_length": 9},
+            },
+            "tokenization.max_length",
+        ),
+        (
+            {"informs": [JSON], "pack_tokens": True, "tokenization": {"padding": "longest"}},
+            "tokenization.padding",
+        ),
+        (
+            {"informs": [JSON], "tokenization": {"max_length": 3, "truncation": False}},
+            "tokenization.max_length",
+        ),
+        ({"informs": [JSON], "save": {"path": "x", "compression": "g"}}, "save.compression"),
+    ],
+)
+def test_errors_across_keys_name_the_key_to_correct(options, place):
+    assert places(lambda: Mixture(**options)) == [place]

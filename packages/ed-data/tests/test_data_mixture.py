@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from ed_data import DataError
-from ed_data.mixture import DocumentOrder
-from ed_data.shuffle import permutation
+from ed_data.mixture import DocumentOrder, permutation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,8 +12,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ed_data import DataError, Inform, read_rows
-from ed_data.sources import OpenOptions, open_source
+from ed_data import DataError, Inform, build_loader, read_rows
+from ed_data.sources import open_source
+from pydantic import ValidationError
 
 ROWS = [{"text": f"line {i}\nwith “more”", "id": i} for i in range(5)]
 
@@ -93,7 +94,7 @@ def test_parquet_and_both_layouts_of_arrow(tmp_path):
     for name in ("a.parquet", "file.arrow", "stream.arrow"):
         inform = Inform(data_files=tmp_path / name)
         assert list(read_rows(inform)) == ROWS
-        only = list(open_source(inform).rows(["id"]))
+        only = [row for _, row in open_source(inform).rows(["id"])]
         assert only == [{"id": row["id"]} for row in ROWS]
 
 
@@ -144,13 +145,13 @@ def test_remote_files_are_read_and_copied_once(tmp_path):
     inform = Inform(data_files="memory://ed_data_test/*.jsonl")
     try:
         assert list(read_rows(inform)) == [{"text": "far"}]
-        kept = OpenOptions(str(tmp_path / "files"))
+        kept = str(tmp_path / "files")
         source = open_source(inform, kept)
-        assert list(source.rows()) == [{"text": "far"}]
+        assert [row for _, row in source.rows()] == [{"text": "far"}]
         copies = list((tmp_path / "files").rglob("*.jsonl"))
         assert len(copies) == 1
         copies[0].write_text('{"text": "near"}\n')  # proves that the copy is what is read
-        assert list(source.rows()) == [{"text": "near"}]
+        assert [row for _, row in source.rows()] == [{"text": "near"}]
         fs.pipe("/ed_data_test/a.jsonl", b'{"text": "changed"}\n')
         assert list(read_rows(inform, kept)) == [{"text": "changed"}]
     finally:
@@ -178,7 +179,7 @@ def test_missing_files_say_what_is_there(tmp_path):
 
 def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
-    monkeypatch.setattr("ed_data.sources.files.infer_compression", lambda path: None)
+    monkeypatch.setattr("ed_data.sources.formats.infer_compression", lambda path: None)
     assert "zstandard" in error_of(data_files=tmp_path / "a.jsonl.zst")
 
 
@@ -190,6 +191,8 @@ def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
         ("a.json", b'[{"a": 1}, 3]', "item 1 is a int"),
         ("a.json", b"[{]", r"a\.json:1: not JSON"),
         ("a.csv", b"a,b\n1,2,3\n", r"a\.csv:2: more values than the 2 columns"),
+        ("a.csv", b"a,b\n1,2\n\n3\n", r"a\.csv:4: fewer values.*'b' has none"),
+        ("a.jsonl", b'\n\n{"a": \n', r"a\.jsonl:3: not JSON"),
         ("a.txt", b"\xff\xfe\x00x", "not UTF-8"),
         ("a.parquet", b"not parquet at all", "not a parquet file"),
         ("a.arrow", b"not arrow at all", "not an arrow file"),
@@ -199,3 +202,75 @@ def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
 def test_broken_files_say_where(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     assert re.search(says, error_of(data_files=tmp_path / name))
+
+
+class _Bucket:
+    """A source that knows nothing of files, as one of an object store would be."""
+
+    fingerprint = "bucket:1"
+
+    def __init__(self, inform, file_cache):
+        self._name = inform.data_files
+
+    def rows(self, columns=None):
+        for index in range(3):
+            yield f"{self._name}, object {index}", {"content": f"text {index}"}
+
+
+def test_a_new_kind_of_source_is_one_entry(monkeypatch, mixture, tokenizer):
+    import sys
+
+    from ed_data import check_names, texts
+    from ed_data.inform import KINDS, Kind
+
+    monkeypatch.setitem(sys.modules, "my_bucket", SimpleNamespace(Bucket=_Bucket))
+    monkeypatch.setitem(KINDS, "bucket", Kind("my_bucket:Bucket", aliases=("s3",)))
+    made = mixture(informs=[{"type": "S3", "data_files": "s3://mine/x"}], pack_tokens=False)
+    assert made.informs[0].label == "s3://mine/x"
+    assert check_names(made) == []
+    assert list(texts(made)) == ["text 0", "text 1", "text 2"]
+    assert build_loader(made, tokenizer, seq_length=16).stats["documents"] == 3
+    with pytest.raises(ValidationError, match="did you mean 'bucket'"):
+        Inform(type="buckt", data_files="x")
+    with pytest.raises(ValidationError, match="takes one string"):
+        Inform(type="bucket", data_files=["x"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.arrow"])
+def test_a_row_knows_its_place(tmp_path, name):
+    table = pa.Table.from_pylist([{"text": "one"}, {"text": "two"}])
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(table, path)
+    elif name == "a.arrow":
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        path.write_text(
+            {
+                "a.jsonl": '\n{"text": "one"}\n{"text": "two"}\n',
+                "a.json": '[{"text": "one"}, {"text": "two"}]',
+                "a.csv": '"text"\n"one"\n"two"\n',
+                "a.txt": "\none\n\ntwo\n",
+            }[name]
+        )
+    options = {"sample_by": "paragraph"} if name == "a.txt" else {}
+    rows = open_source(Inform(data_files=path, content_field="text", **options)).rows()
+    expected = {
+        "a.jsonl": [":2", ":3"],
+        "a.csv": [":2", ":3"],
+        "a.txt": [":2", ":4"],
+        "a.json": [", item 0", ", item 1"],
+    }.get(name, [", row 0", ", row 1"])
+    assert [place for place, _ in rows] == [f"{path}{end}" for end in expected]
+
+
+def test_a_copy_is_named_after_the_original(tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/ed_data_test/b.jsonl", b'{"text": \n')
+    inform = Inform(data_files="memory://ed_data_test/b.jsonl")
+    try:
+        with pytest.raises(DataError, match=r"^memory://.*b\.jsonl:1: not JSON"):
+            list(read_rows(inform, str(tmp_path / "files")))
+    finally:
+        fs.rm("/ed_data_test", recursive=True)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ed_data import DataError, Tokenization
 from ed_data.prepare import prepare
+from ed_data.schema import Example
 from ed_data.store import TokenStore, write_store
-from ed_data.tokenize import Encoder
-from ed_data.transforms import Document
+from ed_data.tokenize import Encoded, Encoder
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -19,6 +19,10 @@ CHAT = [
     {"role": "user", "content": "bye"},
     {"role": "assistant", "content": "so long"},
 ]
+
+
+def document(content) -> Example:
+    return Example({"content": content})
 
 
 def encoder_of(tokenizer, eos=None, **options) -> Encoder:
@@ -54,29 +58,29 @@ def test_pieces_can_be_read_alone(mixture, tokenizer):
 
 
 def test_options_of_the_encoder(mixture, tokenizer):
-    plain = encoder_of(tokenizer, add_special_tokens=False).encode([Document("ab")], "x")[0][0]
+    plain = encoder_of(tokenizer, add_special_tokens=False).encode([document("ab")], "x")[0][0]
     assert plain.tolist() == [
         *tokenizer("ab", add_special_tokens=False)["input_ids"],
         tokenizer.eos_token_id,
     ]
-    assert encoder_of(tokenizer, eos=7).encode([Document("ab")], "x")[0][0][-1] == 7
-    ids = encoder_of(tokenizer).encode([Document([5, 6])], "x")[0][0]
+    assert encoder_of(tokenizer, eos=7).encode([document("ab")], "x")[0][0][-1] == 7
+    ids = encoder_of(tokenizer).encode([document([5, 6])], "x")[0][0]
     assert ids.tolist() == [5, 6, tokenizer.eos_token_id]
-    ended = encoder_of(tokenizer, eos=6).encode([Document([5, 6])], "x")[0][0]
+    ended = encoder_of(tokenizer, eos=6).encode([document([5, 6])], "x")[0][0]
     assert ended.tolist() == [5, 6]
 
 
 def test_truncation_set_by_someone_else_changes_nothing(tokenizer):
     before = encoder_of(tokenizer)
-    whole, fingerprint = before.encode([Document("sheep and goats")], "x")[0][0], before.fingerprint
+    whole, fingerprint = before.encode([document("sheep and goats")], "x")[0][0], before.fingerprint
     tokenizer("sheep and goats", truncation=True, max_length=3)
     after = encoder_of(tokenizer)
     assert after.fingerprint == fingerprint
-    assert after.encode([Document("sheep and goats")], "x")[0][0].tolist() == whole.tolist()
+    assert after.encode([document("sheep and goats")], "x")[0][0].tolist() == whole.tolist()
 
 
 def test_chat_messages_go_through_the_template(tokenizer):
-    ids, masks, _ = encoder_of(tokenizer).encode([Document("text"), Document(CHAT)], "x")
+    ids, masks, *_ = encoder_of(tokenizer).encode([document("text"), document(CHAT)], "x")
     assert masks is None
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert tokenizer.decode(ids[1]) == text  # it ends with the end token: none is added
@@ -85,7 +89,7 @@ def test_chat_messages_go_through_the_template(tokenizer):
 
 def test_loss_on_answers_only(tokenizer):
     encoder = encoder_of(tokenizer, assistant_only_loss=True)
-    ids, masks, _ = encoder.encode([Document(CHAT), Document("text")], "x")
+    ids, masks, *_ = encoder.encode([document(CHAT), document("text")], "x")
     assert masks is not None
     answers = tokenizer.decode(ids[0][masks[0].astype(bool)])
     assert answers == "hello there<|eos|>so long<|eos|>"
@@ -98,19 +102,42 @@ def test_what_the_tokenizer_lacks_is_said(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
-        encoder_of(bare).encode([Document(CHAT)], "x")
+        encoder_of(bare).encode([document(CHAT)], "x")
     with pytest.raises(DataError, match=r"\{% generation %\}"):
         encoder_of(bare, assistant_only_loss=True)
     bare.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(DataError, match="no such role"):
-        encoder_of(bare).encode([Document(CHAT)], "x")
+        encoder_of(bare).encode([document(CHAT)], "x")
     bare.eos_token = None
     with pytest.raises(DataError, match="pack_eos_token_id"):
         encoder_of(bare)
     with pytest.raises(DataError, match=f"0 to {len(tokenizer) - 1}"):
         encoder_of(tokenizer, eos=len(tokenizer))
     with pytest.raises(DataError, match="token id 99999"):
-        encoder_of(tokenizer).encode([Document([3, 99999])], "x")
+        encoder_of(tokenizer).encode([document([3, 99999])], "x")
+
+
+def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
+    import copy
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template += "{% if not messages[1:] %}{{ raise_exception('short') }}{% endif %}"
+
+    def error_of(rows) -> str:
+        options = mixture(rows)
+        with pytest.raises(DataError) as error:
+            prepare(options, encoder_of(tokenizer), "train", options.cache_dir)
+        assert error.value.path == ("informs", 0)
+        return str(error.value)
+
+    text = error_of([{"content": t} for t in ("good", "half of a \ud800 pair", "good")])
+    assert "data.jsonl:2, content_field: the tokenizer cannot encode the text" in text
+    text = error_of([{"content": CHAT}, {"content": CHAT}, {"content": CHAT[:1]}])
+    assert "data.jsonl:3, content_field: the chat template cannot show the messages: short" in text
+    assert "drop it in format_callback" in text
+    assert "data.jsonl:2, content_field: token id -1" in error_of(
+        [{"content": [1]}, {"content": [-1, 2]}]
+    )
 
 
 def test_the_cache_knows_what_it_was_made_from(mixture, tokenizer, jsonl, tmp_path):
@@ -160,7 +187,7 @@ def test_a_broken_store_is_made_again(mixture, tokenizer, tmp_path, caplog):
 
 def test_a_store_appears_whole_or_not_at_all(tmp_path):
     def batches():
-        yield [np.array([1, 2])], None, [11]
+        yield Encoded([np.array([1, 2])], None, [11])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -170,7 +197,7 @@ def test_a_store_appears_whole_or_not_at_all(tmp_path):
 
 def test_of_two_writers_one_wins(tmp_path):
     def batches(inner):
-        yield [np.array([1, 2])], None, [11]
+        yield Encoded([np.array([1, 2])], None, [11])
         if inner:
             write_store(tmp_path / "s", batches(False), vocab_size=10, encoder="e", about={})
 
@@ -181,7 +208,7 @@ def test_of_two_writers_one_wins(tmp_path):
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
 def test_ids_take_no_more_bytes_than_they_need(tmp_path, vocab_size, dtype):
-    batch = [np.array([vocab_size - 1])], None, [1]
+    batch = Encoded([np.array([vocab_size - 1])], None, [1])
     store = write_store(tmp_path / "s", [batch], vocab_size=vocab_size, encoder="e", about={})
     assert json.loads((tmp_path / "s" / "meta.json").read_text())["dtype"] == dtype
     found, _ = store.gather(np.array([0]), np.array([0]), np.array([1]))
@@ -202,7 +229,7 @@ def test_what_a_killed_process_left_is_cleared_in_time(tmp_path):
         (folder / "tokens.bin").write_bytes(b"x")
     for path in (old / "tokens.bin", old):
         os.utime(path, (0, 0))
-    batch = [np.array([1])], None, [1]
+    batch = Encoded([np.array([1])], None, [1])
     write_store(tmp_path / "s", [batch], vocab_size=10, encoder="e", about={})
     assert not old.exists()
     assert young.exists()
@@ -215,6 +242,6 @@ def test_a_class_that_encodes_in_its_own_way_is_asked(tokenizer):
             return super()._encode_plus(text, *args, **options)
 
     own = Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|eos|>")
-    ids = encoder_of(own, eos=1).encode([Document("ab")], "x")[0][0]
-    plain = encoder_of(tokenizer, eos=1).encode([Document("AB")], "x")[0][0]
+    ids = encoder_of(own, eos=1).encode([document("ab")], "x")[0][0]
+    plain = encoder_of(tokenizer, eos=1).encode([document("AB")], "x")[0][0]
     assert ids.tolist() == plain.tolist()

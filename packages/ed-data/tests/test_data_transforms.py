@@ -70,6 +70,21 @@ def test_what_does_not_fit_is_named(contents, options, says):
         contents(**options)
 
 
+def test_a_malformed_row_is_named_with_the_way_out(contents):
+    rows = [{"content": "good"}, {"content": 3}]
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:2: 'content' is a int; .* correct the row, or"
+    ):
+        contents(rows)
+    rows = [{"content": "good"}, {"contents": "bad"}]
+    with pytest.raises(DataError, match=r"data\.jsonl:2: .*did you mean 'contents'.*, or the row"):
+        contents(rows)
+    with pytest.raises(DataError, match=r"data\.jsonl:1: format_callback fails with KeyError: 'x'"):
+        contents(format_callback=lambda row: row["x"])
+    with pytest.raises(DataError, match=r"data\.jsonl:3: preprocessing_fn fails with ValueError"):
+        contents(["1", "2", "three"], preprocessing_fn=lambda text: str(int(text)))
+
+
 def test_equal_contents_have_equal_digests(jsonl):
     chat = [{"role": "user", "content": "hi"}]
     other = [{"content": "hi", "role": "user"}]

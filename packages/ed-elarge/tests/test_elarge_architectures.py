@@ -6,12 +6,12 @@ from importlib import resources
 
 from ed_elarge import architectures
 
+from tools.architectures import generate, render
+
 
 def test_the_table_is_up_to_date() -> None:
     stored = resources.files("ed_elarge").joinpath("architectures.json").read_text()
-    assert stored == architectures.render(architectures.generate()), (
-        "run: python -m ed_elarge.architectures"
-    )
+    assert stored == render(generate()), "run: uv run python -m tools.architectures"
 
 
 def test_every_installed_family_with_a_hugging_face_class_has_a_table() -> None:

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from ed_elarge import compile_cache
+from ed_elarge import actions
 
 
 @pytest.fixture
@@ -15,11 +15,11 @@ def unset(monkeypatch):
 
 def test_a_run_keeps_programs_in_the_users_cache(unset, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compile_cache.enable()
+    actions.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "easydel" / "jax")
 
 
 def test_the_users_own_folder_stands(unset):
     jax.config.update("jax_compilation_cache_dir", "mine")
-    compile_cache.enable()
+    actions.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == "mine"

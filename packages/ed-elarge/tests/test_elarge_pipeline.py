@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge import nodes
+from ed_elarge.actions import execute
 from ed_elarge.errors import InputError
 from ed_elarge.normalize import normalize
-from ed_elarge.run import execute
 from ed_infra.testing import english_topics
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from ed_elarge import describe, nodes, surroundings
+from ed_elarge import nodes
 from ed_elarge.errors import InputError
-from ed_elarge.normalize import Run, normalize
+from ed_elarge.normalize import normalize
+from ed_elarge.run_config import RunConfig
+from ed_elarge.table import look
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -45,7 +47,7 @@ def with_changes(**changes: Any) -> dict[str, Any]:
     return out
 
 
-def run(config: dict[str, Any]) -> Run:
+def run(config: dict[str, Any]) -> RunConfig:
     return normalize(
         nodes.parse(yaml.safe_dump(config, sort_keys=False), "f"), require_actions=True
     )
@@ -54,7 +56,7 @@ def run(config: dict[str, Any]) -> Run:
 def refuse(config: dict[str, Any] | str) -> str:
     text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
     with pytest.raises(InputError) as error:
-        surroundings.check(normalize(nodes.parse(text, "f"), require_actions=True))
+        look(normalize(nodes.parse(text, "f"), require_actions=True))
     return str(error.value)
 
 
@@ -64,9 +66,9 @@ def refuse(config: dict[str, Any] | str) -> str:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
 def test_examples_read_and_read_back(path: Path) -> None:
     first = normalize(nodes.read(path), require_actions=True)
-    again = normalize(nodes.parse(describe.to_yaml(first)), require_actions=True)
+    again = normalize(nodes.parse(first.to_yaml()), require_actions=True)
     assert again.to_dict() == first.to_dict()
-    as_json = normalize(nodes.parse(describe.to_json(first)), require_actions=True)
+    as_json = normalize(nodes.parse(first.to_json()), require_actions=True)
     assert as_json.to_dict() == first.to_dict()
 
 
@@ -151,7 +153,7 @@ actions:
 @pytest.mark.parametrize("name", GUIDE)
 def test_files_of_the_guide(name: str) -> None:
     first = normalize(nodes.parse(GUIDE[name]), require_actions=True)
-    assert normalize(nodes.parse(describe.to_yaml(first))).to_dict() == first.to_dict()
+    assert normalize(nodes.parse(first.to_yaml())).to_dict() == first.to_dict()
 
 
 def test_aliases_become_canonical() -> None:
@@ -355,7 +357,7 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
-        "loader, sharding, platform, base_config, mixture, esurge, eval, trainer, actions)",
+        "loader, sharding, platform, base_config, mixture, trainer, esurge, eval, actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "

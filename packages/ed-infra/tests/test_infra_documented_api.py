@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.axes import PartitionAxis
-from ed_infra.caches import ModuleCaches
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError
+from ed_infra.guide import ModuleCaches
 from ed_infra.mesh import create_mesh
 from ed_infra.specs import AttnMaskDetail
 from flax import nnx

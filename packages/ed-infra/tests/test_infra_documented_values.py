@@ -14,11 +14,12 @@ import fsspec
 import pytest
 import transformers
 from ed_infra import enums
-from ed_infra.config import EasyDeLBaseConfig, EasyDeLBaseConfigDict
-from ed_infra.config_attributes import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.config_dict import EasyDeLBaseConfigDict
 from ed_infra.enums import EasyMethod
 from ed_infra.errors import ConfigError
 from ed_infra.fields import FIELDS, ExecutionFields
+from ed_infra.guide import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
 from ed_infra.specs import EasyDeLQuantizationConfig
 
 proves = pytest.mark.proves

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
-from ed_infra import errors, fields, specs
+from ed_infra import errors, fields, options, specs
 from ed_infra.axes import PartitionAxis
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.enums import TaskType, canonical_task
@@ -60,13 +60,88 @@ def test_names_out_of_a_list():
         Inner(dtype="bf61")
 
 
+class Numbers(Options):
+    count: int = 1
+    rate: float = 0.5
+    either: bool | float = False
+    maybe: int | None = None
+    many: tuple[int, ...] = ()
+    named: dict[str, float] = pydantic.Field(default_factory=dict)
+    type: Literal["a"] = "a"
+    at_all: Annotated[float, pydantic.Field(allow_inf_nan=True)] = 0.0
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [
+        ("count", True, "count"),
+        ("rate", False, "rate"),
+        ("maybe", True, "maybe"),
+        ("many", [1, True], "many.1"),
+        ("named", {"a": True}, "named.a"),
+        ("inner", {"learning_rate": True}, "inner.learning_rate"),
+    ],
+)
+def test_true_and_false_are_no_numbers(key: str, value: object, where: str):
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Numbers(**{key: value})
+    assert explain(caught.value) == f"{where}: Input should be a number, not true or false"
+    assert Numbers(either=True).either is True
+    assert Numbers(count="3", rate="1e-3", maybe=4.0) == Numbers(count=3, rate=0.001, maybe=4)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), ".inf", "nan"])
+def test_numbers_are_finite(value: object):
+    for key, given in (("rate", value), ("named", {"a": value}), ("either", value)):
+        with pytest.raises(pydantic.ValidationError):
+            Numbers(**{key: given})
+    assert Numbers(at_all=float("inf")).at_all == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "allowed", "refused"),
+    [
+        (options.Seed, [0, 2**32 - 1], [-1, 2**32, 0.5, True]),
+        (options.Count, [1, 2**31 - 1], [0, 2**31, True]),
+        (options.Whole, [0, 5], [-1, 2**31]),
+        (options.Positive, [1e-9, 10], [0, -1, float("inf"), 1e13, True]),
+        (options.NotNegative, [0, 0.5], [-0.1, float("nan"), False]),
+        (options.Fraction, [0, 1, 0.5], [-0.1, 1.1]),
+        (options.Dropout, [0, 0.999], [1, -0.1]),
+    ],
+)
+def test_numbers_with_bounds(kind: Any, allowed: list, refused: list):
+    class Bounded(Options):
+        value: kind
+
+    for value in allowed:
+        assert Bounded(value=value).value == value
+    for value in refused:
+        with pytest.raises(pydantic.ValidationError):
+            Bounded(value=value)
+
+
+@pytest.mark.parametrize("key", ["LEARNING_RATE", "Learning_Rate", "LR"])
+def test_capitals_do_not_hide_the_nearest_name(key: str):
+    with pytest.raises(pydantic.ValidationError, match=r"did you mean '(learning_rate|lr)'"):
+        Inner(**{key: 1})
+    assert errors.did_you_mean("SEED", ["seed", "steps"]) == "; did you mean 'seed'?"
+    assert errors.did_you_mean("trainn", ["TRAIN"]) == "; did you mean 'TRAIN'?"
+
+
+def test_a_dtype_of_weights_is_a_float():
+    with pytest.raises(pydantic.ValidationError, match="'int8' is not a floating-point dtype"):
+        Inner(dtype="int8")
+
+
 def test_options_do_not_change_but_are_replaced_and_checked_again():
-    options = Inner(lr=2)
+    inner = Inner(lr=2)
     with pytest.raises(pydantic.ValidationError):
-        options.learning_rate = 3  # type: ignore[misc]
-    assert options.replace(lr=3, dtype="fp16") == Inner(learning_rate=3, dtype="float16")
+        inner.learning_rate = 3  # type: ignore[misc]
+    assert inner.replace(lr=3, dtype="fp16") == Inner(learning_rate=3, dtype="float16")
     with pytest.raises(pydantic.ValidationError, match="unknown key 'l_rate'"):
-        options.replace(l_rate=3)
+        inner.replace(l_rate=3)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +174,9 @@ def test_the_defaults_of_the_table_are_canonical():
     assert set(fields.FIELD_ALIASES.values()) <= set(fields.FIELDS)
 
 
+OPERATIONS = {"flash_attn2": specs.BaseOperationConfig(block_q=128, block_k=64)}
+
+
 @pytest.mark.parametrize(
     ("field", "given", "canonical"),
     [
@@ -111,6 +189,8 @@ def test_the_defaults_of_the_table_are_canonical():
         ("attn_dtype", jnp.bfloat16, "bfloat16"),
         ("gradient_checkpointing_targets", ["mlp_up"], ("mlp_up",)),
         ("partition_axis", {"head_axis": ["tp", "sp"]}, PartitionAxis(head_axis=("tp", "sp"))),
+        ("operation_configs", {"flash": {"blocksize_q": 128, "blocksize_k": 64}}, OPERATIONS),
+        ("sequence_axis_name", "tp", "tp"),
         (
             "kv_cache_quantization_config",
             {"quantization_method": "8bit", "group_size": 128},
@@ -132,17 +212,59 @@ def test_values_take_their_canonical_form(field: str, given: object, canonical: 
         ("sharding_axis_dims", [1, "x"], r"sharding_axis_dims\[1\]"),
         ("blocksize_q", "wide", "integer"),
         ("blocksize_q", 0, "greater than or equal to 1"),
+        ("blocksize_q", True, "not true or false"),
+        ("sharding_axis_dims", [1, True, 1, 1, 1], r"sharding_axis_dims\[1\].*not true or false"),
+        ("sharding_axis_dims", [1, 0, 1, 1, 1], "sharding_axis_dims: .*at least 1, or -1"),
+        ("sharding_axis_dims", [-1, -1, 1, 1, 1], "sharding_axis_dims: .*only one axis can be -1"),
+        ("sharding_dcn_axis_dims", [1, -2, 1, 1, 1], "sharding_dcn_axis_dims: .*at least 1"),
+        ("sharding_axis_names", ["dp", "tp", "dp"], "sharding_axis_names: .*occurs twice"),
+        ("sharding_axis_names", ["dp", ""], "sharding_axis_names: .*is empty"),
+        ("fcm_max_ratio", float("nan"), "finite"),
+        ("fcm_max_ratio", 1.5, "less than or equal to 1"),
+        ("bits", 3, "bits = 3: Input should be 4 or 8"),
+        ("attn_dtype", "int8", "attn_dtype: 'int8' is not a floating-point dtype"),
         ("kvdtype", "int8", "kv_cache_quantization_config"),
+        ("kv_cache_quantization_config", {"dtype": "int8", "group_size": True}, "group_size"),
+        ("operation_configs", {"ring": {"blocksize_q": True}}, "block_q of an operation"),
+        ("operation_configs", {"ring": {"blocksize_q": 1, "block_q": 1}}, "another name"),
+        ("operation_configs", {"flash": {}, "flash_attn2": {}}, "another name of 'flash_attn2'"),
         ("kv_cache_quantization_config", {"dtyp": "nf4"}, "did you mean 'dtype'"),
         ("kv_cache_quantization_config", {"dtype": "4bit"}, "8-bit formats: int8, fp8"),
         ("quantization_config", {"dtype": "nf5"}, "did you mean 'nf4'"),
         ("partition_axis", {"heads_axis": "tp"}, "did you mean 'head_axis'"),
+        ("partition_axis", {"head_axis": 3}, "head_axis = 3"),
+        ("partition_axis", {"head_axis": ["tp", 3]}, "head_axis = "),
         ("sharding_rules", [3], "pairs of a regular expression"),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused(field: str, given: object, says: str):
     with pytest.raises(errors.ConfigError, match=says):
         fields.normalize(field, given)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"sharding_axis_dims": (1, 2)}, "sharding_axis_dims"),
+        ({"sharding_dcn_axis_dims": (1, 2)}, "sharding_dcn_axis_dims"),
+        ({"fcm_min_ratio": 0.5, "fcm_max_ratio": 0.1}, "fcm_min_ratio"),
+        ({"sequence_axis_name": "seq"}, "sequence_axis_name"),
+        (
+            {"kv_cache_sharding_sequence_axis_name": ("sp", "x")},
+            "kv_cache_sharding_sequence_axis_name",
+        ),
+        ({"partition_axis": PartitionAxis(head_axis="model")}, "partition_axis"),
+        (
+            {"sharding_axis_names": ("data", "model"), "sharding_axis_dims": (2, 4)},
+            "sharding_axis_names",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_say_which_to_change(values: dict, field: str):
+    fields.check_together({})
+    with pytest.raises(errors.ConfigError) as caught:
+        fields.check_together(values)
+    assert caught.value.field == field
 
 
 def test_tasks_have_aliases():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from ed_infra import rope
+from ed_infra import rope, rope_parameters, rotary
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.testing import require_torch
@@ -81,7 +81,7 @@ def test_old_spellings_give_the_same():
     new = {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}
     old = {"type": "linear", "factor": 2.0}
     expected = rope.inv_frequencies(new, 8)[0]
-    assert rope.standard_parameters(old, rope_theta=5.0) == new
+    assert rope_parameters.standard_parameters(old, rope_theta=5.0) == new
     config = EasyDeLBaseConfig(head_dim=8, rope_theta=5.0, rope_scaling=old)
     np.testing.assert_array_equal(rope.inv_frequencies(config)[0], expected)
 
@@ -111,7 +111,7 @@ def test_mistakes():
 def test_a_rotation_keeps_lengths_and_depends_on_distance_only(interleaved: bool):
     random = np.random.default_rng(1)
     q, k = (jnp.asarray(random.normal(size=(1, 1, 1, 16)), jnp.float32) for _ in range(2))
-    table = rope.RotaryTable(rope.inv_frequencies({}, 8)[0], interleaved=interleaved)  # r < k
+    table = rotary.RotaryTable(rope.inv_frequencies({}, 8)[0], interleaved=interleaved)  # r < k
 
     def score(i: int, j: int) -> float:
         a, _ = table(q, k, jnp.array([[i]]))

@@ -17,7 +17,7 @@ import transformers
 from ed_infra import rope
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.rope_sections import axis_of_frequency
+from ed_infra.rotary import axis_of_frequency
 from ed_infra.testing import require_torch
 
 HEAD_DIM, TRAINED = 64, 512

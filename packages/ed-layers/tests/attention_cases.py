@@ -1,5 +1,14 @@
 """What attention is tested with: the cells of the matrix, and how each kind of mechanism is called.
 
+How the helpers fit together: `attention_reference` computes one call and its gradients in float64
+numpy (`Case.run`), from a mask of its own (`Mask`). This module makes such calls from cells, which
+are sets of features that go together in a model, and runs them by `attend`: `case_of` is for
+projected keys, `decode_case` for a dense cache, and `run` returns what `Case.run` returns.
+`attention_pages` has the same two, `case_of` and `run`, for a step of the engine over pages.
+`cache_cases` is for the tests of caches: rows and engines that go on for several steps, compared
+with `whole`, the reference over the whole row. `attention_toy_kernel` has the kernels that another
+package would bring.
+
 A cell is a set of features that go together in a model. Lengths are no multiples of the blocks,
 there are several blocks, rows are packed and padded, and the two rows of a batch differ.
 

@@ -6,11 +6,14 @@ Legend: n tokens, s tokens of a step, h heads, g kv heads, k head dim.
 from __future__ import annotations
 
 from functools import partial
+from itertools import count as counting
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_reference import Case, Mask
+from attention_reference import error as error
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import Format, LayerCacheSpec, PagedCache, RaggedBatch
 from ed_layers.cache.codes import decode
@@ -23,49 +26,22 @@ SINKS = np.asarray([0.5, -1.0, 2.0, 0.0], np.float32)
 # Largest error of attention over quantized numbers, relative to its largest value.
 BOUNDS = {None: 2e-6, "int8": 0.02, "fp8": 0.08}
 
-draw = np.random.default_rng(0)
 
-
-def sequence(n: int, value_dim: int = K) -> list[np.ndarray]:
-    """q, k and v of one row: [1, n, h, k], [1, n, g, k], [1, n, g, d]."""
+def sequence(n: int, value_dim: int = K, *, seed: int = 0) -> list[np.ndarray]:
+    """q, k and v of one row: [1, n, h, k], [1, n, g, k], [1, n, g, d]. A test's data is its own:
+    the same whichever tests ran before."""
+    draw = np.random.default_rng(seed)
     shapes = [(1, n, H, K), (1, n, G, K), (1, n, G, value_dim)]
     return [draw.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def whole(
-    qkv: list[np.ndarray],
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    soft_cap: float | None = None,
-    sinks: np.ndarray | None = None,
-    causal: bool = True,
-) -> np.ndarray:
-    """Attention over a whole row, in float64."""
-    q, k, v = (x[0].astype(np.float64) for x in qkv)
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("shk,thk->hst", q, k) * q.shape[-1] ** -0.5
-    if soft_cap:
-        scores = soft_cap * np.tanh(scores / soft_cap)
-    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None]
-    seen = (j <= i) if causal else np.ones((len(q), len(k)), bool)
-    if window:
-        seen &= i - j < window
-    if chunk:
-        seen &= i // chunk == j // chunk
-    weights = np.exp(np.where(seen, scores, -np.inf))
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sinks.astype(np.float64))[:, None, None]
-    return np.einsum("hst,thk->shk", weights / total, v)[None]
+def whole(qkv: list[np.ndarray], *, causal: bool = True, **features: Any) -> np.ndarray:
+    """Attention over a whole row, in float64; features as in `Case`."""
+    mask = Mask.packed(np.ones(qkv[0].shape[:2], int), causal)
+    return Case(*qkv, mask, **features).run()["out"]
 
 
-def error(found: Any, expected: np.ndarray) -> float:
-    """Largest error, relative to the largest expected value."""
-    return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
-
-
-@partial(jax.jit, static_argnames=("mechanism", "group", "window", "layer"))
+@partial(jax.jit, static_argnames=("mechanism", "group", "window", "chunk", "layer"))
 def step(
     cache: Any,
     q: Any,
@@ -75,13 +51,15 @@ def step(
     *,
     mechanism: Any,
     group: str,
-    window: Any,
+    window: int | None,
+    chunk: int | None,
     layer: int = 1,
 ) -> tuple[Any, Any]:
     """One step of a contiguous cache through one layer: the cache, and its output and positions."""
     cache, info, positions = cache.begin(segments)
+    limits: Any = {"window": window, "chunk": chunk}
     out, cache = attend(
-        q, k, v, info, cache=cache, layer=layer, group=group, window=window, mechanism=mechanism
+        q, k, v, info, cache=cache, layer=layer, group=group, mechanism=mechanism, **limits
     )
     return cache.advance(q.shape[1]), (out, positions)
 
@@ -95,6 +73,7 @@ def in_steps(
     mechanism: Mechanism,
     group: str = "full",
     window: int | None = None,
+    chunk: int | None = None,
 ) -> np.ndarray:
     """Attention of a row (or several), some tokens at a time, through a contiguous cache."""
     rows, n = qkv[0].shape[:2]
@@ -103,7 +82,7 @@ def in_steps(
     for count in steps:
         now = slice(at, at + count)
         parts = (x[:, now] for x in (*qkv, segments))
-        options = {"mechanism": mechanism, "group": group, "window": window}
+        options = {"mechanism": mechanism, "group": group, "window": window, "chunk": chunk}
         cache, (out, _) = step(cache, *parts, **options)
         outs.append(np.asarray(out))
         at += count
@@ -125,7 +104,8 @@ class Engine:
         mechanism: Mechanism = VANILLA,
         **features: Any,
     ):
-        self.sequences = [sequence(n, spec.values) for n in lengths]
+        self.seeds = counting()
+        self.sequences = [sequence(n, spec.values, seed=next(self.seeds)) for n in lengths]
         self.done = [0] * len(lengths)
         self.outs: list[list[np.ndarray]] = [[] for _ in lengths]
         self.cache = PagedCache.create(
@@ -135,7 +115,7 @@ class Engine:
             layout=layout,
             format=Format(format) if format else None,
         )
-        self.free = list(draw.permutation(pages))
+        self.free = list(np.random.default_rng(0).permutation(pages))
         self.table = [self.take(n) for n in lengths]
         self.slots, self.width = slots, max(len(t) for t in self.table) + 1
         self.features = features
@@ -160,7 +140,8 @@ class Engine:
 
     def replace(self, i: int, length: int) -> None:
         """Let another sequence take the place of one that was closed."""
-        self.sequences[i], self.done[i], self.outs[i] = sequence(length), 0, []
+        self.sequences[i] = sequence(length, seed=next(self.seeds))
+        self.done[i], self.outs[i] = 0, []
         self.table[i] = self.take(length)
 
     def step(self, counts: list[int], padded_to: int) -> None:

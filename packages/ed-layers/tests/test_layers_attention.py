@@ -7,13 +7,17 @@ from functools import partial
 
 import attention_cases as cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CELLS
 from attention_reference import Case, Mask, error
+from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
-from ed_layers.attention.online import Where
+from ed_layers.attention import Mechanism, attend
+from ed_layers.attention.online import BlockMask
 from ed_layers.attention.scoring import Scoring
+from ed_layers.cache import DenseCache, LayerCacheSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,8 +111,8 @@ def random_mask(seed: int, s: int, t: int, *, causal: bool, shuffled: bool) -> M
 @partial(jax.jit, static_argnums=3)
 def spans(info: MaskInfo, window: int, chunk: int, sizes: tuple[int, int]):
     """First and last key block of each query block."""
-    where = Where.of(info, Scoring(1.0, window=window, chunk=chunk), *sizes)
-    return where.spans(causal=info.causal)
+    mask = BlockMask.of(info, Scoring(1.0, window=window, chunk=chunk), *sizes)
+    return mask.spans(causal=info.causal)
 
 
 @settings(max_examples=100)
@@ -219,11 +223,12 @@ def test_capped_to_the_limit(name) -> None:
 
 
 @pytest.mark.parametrize("name", able("sinks"))
-@pytest.mark.parametrize("sink", [-np.inf, -1e9, 50.0])
+@pytest.mark.parametrize("sink", [-np.inf, -1e9, -15.0, -10.0, 50.0])
 def test_sinks_of_any_size(name, sink) -> None:
+    """Also in the gradient, where a sink takes so little that 1 less its share is 1 in float32."""
     sinks = np.full(cases.HEADS, sink, np.float32)
     case, expected, found = small(name, sinks=sinks)
-    if sink < 0:  # a sink that weighs nothing is none
+    if sink < -100:  # a sink that weighs nothing is none
         plain = replace(case, sinks=None).run(cases.noise(case))
         np.testing.assert_allclose(expected["out"], plain["out"])
     assert_equal(found, expected)
@@ -246,3 +251,71 @@ def test_large_numbers_in_half_precision(name) -> None:
     mechanism = cases.mechanism_of(name, attn_dtype="bfloat16")
     found = cases.run(case, mechanism)["out"]
     assert error(found, case.run()["out"]) <= 1e-2
+
+
+@pytest.mark.parametrize("name", able())
+def test_float16(name) -> None:
+    """A compiled program, which lacks float16 products with float32 sums on a CPU."""
+    case = cases.case_of(CELLS["causal"])
+    d_out = cases.noise(case)
+    found = cases.run(case, cases.mechanism_of(name, attn_dtype="float16"), d_out)
+    errors = {tensor: error(found[tensor], x) for tensor, x in case.run(d_out).items()}
+    assert max(errors.values()) <= 5e-3, errors
+
+
+SIZES = {"b": 2, "s": 8, "t": 8, "h": 4, "g": 2, "k": 8, "d": 8}
+
+
+def call(name: str = "vanilla", *, options: dict | None = None, **sizes: int) -> jax.Array:
+    """A call of `attend` with these sizes."""
+    b, s, t, h, g, k, d = (sizes.get(letter, n) for letter, n in SIZES.items())
+    mask = (
+        MaskInfo.full(b, s) if s == t else MaskInfo(*(jnp.ones((b, n), int) for n in (s, t, s, t)))
+    )
+    arrays = (jnp.ones(shape) for shape in ((b, s, h, k), (b, t, g, k), (b, t, g, d)))
+    return attend(*arrays, mask, mechanism=Mechanism(name), **(options or {}))[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"h": 3}, {}, "3 query heads over 2 key heads.*a multiple of 2"),
+        ({"h": 2, "g": 4}, {}, "2 query heads over 4 key heads"),
+        ({"g": 0}, {}, "needs a head at least"),
+        ({"k": 0}, {}, "a head dim above 0"),
+        ({}, {"sinks": jnp.zeros(3)}, "one for each of 4 heads"),
+        ({}, {"bias": jnp.zeros((1, 3, 8, 8))}, r"\[2 or 1, 4 or 1, 8, 8\]"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_at_the_door(sizes, options, message) -> None:
+    for name in ("vanilla", "blockwise", "sdpa"):
+        with pytest.raises(ConfigError, match=message):
+            call(name, options=options, **sizes)
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused_at_the_door() -> None:
+    x, mask = jnp.ones((2, 8, 2, 8)), MaskInfo.full(2, 8)
+    for q, k, v, info, message in (
+        (x, x[:1], x[:1], mask, "q with them in batch"),
+        (x, x, x[:, :7], mask, "agree in batch, length and heads"),
+        (x, x[..., :4], x, mask, "the same head dim"),
+        (x, x, None, mask, "give both k and v"),
+        (x, None, None, mask, "only a layer that reads a cache"),
+        (x[0], x, x, mask, r"\[batch, length, heads, head dim\]"),
+        (x, x, x, None, "only a ragged batch has no mask"),
+        (x, x, x, MaskInfo.full(2, 9), r"the mask is of queries \[2, 9\] and keys \[2, 9\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            attend(q, k, v, info, mechanism=Mechanism())
+    cache = DenseCache.create([LayerCacheSpec(2, 8)], batch_size=2, capacity=4)
+    with pytest.raises(ConfigError, match="leave out steps without tokens"):
+        attend(x[:, :0], x[:, :0], x[:, :0], mask, cache=cache, mechanism=Mechanism())
+
+
+@pytest.mark.parametrize("name", ["vanilla", "blockwise", "sdpa", "auto"])
+@pytest.mark.parametrize("empty", ["b", "s", "t"])
+def test_no_rows_no_queries_or_no_keys_give_zeros_of_the_shape(name, empty) -> None:
+    sizes = {"b": 2, "s": 8, "t": 8, "d": 6, empty: 0}
+    out = call(name, **sizes)
+    assert out.shape == (sizes["b"], sizes["s"], 4, sizes["d"])
+    assert not out.any()

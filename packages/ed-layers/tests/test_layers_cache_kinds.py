@@ -15,15 +15,21 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import (
+    Cache,
+    ContiguousCache,
+    CrossCache,
+    DenseCache,
     Format,
     HybridCache,
     LayerCacheSpec,
+    PagedCache,
     RaggedBatch,
+    RecurrentCache,
     RecurrentSpec,
+    StateCache,
     StateSpec,
     WindowCache,
 )
-from ed_layers.cache.recurrent import RecurrentCache
 
 FULL, NEAR = LayerCacheSpec(G, K), LayerCacheSpec(G, K, window=4)
 CROSS = LayerCacheSpec(G, K, group="cross")
@@ -207,3 +213,189 @@ def test_a_mixed_engine_step_of_windowed_layers():
     for counts in ([9, 1], [0, 10], [0, 1]):
         engine.step(counts, padded_to=16)
     assert max(engine.close(i) for i in range(2)) <= BOUNDS[None]
+
+
+def test_every_cache_keeps_its_protocol():
+    """What layers and models call is there."""
+    sizes: Any = {"batch_size": 1, "capacity": 8}
+    mixed = HybridCache.create([NEAR, FULL, STATE], **sizes)
+    states = RecurrentCache.create([STATE], batch_size=1)
+    pages = PagedCache.create([FULL], num_pages=1, page_size=4)
+    rows: list[ContiguousCache] = [
+        DenseCache.create([FULL], **sizes),
+        WindowCache.create([NEAR], **sizes),
+        mixed,
+    ]
+    caches: list[Cache] = [*rows, CrossCache.create([CROSS], **sizes), pages]
+    recurrent: list[StateCache] = [mixed, states]
+    expected: list[tuple[Any, type]] = [
+        *((cache, ContiguousCache) for cache in rows),
+        *((cache, Cache) for cache in caches),
+        *((cache, StateCache) for cache in recurrent),
+    ]
+    for cache, protocol in expected:
+        names = {name for kind in protocol.__mro__ for name in vars(kind) if name[0] != "_"}
+        assert names >= {"update"} or names == {"get", "set"}
+        assert not [name for name in names if not hasattr(cache, name)]
+
+
+# Values that are part of their keys: multi-head latent attention.
+
+LATENT = LayerCacheSpec(1, 12, value_dim=8, values_in_keys=True)
+
+
+def latent(n: int) -> list[np.ndarray]:
+    """q, k and v of one row, where v is the first 8 of the 12 numbers of k."""
+    draw = np.random.default_rng(0)
+    q, k = (draw.normal(size=(1, n, heads, 12)).astype(np.float32) for heads in (4, 1))
+    return [q, k, k[..., :8]]
+
+
+@pytest.mark.parametrize("mechanism", [VANILLA, DECODE], ids=["vanilla", "decode"])
+@pytest.mark.parametrize(
+    ("window", "layout", "format"),
+    [
+        (None, "stacked", None),
+        (None, "leaves", Format("int8", 4)),
+        (4, "leaves", None),
+        (4, "stacked", Format("int8")),
+    ],
+)
+def test_latents_are_stored_once(window, layout, format, mechanism):
+    qkv = latent(9)
+    spec = replace(LATENT, window=window, group="window" if window else "full")
+    options: Any = {"batch_size": 1, "capacity": 11, "layout": layout, "format": format}
+    cache: Any = HybridCache.create([spec] * 2, **options).simplest()
+    numbers = sum(x.size for x in jax.tree.leaves(cache.keys) if x.shape[-1] == 12)
+    assert numbers == 2 * 12 * (window or 11)
+    assert cache.values is None
+    out = cases.in_steps(cache, qkv, [4, 1, 1, 3], mechanism=mechanism, window=window)
+    bound = BOUNDS["int8" if format else None]
+    assert cases.error(out, whole(qkv, window=window)) <= bound
+    kv: Any = (qkv[1][:, :1], None)
+    cache, info, _ = cache.begin(jnp.ones((1, 1), jnp.int32))
+    assert cache.update(0, kv, mask_info=info)[1].v.shape[-1] == 8, "a layer need not give values"
+
+
+@pytest.mark.parametrize("format", [None, Format("int8")])
+def test_pages_of_latents(format):
+    qkv: list[Any] = latent(6)
+    cache = PagedCache.create([LATENT], num_pages=2, page_size=4, format=format)
+    pages: Any = cache.pages
+    assert pages.shape == (1, 2, 4, 1, 1, 12), "no page for values"
+    batch = replace(
+        ragged([0], [6], [6], used=1),
+        slots={"full": jnp.asarray([4, 5, 6, 7, 0, 1])},
+        page_table={"full": jnp.asarray([[1, 0]])},
+    )
+    out, _ = attend(*qkv, None, cache=cache, ragged=batch, mechanism=VANILLA)
+    assert cases.error(out, whole(qkv)) <= BOUNDS["int8" if format else None]
+
+
+def test_latents_that_cannot_be():
+    with pytest.raises(ValueError, match="value_dim=16 is more than the head_dim=12"):
+        LayerCacheSpec(1, 12, value_dim=16, values_in_keys=True)
+    for create in (HybridCache.create, HybridCache.create_paged):
+        sizes: Any = {"batch_size": 1, "capacity": 4}
+        if create == HybridCache.create_paged:
+            sizes = {"num_pages": 1, "page_size": 4}
+        with pytest.raises(ConfigError, match="group_size 6 does not divide the 8 numbers"):
+            create([LATENT], **sizes, format=Format("int8", 6))
+
+
+# A recurrent layer: h = decay * h + x, for each sequence by itself.
+
+
+def recurrent_layer(cache: Any, x: Any, segments: Any, batch: RaggedBatch | None) -> Any:
+    """Its output and the cache: rows [b, s], or flat tokens [1, T]."""
+    state = cache.get(1, ragged=batch)["h"]
+
+    def token(state: Any, now: Any) -> Any:
+        value, row, real = now
+        new = jnp.where(real, 0.5 * state[row] + value, state[row])
+        return state.at[row].set(new), new
+
+    if batch is None:
+        rows = jnp.arange(x.shape[0])
+        state, out = jax.lax.scan(
+            token, state, (x.T, jnp.broadcast_to(rows, x.T.shape), segments.T != 0)
+        )
+        return cache.set(1, {"h": state}), out.T
+    real = jnp.arange(x.shape[1]) < batch.cu_q_lens[-1]
+    state, out = jax.lax.scan(token, state, (x[0], batch.seq_of_token, real))
+    return cache.set(1, {"h": state}, ragged=batch), out[None]
+
+
+def recurrence(x: np.ndarray) -> np.ndarray:
+    """What the layer gives for one sequence alone."""
+    h, out = 0.0, []
+    for value in x:
+        h = 0.5 * h + value
+        out.append(h)
+    return np.asarray(out)
+
+
+H_STATE = RecurrentSpec((StateSpec("h", ()),))
+
+
+@pytest.mark.parametrize("layout", ["stacked", "leaves"])
+def test_rows_of_a_recurrent_model(layout):
+    """Left-padded prompts, then tokens: each row as it is alone; padding moves no state."""
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    segments = np.ones((3, 8), np.int32)
+    segments[0, :2] = segments[2, :5] = 0
+    cache: Any = HybridCache.create([H_STATE] * 2, batch_size=3, capacity=8, layout=layout)
+    step = jax.jit(lambda cache, x, info: recurrent_layer(cache, x, info.q_segment_ids, None))
+    outs, positions = [], []
+    for now in (slice(0, 4), slice(4, 7), slice(7, 8)):
+        cache, info, at = cache.begin(jnp.asarray(segments[:, now]))
+        cache, out = step(cache, x[:, now], info)
+        cache = cache.advance(out.shape[1])
+        outs.append(out)
+        positions.append(at)
+    out, at = np.concatenate(outs, axis=1), np.concatenate(positions, axis=1)
+    for row, kept in enumerate(segments != 0):
+        np.testing.assert_allclose(out[row, kept], recurrence(x[row, kept]), rtol=1e-6)
+        np.testing.assert_array_equal(at[row, kept], np.arange(kept.sum()))
+
+
+@pytest.mark.parametrize("layout", ["stacked", "leaves"])
+def test_sequences_of_a_recurrent_model(layout):
+    """Sequences come, go, and are preempted; each step some of them, and each as it is alone."""
+    draw = np.random.default_rng(0)
+    lengths = {"a": 9, "b": 5, "c": 7, "d": 3}
+    x = {name: draw.normal(size=n).astype(np.float32) for name, n in lengths.items()}
+    cache: Any = HybridCache.create_paged(
+        [H_STATE] * 2, num_pages=1, page_size=4, num_states=2, layout=layout
+    )
+    free, slot = [0, 1], {}
+    done = dict.fromkeys(x, 0)
+    outs: dict[str, list[Any]] = {name: [] for name in x}
+    step = jax.jit(lambda cache, x, batch: recurrent_layer(cache, x, None, batch))
+    # Tokens of each sequence in a step; "-b": b is preempted, and starts anew later.
+    script = ["a3 b2", "b1 a1", "-b a2 c4", "c3", "b4 a3", "b1 d2", "d1"]
+    for line in script:
+        parts = line.split()
+        for name in (part[1:] for part in parts if part.startswith("-")):
+            free.append(slot.pop(name))
+            done[name], outs[name] = 0, []
+        counts = {part[0]: int(part[1:]) for part in parts if not part.startswith("-")}
+        for name in counts:
+            slot.setdefault(name, free.pop() if name not in slot else slot[name])
+        q_lens = [*counts.values(), *[0] * (3 - len(counts))]
+        kv_lens = [*(done[name] + n for name, n in counts.items()), *[0] * (3 - len(counts))]
+        slots = [*(slot[name] for name in counts), *[0] * (3 - len(counts))]
+        flat = np.concatenate([x[name][done[name] :][:n] for name, n in counts.items()])
+        batch = ragged(slots, q_lens, kv_lens, used=len(counts))
+        pad = 8 - len(flat)
+        batch = replace(batch, seq_of_token=jnp.pad(batch.seq_of_token, (0, pad)))
+        cache, out = step(cache, jnp.pad(flat, (0, pad))[None], batch)
+        at = 0
+        for name, n in counts.items():
+            outs[name].append(np.asarray(out)[0, at : at + n])
+            done[name], at = done[name] + n, at + n
+            if done[name] == lengths[name]:
+                free.append(slot.pop(name))
+    assert done == lengths
+    for name, values in x.items():
+        np.testing.assert_allclose(np.concatenate(outs[name]), recurrence(values), rtol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -15,10 +16,11 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.logging import forget_said
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import MECHANISMS, Mechanism, attend, choose, gpu, native
-from ed_layers.attention import mechanism as mechanisms
-from ed_layers.attention.dispatch import CACHED, PAGED, PROJECTED
+from ed_layers.attention import MECHANISMS, Mechanism, attend, devices, gpu
+from ed_layers.attention.choose import choose
 from ed_layers.attention.flash_tpu import flash_on_tpu
+from ed_layers.attention.kernel import Projected
+from ed_layers.attention.registry import BUILT_IN
 from ed_layers.attention.scoring import Scoring
 from ed_layers.attention.splash import splash_attention
 from ed_layers.attention.vanilla import vanilla_attention
@@ -41,6 +43,16 @@ def inputs(value_dim: int = K, dtype: Any = jnp.float32) -> list[jax.Array]:
     return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
 
 
+def call_of(
+    chosen: Mechanism, qkv: Any, info: MaskInfo, scoring: Scoring, name: str = "blocksparse"
+) -> Projected:
+    q, k, v = qkv
+    call = Projected(
+        name="auto", q=q, k=k, v=v, mask_info=info, scoring=scoring, config=chosen.config
+    )
+    return chosen.named(call, name)
+
+
 def worst(found: Any, expected: Any) -> float:
     """The largest error relative to the largest value of its tensor."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
@@ -56,7 +68,7 @@ def run(attention: Any, given: dict[str, Any], segments: Any = SEGMENTS) -> Any:
 
     def loss(qkv: Any, sinks: Any) -> Any:
         scoring = Scoring(K**-0.5, sinks=sinks, **given)
-        out = attention(*qkv, info, scoring, mechanism())
+        out = attention(call_of(mechanism(), qkv, info, scoring))
         return jnp.sum(out * d_out), out
 
     of = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
@@ -66,10 +78,10 @@ def run(attention: Any, given: dict[str, Any], segments: Any = SEGMENTS) -> Any:
 
 def test_the_table_is_complete() -> None:
     names = set(get_args(enums.AVAILABLE_ATTENTION_MECHANISMS)) - {"auto"}
-    assert set(MECHANISMS) == names == {*PROJECTED, *CACHED, *PAGED}
+    assert set(MECHANISMS) == names
     assert {enums.MECHANISM_ALIASES[x] for x in ("flash", "splash")} <= names
-    for table, reads in ((PROJECTED, "projected"), (CACHED, "cache"), (PAGED, "pages")):
-        assert all(MECHANISMS[name].reads == reads for name in table)
+    everywhere = {(k.mechanism, k.reads) for k in BUILT_IN if k.platform is None}
+    assert {(name, it.reads) for name, it in MECHANISMS.items()} <= everywhere, "plain XLA is last"
 
 
 SPLASH = {
@@ -91,7 +103,7 @@ SPLASH = {
     ],
 )
 def test_splash_is_vanilla(case: str, record_property) -> None:
-    out, grads = run(partial(splash_attention, "blocksparse", interpret=True), SPLASH[case])
+    out, grads = run(partial(splash_attention, interpret=True), SPLASH[case])
     expected, expected_grads = run(vanilla_attention, SPLASH[case])
     errors = worst(out, expected), worst(grads, expected_grads)
     record_property("summary", f"splash, interpreted, {case}: {errors[0]:.1e}, {errors[1]:.1e}")
@@ -104,8 +116,8 @@ def test_splash_over_devices(record_property) -> None:
     """Rows over fsdp, heads over tp, more ways than there are kv heads; interpreted."""
     split = mechanism(sharding_axis_dims=(1, 2, 1, 4, 1))
 
-    def attention(*call: Any) -> Any:
-        return splash_attention("blocksparse", *call[:-1], split, interpret=True)
+    def attention(call: Projected) -> Any:
+        return splash_attention(replace(call, config=split.config), interpret=True)
 
     given = {"window": 19, "sinks": True}
     (out, grads), (expected, expected_grads) = run(attention, given), run(vanilla_attention, given)
@@ -122,7 +134,7 @@ def test_flash_on_tpu_is_vanilla(given: dict, record_property) -> None:
     from jax.experimental.pallas import tpu
 
     with tpu.force_tpu_interpret_mode():
-        out, grads = run(partial(flash_on_tpu, "flash_attn2"), given)
+        out, grads = run(flash_on_tpu, given)
     expected, expected_grads = run(vanilla_attention, given)
     errors = worst(out, expected), worst(grads, expected_grads)
     record_property(
@@ -150,16 +162,14 @@ def test_rows_as_gpu_kernels_take_them(rows: str, limits: str, monkeypatch) -> N
     segments, given = ROWS[rows], LIMITS[limits]
     s = segments.shape[1]
 
-    def attention(q: Any, k: Any, v: Any, info: Any, scoring: Any, mechanism: Any) -> Any:
-        kernel = partial(gpu.by_jax, scoring.scale, "xla")
-        call = (*(x[:, :s] for x in (q, k, v)), info, scoring, mechanism)
-        return jnp.pad(
-            gpu.gpu_attention(kernel, "cudnn", *call), ((0, 0), (0, S - s), (0, 0), (0, 0))
-        )
+    def cut(attention: Any, call: Projected) -> Any:
+        cut = replace(call, **{name: getattr(call, name)[:, :s] for name in "qkv"})
+        return jnp.pad(attention(cut), ((0, 0), (0, S - s), (0, 0), (0, 0)))
 
-    def reference(q: Any, k: Any, v: Any, *call: Any) -> Any:
-        out = vanilla_attention(*(x[:, :s] for x in (q, k, v)), *call)
-        return jnp.pad(out, ((0, 0), (0, S - s), (0, 0), (0, 0)))
+    def by_rows(call: Projected) -> Any:
+        return gpu.gpu_attention(partial(gpu.by_jax, call.scoring.scale, "xla"), call)
+
+    attention, reference = partial(cut, by_rows), partial(cut, vanilla_attention)
 
     expected = run(reference, given, segments)
     assert worst(run(attention, given, segments), expected) < 1e-5
@@ -169,8 +179,7 @@ def test_rows_as_gpu_kernels_take_them(rows: str, limits: str, monkeypatch) -> N
 
 def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Let mechanisms think that the model runs elsewhere; programs are then traced, not run."""
-    for module in (native, choose, mechanisms):
-        monkeypatch.setattr(module, "platform_of", lambda config: platform)
+    monkeypatch.setattr(devices, "platform_of", lambda config: platform)
 
 
 def program(
@@ -203,7 +212,9 @@ def test_platform_is_the_language_of_the_kernel(monkeypatch) -> None:
     on(monkeypatch, "gpu")
     with pytest.raises(ConfigError, match="no pallas kernel on gpu"):
         mechanism(attn_mechanism="splash", platform="pallas")
-    with pytest.raises(ConfigError, match="tokamax's, which is not installed"):
+    with pytest.raises(
+        ConfigError, match="needs tokamax, which is not installed: pip install tokamax"
+    ):
         mechanism(attn_mechanism="flash", platform="triton")
     with pytest.raises(ConfigError, match="unknown platform of an operation 'cuda'"):
         mechanism(operation_configs={"flash": {"platform": "cuda"}})
@@ -246,15 +257,14 @@ def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
         assert not called
         program(attn_mechanism=name)
         assert called
+    kernel, lean = (
+        partial(by_jax, K**-0.5, "xla"),
+        mechanism(flash_attention_backward_pass_impl="xla"),
+    )
     both = [
-        run(partial(gpu.gpu_attention, partial(by_jax, K**-0.5, "xla"), "cudnn"), {"window": 19}),
+        run(partial(gpu.gpu_attention, kernel), {"window": 19}),
         run(
-            lambda *call: gpu.gpu_attention(
-                partial(by_jax, K**-0.5, "xla"),
-                "cudnn",
-                *call[:-1],
-                mechanism(flash_attention_backward_pass_impl="xla"),
-            ),
+            lambda call: gpu.gpu_attention(kernel, replace(call, config=lean.config)),
             {"window": 19},
         ),
     ]
@@ -288,12 +298,17 @@ def test_auto(
 def test_auto_on_gpu_takes_cudnn_where_it_fits(monkeypatch) -> None:
     on(monkeypatch, "gpu")
     auto, q = mechanism(attn_mechanism="auto"), jnp.zeros((1, 256, 4, 64), jnp.bfloat16)
-    assert choose.choose(auto, q, q, frozenset({"window"})) == "cudnn"
-    assert choose.choose(auto, q[..., :63], q, frozenset()) == "blockwise"
-    assert choose.choose(auto, q[:, :64], q, frozenset()) == "vanilla"
-    monkeypatch.setattr(choose, "has_tokamax", lambda: True)
-    assert choose.choose(auto, q, q, frozenset({"soft_cap"})) == "flash_attn2"
-    assert choose.choose(auto, q.astype(jnp.float32), q, frozenset()) == "blockwise"
+
+    def taken(q: jax.Array, **features: Any) -> str:
+        info = MaskInfo.full(1, q.shape[1])
+        return choose(auto, call_of(auto, (q, q, q), info, Scoring(1.0, **features), "auto"))
+
+    assert taken(q, window=9) == "cudnn"
+    assert taken(q[..., :63]) == "blockwise"
+    assert taken(q[:, :64]) == "vanilla"
+    monkeypatch.setattr(gpu, "has_tokamax", lambda: True)
+    assert taken(q, soft_cap=2.0) == "flash_attn2"
+    assert taken(q.astype(jnp.float32)) == "blockwise"
 
 
 def test_what_a_kernel_cannot_take_is_said_once(monkeypatch, caplog) -> None:

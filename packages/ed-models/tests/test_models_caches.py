@@ -71,6 +71,23 @@ def test_eight_bits(plain, dtype, record_property):
     )
 
 
+def test_the_end_of_a_cache():
+    """What outgrows its cache is an error where lengths are known, and NaN where they are not."""
+    model = model_of()
+    ids: Any = IDS[:, :5]
+    cache = model(ids[:, :4], past_key_values=model.init_cache(B, 4)).past_key_values
+    with pytest.raises(ValueError, match=r"a row gets 5 tokens in a cache for 4.*max_length=5"):
+        model(ids[:, 4:], past_key_values=cache)
+    graphdef, state = nnx.split(model)
+    step = jax.jit(lambda state, ids, cache: nnx.merge(graphdef, state)(ids, past_key_values=cache))
+    short = jax.numpy.asarray([[1, 1, 1, 1], [0, 1, 1, 1]])
+    fresh = model.init_cache(B, 4)
+    cache = model(ids[:, :4], attention_mask=short, past_key_values=fresh).past_key_values
+    out = np.asarray(step(state, ids[:, 4:], cache).logits)
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all(), "the other row has one place left"
+
+
 def test_a_format_that_is_none_for_caches():
     with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):
         model_of(kv_cache_quantization_config={"dtype": "nf4"})

@@ -84,9 +84,20 @@ def test_draws_do_not_depend_on_padding_batch_or_length(model, prompt):
     np.testing.assert_array_equal(alone[0, LENGTH + 5 :][:NEW], whole[0])
     other = model.generate(prompt, max_new_tokens=NEW, **{**options, "seed": 5}).sequences
     assert (other[:, LENGTH:] != whole).any()
-    # Row i draws with seed + i.
-    second = model.generate(prompt[1:], max_new_tokens=NEW, **{**options, "seed": 5}).sequences
-    np.testing.assert_array_equal(second[:, LENGTH:], whole[1:])
+
+
+def test_the_rows_of_two_seeds_have_nothing_in_common(model, prompt):
+    same = np.repeat(prompt[:1], 8, axis=0)
+    options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": NEW}
+    rows = [
+        {tuple(row) for row in model.generate(same, seed=seed, **options).sequences}
+        for seed in (0, 1)
+    ]
+    assert len(rows[0]) == len(rows[1]) == 8
+    assert not rows[0] & rows[1]
+    # A row draws the same in a smaller batch.
+    few = model.generate(same[:3], seed=1, **options).sequences
+    assert {tuple(row) for row in few} <= rows[1]
 
 
 def test_rows_end_at_an_end_token(model, prompt, greedy):
@@ -119,11 +130,53 @@ def test_eight_devices_say_the_same(model, prompt, greedy):
     np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
 
 
-def test_lengths_share_programs(model, prompt):
+@pytest.fixture
+def traced(monkeypatch):
+    """How often each program was traced since the last look."""
+    counts = {"prefill": 0, "decode": 0}
+    call, choose = LlamaForCausalLM.__call__, generation.next_token
+
+    def counted_call(self, tokens, *args, **kwargs):
+        counts["prefill"] += tokens.shape[1] > 1
+        return call(self, tokens, *args, **kwargs)
+
+    def counted_choice(*args, **kwargs):
+        counts["decode"] += 1
+        return choose(*args, **kwargs)
+
+    def look():
+        seen = counts["prefill"], counts["decode"] > 0
+        counts.update(prefill=0, decode=0)
+        return seen
+
+    monkeypatch.setattr(LlamaForCausalLM, "__call__", counted_call)
+    monkeypatch.setattr(generation, "next_token", counted_choice)
     generation._programs.cache_clear()
-    for cut, new in ((3, 4), (5, 16), (LENGTH, 9)):
+    return look
+
+
+def test_lengths_share_programs(model, prompt, traced):
+    for cut, new, first in ((3, 4, True), (5, 16, False), (LENGTH, 9, False)):
         model.generate(prompt[:, :cut], max_new_tokens=new)
-    assert generation._programs.cache_info().misses == 1
+        assert traced() == (int(first), first)
+    model.generate(prompt, max_new_tokens=17)  # a longer cache
+    assert traced() == (1, True)
+
+
+def test_numbers_of_sampling_share_programs(model, prompt, traced):
+    def new(**options):
+        model.generate(prompt, max_new_tokens=4, do_sample=True, **options)
+        return traced()
+
+    assert new() == (1, True)
+    assert new(temperature=0.3) == new(temperature=2, seed=9) == (0, False)
+    # Another structure is another loop; never another prefill.
+    assert new(top_p=0.9, min_p=0.1) == (0, True)
+    assert new(top_p=0.5, min_p=0.2, temperature=1.1) == (0, False)
+    assert new(repetition_penalty=1.1, top_k=5) == (0, True)
+    assert new(repetition_penalty=1.7, top_k=5) == (0, False)
+    model.generate(prompt, max_new_tokens=4)
+    assert traced() == (0, True)
 
 
 class TestRefused:
@@ -144,3 +197,35 @@ class TestRefused:
     def test_too_long(self, model, prompt):
         with pytest.raises(ConfigError, match="ask for at most 36 new tokens"):
             model.generate(prompt, max_new_tokens=40)
+
+    @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
+    def test_nothing_to_continue(self, model, shape):
+        with pytest.raises(ConfigError, match=r"it must be \[rows, tokens\], at least one each"):
+            model.generate(np.ones(shape, int))
+
+    def test_rows_of_different_lengths(self, model):
+        with pytest.raises(ConfigError, match="different lengths; pad them on the left"):
+            model.generate([[1, 2], [3]])
+
+    @pytest.mark.parametrize("dtype", [float, bool, str])
+    def test_no_whole_numbers(self, model, prompt, dtype):
+        with pytest.raises(ConfigError, match=r"has dtype .*; token ids are whole numbers"):
+            model.generate(prompt.astype(dtype))
+
+    @pytest.mark.parametrize("token", [-1, 64, 2**40])
+    def test_a_token_that_is_not_in_the_vocabulary(self, model, prompt, token):
+        ids = prompt.copy()
+        ids[1, 2] = token
+        message = rf"token {token} \(row 1, position 2 .* vocabulary of 64 tokens"
+        with pytest.raises(ConfigError, match=message):
+            model.generate(ids)
+
+    def test_padding_may_be_anything(self, model, prompt, greedy):
+        ids = np.pad(prompt, ((0, 0), (2, 0)), constant_values=-100)
+        out = model.generate(ids, attention_mask=ids >= 0, max_new_tokens=NEW)
+        np.testing.assert_array_equal(out.sequences[:, LENGTH + 2 :], greedy)
+
+    @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, None])
+    def test_a_seed_out_of_range(self, model, prompt, seed):
+        with pytest.raises(ConfigError, match=r"seed is .*; it must be a whole number"):
+            model.generate(prompt, seed=seed)

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 from ed_infra.errors import ConfigError
 from ed_models.generation_options import GenerationOptions
-from ed_models.sampling import Sampling
+from ed_models.sampling import TokenChoice
 from transformers import GenerationConfig
 
 MODEL = SimpleNamespace(eos_token_id=2, pad_token_id=None, bos_token_id=1)
 
 
-def resolve(generation_config=None, checkpoint=None, model_config=MODEL, **given):
+def resolve(generation_config=None, checkpoint=None, model_config=MODEL, **arguments):
     return GenerationOptions.resolve(
-        given=given,
+        arguments=arguments,
         generation_config=generation_config,
         checkpoint=checkpoint and json.dumps(checkpoint),
         model_config=model_config,
@@ -24,7 +24,7 @@ def resolve(generation_config=None, checkpoint=None, model_config=MODEL, **given
 
 def test_defaults():
     options = resolve()
-    assert options == GenerationOptions(128, (2,), 2, False, Sampling())
+    assert options == GenerationOptions(128, (2,), 2, False, TokenChoice())
 
 
 def test_arguments_win_over_the_configuration_and_that_over_the_checkpoint():
@@ -34,11 +34,11 @@ def test_arguments_win_over_the_configuration_and_that_over_the_checkpoint():
     assert options.max_new_tokens == 5
     assert options.eos_token_id == (4, 5)
     assert (options.pad_token_id, options.pad_is_known) == (8, True)
-    assert options.sampling == Sampling(do_sample=True, top_k=3)
+    assert options.choice == TokenChoice(do_sample=True, top_k=3)
 
 
 def test_the_checkpoint_does_not_switch_drawing_on():
-    assert resolve(None, {"do_sample": True, "temperature": 0.6}).sampling == Sampling()
+    assert resolve(None, {"do_sample": True, "temperature": 0.6}).choice == TokenChoice()
 
 
 def test_no_end_at_all():
@@ -47,8 +47,8 @@ def test_no_end_at_all():
 
 def test_greedy_programs_do_not_differ_by_what_drawing_would_do():
     config = {"temperature": 0.6, "top_p": 0.9}
-    assert resolve(config).sampling == Sampling()
-    assert resolve({"top_k": 0, "do_sample": True}).sampling.top_k is None
+    assert resolve(config).choice == TokenChoice()
+    assert resolve({"top_k": 0, "do_sample": True}).choice.top_k is None
 
 
 def test_max_length_counts_the_prompt():
@@ -72,7 +72,25 @@ def test_what_is_not_supported_is_named():
         resolve(3)
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.5])
+@pytest.mark.parametrize("count", [0, -1, 2.5, True, "8"])
 def test_new_tokens_are_a_positive_number(count):
     with pytest.raises(ConfigError, match="max_new_tokens is"):
         resolve(max_new_tokens=count)
+
+
+@pytest.mark.parametrize("length", [2.5, "25", False])
+def test_max_length_is_a_number(length):
+    with pytest.raises(ConfigError, match="max_length is"):
+        resolve({"max_length": length})
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("token", [2.0, "</s>", [1, None], True])
+def test_special_tokens_are_token_ids(name, token):
+    with pytest.raises(ConfigError, match=f"{name} is .*; it must be a token id, or several"):
+        resolve(**{name: token})
+
+
+def test_whether_to_draw_is_yes_or_no():
+    with pytest.raises(ConfigError, match="do_sample is 'no'; it must be True or False"):
+        resolve(do_sample="no")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError
-from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM, hub, saving
+from ed_infra.logging import forget_said
+from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM, hub, loading, saving
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -63,7 +64,7 @@ def tensors(directory):
 def rewrite(directory, content):
     """Replace all weights by one file."""
     for file in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
-        file.unlink()
+        file.unlink(missing_ok=True)
     save_file(content, directory / "model.safetensors")
 
 
@@ -212,6 +213,18 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match=r"missing \(1\):\n    lm_head\.weight"):
             load(copy)
 
+    def test_tensors_of_another_kind(self, copy):
+        content = tensors(copy)
+        content["model.norm.weight"] = np.ones((16,), np.int8)
+        content["lm_head.weight"] = content["lm_head.weight"] > 0
+        rewrite(copy, content)
+        with pytest.raises(CheckpointError) as error:
+            load(copy, param_dtype="bf16")
+        text = str(error.value)
+        assert "of another kind, as the codes of a quantized checkpoint are" in text
+        assert "model.norm.weight: model.safetensors has I8, the model bfloat16" in text
+        assert "lm_head.weight: model.safetensors has BOOL, the model bfloat16" in text
+
     def test_buffers_of_old_checkpoints_are_no_leftovers(self, copy):
         content = tensors(copy)
         content["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones((2,), np.float32)
@@ -240,6 +253,125 @@ class TestBadCheckpoints:
         (copy / "config.json").write_text('{"model_type": "lama"}')
         with pytest.raises(RegistryError, match="did you mean 'llama'"):
             load(copy)
+
+
+class TestTiedHeads:
+    """What the files hold decides, as in transformers (compared in tests/parity)."""
+
+    TIED = {"config_kwargs": {"tie_word_embeddings": True}}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def said(self, caplog):
+        forget_said()
+        with caplog.at_level("WARNING", "easydel"):
+            yield caplog
+
+    def test_a_head_that_differs_is_loaded(self, copy, said, tmp_path):
+        model = load(copy, **self.TIED)
+        stored = tensors(copy)
+        got = np.asarray(model.lm_head.kernel.get_value())
+        np.testing.assert_array_equal(got, stored["lm_head.weight"].T)
+        assert not model.config.tie_word_embeddings and not model.is_tied
+        assert len(said.records) == 1
+        assert f"{copy}: tie_word_embeddings is true, but the files hold a head" in said.text
+        model.save_pretrained(tmp_path / "again")
+        assert equal(nnx.state(load(tmp_path / "again")), nnx.state(model))
+        assert len(said.records) == 1
+
+    def test_one_value_makes_the_difference(self, copy, monkeypatch):
+        monkeypatch.setattr(loading, "_BLOCK", 7 * 16)  # several blocks, the last one smaller
+        content = tensors(copy)
+        head = content["model.embed_tokens.weight"].copy()
+        content["lm_head.weight"] = head
+        rewrite(copy, content)
+        assert load(copy, **self.TIED).is_tied
+        head[63, 15] += 1e-6
+        rewrite(copy, content)
+        assert not load(copy, **self.TIED).is_tied
+        # In bfloat16 it is the same matrix.
+        assert load(copy, param_dtype=jnp.bfloat16, **self.TIED).is_tied
+
+    def test_only_the_head_is_there(self, copy, said):
+        content = tensors(copy)
+        del content["model.embed_tokens.weight"]
+        rewrite(copy, content)
+        model = load(copy, **self.TIED)
+        assert model.is_tied and not said.records
+        got = np.asarray(model.model.embed_tokens.embedding.get_value())
+        np.testing.assert_array_equal(got, content["lm_head.weight"])
+
+    def test_a_head_of_another_shape(self, copy):
+        content = tensors(copy)
+        content["lm_head.weight"] = content["lm_head.weight"][:-1]
+        rewrite(copy, content)
+        with pytest.raises(CheckpointError, match=r"lm_head.weight: the file has \[63, 16\]"):
+            load(copy, **self.TIED)
+
+    def test_other_leftovers_are_still_said(self, copy):
+        content = tensors(copy)
+        content["lm_head.bias"] = np.zeros((64,), np.float32)
+        rewrite(copy, content)
+        with pytest.raises(CheckpointError, match=r"not in the model \(1\):\n    lm_head\.bias"):
+            load(copy, **self.TIED)
+
+
+def test_a_body_that_was_saved_alone(model, copy):
+    content = tensors(copy)
+    alone = {n.removeprefix("model."): v for n, v in content.items() if n != "lm_head.weight"}
+    rewrite(copy, alone)
+    again = load(copy, config_kwargs={"tie_word_embeddings": True})
+    assert equal(nnx.state(again.model), nnx.state(model.model))
+    with pytest.raises(CheckpointError, match=r"missing \(1\):\n    lm_head\.weight"):
+        load(copy)
+
+
+class TestDtypes:
+    def test_short_names(self, saved, tmp_path):
+        model = load(saved, dtype="fp32", param_dtype="bf16")
+        assert model.dtype == jnp.float32
+        assert model.lm_head.kernel.get_value().dtype == jnp.bfloat16
+        model.save_pretrained(tmp_path / "m", dtype="fp16")
+        stored = load_file(tmp_path / "m" / "model.safetensors")
+        assert {v.dtype for v in stored.values()} == {np.dtype(np.float16)}
+
+    @pytest.mark.parametrize("option", ["dtype", "param_dtype"])
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("fp31", "unknown dtype 'fp31'; did you mean"),
+            ("int8", "is int8; it must be a floating"),
+        ],
+    )
+    def test_bad_names(self, model, saved, tmp_path, option, name, message):
+        with pytest.raises(ConfigError, match=message):
+            load(saved, **{option: name})
+        with pytest.raises(ConfigError, match=message):
+            AutoEasyDeLModelForCausalLM.from_config(model.config, **{option: name})
+        with pytest.raises(ConfigError, match=message):
+            model.save_pretrained(tmp_path / "m", dtype=name)
+
+
+class TestGenerationSettings:
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [
+            ("{", "Expecting property name"),
+            ("[]", "it is no JSON object"),
+            ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>'; it must be a token id"),
+            ('{"pad_token_id": 1.5}', "pad_token_id is 1.5"),
+        ],
+    )
+    def test_broken_ones_are_refused_when_loading(self, copy, text, why):
+        path = copy / "generation_config.json"
+        path.write_text(text)
+        with pytest.raises(CheckpointError) as error:
+            load(copy)
+        assert str(error.value).startswith(f"{path} cannot be used: ")
+        assert why in str(error.value)
+
+    def test_a_model_needs_none(self, copy):
+        (copy / "generation_config.json").unlink()
+        assert load(copy).generation_json is None
 
 
 class TestWhere:

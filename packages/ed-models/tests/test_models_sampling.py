@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.sampling import Sampling, first_argmax, in_nucleus, next_token
+from ed_models.sampling import (
+    TokenChoice,
+    first_argmax,
+    in_nucleus,
+    likely_enough,
+    next_token,
+    penalize_repetition,
+    row_keys,
+)
 
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)) * 2, jnp.float32)
 
@@ -19,7 +27,7 @@ def draws(settings, n=400, logits=LOGITS, **more):
         return next_token(
             logits,
             settings,
-            seeds=jnp.arange(b),
+            keys=row_keys(0, b),
             positions=jnp.full((b,), position),
             **more,
         )
@@ -30,10 +38,7 @@ def draws(settings, n=400, logits=LOGITS, **more):
 def test_greedy_takes_the_first_of_equals():
     x = jnp.asarray([[0.0, 3.0, 3.0], [5.0, 5.0, 5.0], [-1.0, -2.0, 0.0]])
     assert first_argmax(x).tolist() == [1, 0, 2]
-    assert (
-        next_token(LOGITS, Sampling(), seeds=None, positions=None).tolist()
-        == np.argmax(LOGITS, axis=1).tolist()
-    )
+    assert next_token(LOGITS, TokenChoice()).tolist() == np.argmax(LOGITS, axis=1).tolist()
 
 
 def test_not_a_number_still_gives_a_token_of_the_vocabulary():
@@ -51,7 +56,7 @@ def test_nucleus_is_the_fewest_likeliest_that_reach_top_p(top_p):
 
 
 def test_draws_follow_the_distribution():
-    got = draws(Sampling(do_sample=True, temperature=0.7), n=4000)
+    got = draws(TokenChoice(do_sample=True, temperature=0.7), n=4000)
     want = np.asarray(jax.nn.softmax(LOGITS / 0.7))
     for row in range(3):
         share = np.bincount(got[:, row], minlength=50) / len(got)
@@ -61,10 +66,10 @@ def test_draws_follow_the_distribution():
 @pytest.mark.parametrize(
     "settings",
     [
-        Sampling(do_sample=True, top_k=3),
-        Sampling(do_sample=True, top_p=0.6),
-        Sampling(do_sample=True, min_p=0.4),
-        Sampling(do_sample=True, temperature=2.0, top_k=10, top_p=0.5, min_p=0.05),
+        TokenChoice(do_sample=True, top_k=3),
+        TokenChoice(do_sample=True, top_p=0.6),
+        TokenChoice(do_sample=True, min_p=0.4),
+        TokenChoice(do_sample=True, temperature=2.0, top_k=10, top_p=0.5, min_p=0.05),
     ],
 )
 def test_filters_admit_what_hugging_faces_admit(settings):
@@ -86,18 +91,18 @@ def admitted(logits, s):
 
     p = probs()
     order = np.argsort(-p)
-    alive[order] &= np.cumsum(p[order]) - p[order] < s.top_p
+    alive[order] &= np.cumsum(p[order]) - p[order] < (s.top_p or 1)
     p = probs()
-    return set(np.flatnonzero(alive & (p >= s.min_p * p.max())).tolist())
+    return set(np.flatnonzero(alive & (p >= (s.min_p or 0) * p.max())).tolist())
 
 
-def test_a_draw_depends_on_seed_and_position_only():
-    settings = Sampling(do_sample=True)
-    seeds, positions = jnp.asarray([7, 8, 7]), jnp.asarray([3, 3, 4])
-    whole = next_token(LOGITS, settings, seeds=seeds, positions=positions)
+def test_a_draw_depends_on_key_and_position_only():
+    settings = TokenChoice(do_sample=True)
+    keys, positions = row_keys(7, 2)[jnp.asarray([0, 1, 0])], jnp.asarray([3, 3, 4])
+    whole = next_token(LOGITS, settings, keys=keys, positions=positions)
     for row in range(3):
         alone = next_token(
-            LOGITS[row : row + 1], settings, seeds=seeds[row][None], positions=positions[row][None]
+            LOGITS[row : row + 1], settings, keys=keys[row][None], positions=positions[row][None]
         )
         assert alone[0] == whole[row]
     assert len(set(draws(settings)[:, 0].tolist())) > 5
@@ -107,10 +112,8 @@ def test_repetition_penalty_is_hugging_faces():
     seen = jnp.zeros((1, 3), bool).at[0, :2].set(True)
 
     def best(logits, factor):
-        settings = Sampling(repetition_penalty=factor)
-        return int(
-            next_token(jnp.asarray([logits]), settings, seeds=None, positions=None, seen=seen)[0]
-        )
+        settings = TokenChoice(repetition_penalty=factor)
+        return int(next_token(jnp.asarray([logits]), settings, seen=seen)[0])
 
     assert best([2.0, 1.0, 1.5], 1.2) == 0  # 2 / 1.2 = 1.67
     assert best([2.0, 1.0, 1.5], 1.4) == 2  # 2 / 1.4 = 1.43
@@ -122,6 +125,11 @@ def test_repetition_penalty_is_hugging_faces():
     ("name", "value"),
     [
         ("temperature", 0.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", 2.5),
         ("top_k", 0),
         ("top_p", 0.0),
         ("top_p", 1.5),
@@ -130,5 +138,52 @@ def test_repetition_penalty_is_hugging_faces():
     ],
 )
 def test_values_out_of_range_are_named(name, value):
-    with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
-        Sampling(**{name: value})
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; it must be"):
+        TokenChoice(**{name: value})
+
+
+def test_seeds_share_no_rows():
+    keys = [set(map(tuple, np.asarray(jax.random.key_data(row_keys(s, 8))))) for s in range(4)]
+    assert len(set.union(*keys)) == 4 * 8
+    # The key of a row does not depend on how many there are.
+    np.testing.assert_array_equal(
+        jax.random.key_data(row_keys(3, 8))[:2], jax.random.key_data(row_keys(3, 2))
+    )
+
+
+def test_only_the_structure_is_static():
+    def structure(**options):
+        return jax.tree.structure(TokenChoice(do_sample=True, **options))
+
+    assert structure(temperature=0.3) == structure(temperature=2)
+    assert structure(top_p=0.9, min_p=0.1) == structure(top_p=0.5, min_p=0.2)
+    assert structure(top_k=3) != structure(top_k=4)
+    assert len({structure(), structure(top_p=0.9), structure(repetition_penalty=1.1)}) == 3
+    assert structure(top_p=1.0, min_p=0, repetition_penalty=1) == structure()
+    # Where nothing is drawn, what drawing would do makes no difference.
+    assert TokenChoice(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1) == TokenChoice()
+
+
+def test_traced_numbers_choose_as_constants_do():
+    choice = TokenChoice(
+        do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.3
+    )
+    more = {"keys": row_keys(1, 3), "positions": jnp.arange(3), "seen": LOGITS > 1}
+    traced = jax.jit(lambda choice: next_token(LOGITS, choice, **more))(choice)
+    assert traced.tolist() == next_token(LOGITS, choice, **more).tolist()
+
+
+def test_rows_may_have_numbers_of_their_own():
+    numbers = jnp.asarray([[0.2], [0.5], [0.9]])
+    probs = jax.nn.softmax(LOGITS)
+    for function, values, seen in (
+        (in_nucleus, probs, ()),
+        (likely_enough, LOGITS, ()),
+        (penalize_repetition, LOGITS, (LOGITS > 0,)),
+    ):
+        got = function(values, *seen, numbers)
+        for row in range(3):
+            alone = function(
+                values[row][None], *(x[row][None] for x in seen), float(numbers[row, 0])
+            )
+            np.testing.assert_array_equal(got[row], alone[0])

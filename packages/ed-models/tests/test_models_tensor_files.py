@@ -146,6 +146,38 @@ class TestDamage:
         with pytest.raises(CheckpointError, match="does not fit its bytes"):
             TensorFiles.open(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("offsets", "shape", "message"),
+        [
+            ([-8, 0], [2], r"'x' .* does not fit its bytes"),
+            ([8, 0], [2], r"'x' .* does not fit its bytes"),
+            ([0, 8], [-1, -2], r"'x' .* does not fit its bytes"),
+            ([0.0, 8.0], [2], "header is damaged"),
+            ([0, 8], [2.0], "header is damaged"),
+            ([4, 12], [2], "'x' and 'y' overlap at bytes .*; download or save it again"),
+            ([8, 16], [2], "'x' and 'y' overlap"),
+            ([8, 20], [3], "'y' and 'x' overlap|'x' and 'y' overlap"),
+        ],
+    )
+    def test_offsets_that_cannot_be(self, tmp_path, offsets, shape, message):
+        header = {
+            "x": {"dtype": "F32", "shape": shape, "data_offsets": offsets},
+            "y": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+        }
+        text = json.dumps(header).encode()
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(20))
+        with pytest.raises(CheckpointError, match=message) as error:
+            TensorFiles.open(tmp_path)
+        assert str(path) in str(error.value)
+
+    @pytest.mark.parametrize("weight_map", [[1], {"x": 3}, {"x": None}, "x"])
+    def test_an_index_that_names_no_files(self, tmp_path, weight_map):
+        path = tmp_path / "model.safetensors.index.json"
+        path.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+            TensorFiles.open(tmp_path)
+
     def test_unknown_dtype(self, tmp_path):
         raw_file(tmp_path / "model.safetensors", {"x": ("F99", [2], b"12345678")})
         with pytest.raises(CheckpointError, match="unknown safetensors dtype 'F99'"):

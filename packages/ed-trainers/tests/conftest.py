@@ -12,6 +12,7 @@ from ed_infra import sharding
 from ed_infra.mesh import create_mesh
 from ed_infra.outputs import CausalLMOutput
 from ed_infra.partition import PartitionManager
+from ed_layers.head import Head
 from flax import nnx
 
 VOCAB, HIDDEN = 32, 16
@@ -47,8 +48,8 @@ class ToyModel(nnx.Module):
     def shard_model(self):
         return sharding.shard(self, self.config.partition_manager, mesh=self.config.mesh)
 
-    def lm_head_weight(self):
-        return self.kernel[...]
+    def head(self):
+        return Head(self.kernel[...])
 
     def __call__(self, input_ids, *, segment_ids, position_ids, logits_at="all", key=None):
         x = self.embed_tokens[...].astype(jnp.float32)[input_ids]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
+import jax
+import optax
 import pytest
 from ed_infra.errors import ConfigError
-from ed_trainers.arguments import ARGUMENTS, SFTArguments, TrainingArguments, arguments_class
+from ed_trainers.arguments import (
+    ARGUMENTS,
+    METHODS,
+    OPTIMIZERS,
+    SFTArguments,
+    TrainingArguments,
+    arguments_class,
+    idle_options,
+)
+from ed_trainers.methods import trainer_class
 from pydantic import ValidationError
 
 
@@ -29,10 +41,39 @@ def test_defaults_are_easydels():
         ({"total_batch_size": 6, "gradient_accumulation_steps": 4}, None, "does not divide"),
         ({"learning_rate_end": 0.1}, "learning_rate_end", "no effect with scheduler 'none'"),
         ({"optimizer": "sgd", "tx_mu_dtype": "bf16"}, "tx_mu_dtype", "no effect"),
-        ({"optimizer_kwargs": {"b3": 1}}, "optimizer_kwargs", "unknown setting of adamw 'b3'"),
+        (
+            {"optimizer_kwargs": {"b3": 1}},
+            ("optimizer_kwargs", "b3"),
+            "unknown setting of adamw 'b3'",
+        ),
         ({"training_time_limit": "3 weeks"}, "training_time_limit", "'90s', '50min'"),
         ({"tx_mu_dtype": "bf15"}, "tx_mu_dtype", "did you mean 'bf16'"),
         ({"save_steps": 0}, "save_steps", "greater than 0"),
+        ({"optimizer_kwargs": {"b2": "fast"}}, ("optimizer_kwargs", "b2"), "valid number"),
+        ({"optimizer_kwargs": {"b2": 1.0}}, ("optimizer_kwargs", "b2"), "less than 1"),
+        (
+            {"optimizer": "sgd", "optimizer_kwargs": {"nesterov": "yes"}},
+            ("optimizer_kwargs", "nesterov"),
+            "valid boolean",
+        ),
+        ({"learning_rate": float("inf")}, "learning_rate", "finite"),
+        ({"learning_rate": float("nan")}, "learning_rate", "finite"),
+        ({"weight_decay": float("inf")}, "weight_decay", "finite"),
+        ({"clip_grad": float("inf")}, "clip_grad", "finite"),
+        ({"training_time_limit": float("inf")}, "training_time_limit", "finite"),
+        ({"warmup_steps": 10**9}, "warmup_steps", "less than or equal to"),
+        ({"max_training_steps": 10**12}, "max_training_steps", "less than or equal to"),
+        ({"total_batch_size": 10**10}, "total_batch_size", "less than or equal to"),
+        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"seed": 2**32}, "seed", "less than 4294967296"),
+        ({"tx_mu_dtype": "int8"}, "tx_mu_dtype", "cannot be int8: take one of float32"),
+        ({"weight_decay_rules": [["(", 0.0]]}, ("weight_decay_rules", 0), "is not a pattern"),
+        ({"weight_decay_rules": [["x", -1]]}, ("weight_decay_rules", 0, 1), "greater than or"),
+        ({"learning_rate_rules": [["x", 0]]}, ("learning_rate_rules", 0, 1), "greater than 0"),
+        ({"trainable_rules": [["x", 1]]}, ("trainable_rules", 0, 1), "valid boolean"),
+        ({"save_directory": __file__}, "save_directory", "is a file"),
+        ({"save_directory": f"{__file__}/runs"}, "save_directory", "is a file"),
+        ({"save_directory": " "}, "save_directory", "is empty"),
     ],
 )
 def test_a_mistake_is_an_error_at_its_key(given, where, words):
@@ -41,7 +82,7 @@ def test_a_mistake_is_an_error_at_its_key(given, where, words):
     problem = caught.value.errors()[0]
     assert words in problem["msg"]
     if where is not None:
-        assert problem["loc"] == (where,)
+        assert problem["loc"] == (where if isinstance(where, tuple) else (where,))
 
 
 @pytest.mark.parametrize(
@@ -79,8 +120,63 @@ def test_registry_names_every_method():
     assert arguments_class("sft") is SFTArguments
     for name, cls in ARGUMENTS.items():
         assert cls().trainer_type == name
+    for wrong in ("stf", ["sft"], None):
+        with pytest.raises(ConfigError, match="known: sft"):
+            arguments_class(wrong)
     with pytest.raises(ConfigError, match="did you mean 'sft'"):
-        arguments_class("stf")
+        trainer_class("stf")
+
+
+def test_every_method_has_its_trainer():
+    for name, entry in METHODS.items():
+        trainer = trainer_class(name)
+        assert trainer.arguments_class is entry.arguments
+        assert entry.trainer == f"{trainer.__module__}:{trainer.__name__}"
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_settings_of_optimizers_are_those_of_optax(name):
+    known = inspect.signature(getattr(optax, name)).parameters
+    settings = OPTIMIZERS[name]()
+    for key, value in settings.model_dump().items():
+        assert key in known, key
+        assert value == known[key].default, key
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({}, []),
+        ({"max_training_steps": 10, "num_train_epochs": 2}, ["num_train_epochs"]),
+        ({"max_training_steps": 10, "warmup_steps": 10}, ["warmup_steps"]),
+        (
+            {"max_training_steps": 10, "warmup_steps": 20, "scheduler": "cosine"},
+            ["warmup_steps", "scheduler"],
+        ),
+        ({"max_training_steps": 10, "warmup_steps": 9, "scheduler": "linear"}, []),
+        (
+            {"max_training_steps": 10, "save_steps": 11, "evaluation_steps": 20},
+            ["save_steps", "evaluation_steps"],
+        ),
+        ({"max_training_steps": 10, "save_steps": 10, "evaluation_steps": 5}, []),
+        (
+            {"optimizer": "sgd", "optimizer_kwargs": {"nesterov": True}},
+            ["optimizer_kwargs.nesterov"],
+        ),
+        (
+            {"optimizer": "sgd", "optimizer_kwargs": {"nesterov": True, "momentum": 0.9}},
+            [],
+        ),
+    ],
+)
+def test_options_that_do_nothing_are_named(given, keys):
+    idle = idle_options(SFTArguments(**given))
+    assert [key for key, _ in idle] == keys
+    assert all(reason for _, reason in idle)
+
+
+def test_the_largest_seed_is_a_seed():
+    assert jax.random.key(SFTArguments(seed=2**32 - 1).seed) != jax.random.key(0)
 
 
 def test_reading_options_imports_no_jax():

@@ -8,8 +8,13 @@ import numpy as np
 import optax
 import pytest
 from ed_trainers.arguments import OPTIMIZERS, SFTArguments
-from ed_trainers.optimizers import apply_updates, build_optimizer, decays, global_norm
-from ed_trainers.schedules import build_schedule
+from ed_trainers.optimizers import (
+    apply_updates,
+    build_optimizer,
+    build_schedule,
+    decays,
+    global_norm,
+)
 from jax.tree_util import DictKey, GetAttrKey
 
 

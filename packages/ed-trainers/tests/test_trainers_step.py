@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from ed_trainers.arguments import SFTArguments
-from ed_trainers.optimizers import build_optimizer
+from ed_trainers.contract import Method, Models
+from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
-from ed_trainers.schedules import build_schedule
 from ed_trainers.sft import SFTTrainer
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import build_train_step
@@ -30,9 +30,8 @@ def one_step(model, batch, accumulation=1, loss=None, **given):
     parts = microbatches(trainer.prepare(batch), accumulation)
     placed = trainer.placement.place(parts, stacked=True)
     treedef = jax.tree.structure(state)
-    step = build_train_step(
-        state, loss or trainer.loss, schedule, rows=rows // accumulation, seed=0
-    )
+    method = Method(trainer.prepare, loss or trainer.loss)
+    step = build_train_step(state, method, schedule, rows=rows // accumulation, seed=0)
     leaves, report = step(tuple(jax.tree.leaves(state)), placed)
     after = jax.tree.map(np.array, jax.tree.unflatten(treedef, leaves).graphstate)
     return before, after, jax.device_get(report)
@@ -66,10 +65,10 @@ def test_a_mean_of_means_would_not_pass(toy):
     trainer = SFTTrainer(SFTArguments(total_batch_size=8), model=toy.model())
     prepared = trainer.prepare(batch)
     rows = [
-        trainer.loss(trainer.model, {k: v[i : i + 1] for k, v in prepared.items()}, None)[1]
+        trainer.loss(Models(trainer.model), {k: v[i : i + 1] for k, v in prepared.items()}, None)
         for i in range(8)
     ]
-    mean_of_means = np.mean([float(row["loss"].value) for row in rows])
+    mean_of_means = np.mean([float(row.sums["loss"].value) for row in rows])
     _, _, report = one_step(toy.model(), batch)
     assert abs(mean_of_means - report["loss"]) > 1e-4 * report["loss"]
 
@@ -90,9 +89,9 @@ def test_each_microbatch_and_step_draws_its_own_randomness(toy):
     model = toy.model()
     trainer = SFTTrainer(SFTArguments(), model=model)
 
-    def loss(model, batch, key):
+    def loss(models, batch, key):
         jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
-        return trainer.loss(model, batch, key)
+        return trainer.loss(models, batch, key)
 
     batch = toy.loader(rows=8).batch_at(0)
     one_step(model, batch, 4, loss)

@@ -1,4 +1,4 @@
-"""Deterministic, resumable text data for language models: sources, tokenization, packing, mixtures.
+"""Deterministic, resumable data for language models: sources, tokenization, packing, mixtures.
 
 Names are imported when they are first used: `import ed_data` itself imports nothing.
 """
@@ -8,48 +8,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ed_data.config import Inform, Mixture, SaveOptions, Tokenization
+    from ed_data.checks import check_names, idle_options
+    from ed_data.config import Inform, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
-    from ed_data.loader import Loader, build_loader
+    from ed_data.loader import Loader, StreamLoader, build_loader
     from ed_data.packing import Packing, pack
     from ed_data.prepare import contents, default_cache_dir, texts
     from ed_data.save import remove_cache, save_mixture
+    from ed_data.schema import Column, Example, Schema
     from ed_data.sources import read_rows
     from ed_data.tokenizer import train_bpe
     from ed_data.transforms import documents
 
-_NAMES = {
-    "DataError": "errors",
-    "Inform": "config",
-    "Loader": "loader",
-    "Mixture": "config",
-    "Packing": "packing",
-    "SaveOptions": "config",
-    "Tokenization": "config",
-    "build_loader": "loader",
-    "contents": "prepare",
-    "default_cache_dir": "prepare",
-    "documents": "transforms",
-    "pack": "packing",
-    "read_rows": "sources",
-    "remove_cache": "save",
-    "save_mixture": "save",
-    "texts": "prepare",
-    "train_bpe": "tokenizer",
+_OWNERS = {
+    "checks": "check_names idle_options",
+    "config": "Inform Mixture Saving Tokenization",
+    "errors": "DataError",
+    "loader": "Loader StreamLoader build_loader",
+    "packing": "Packing pack",
+    "prepare": "contents default_cache_dir texts",
+    "save": "remove_cache save_mixture",
+    "schema": "Column Example Schema",
+    "sources": "read_rows",
+    "tokenizer": "train_bpe",
+    "transforms": "documents",
 }
+_NAMES = {name: owner for owner, names in _OWNERS.items() for name in names.split()}
 
 __all__ = [
+    "Column",
     "DataError",
+    "Example",
     "Inform",
     "Loader",
     "Mixture",
     "Packing",
-    "SaveOptions",
+    "Saving",
+    "Schema",
+    "StreamLoader",
     "Tokenization",
     "build_loader",
+    "check_names",
     "contents",
     "default_cache_dir",
     "documents",
+    "idle_options",
     "pack",
     "read_rows",
     "remove_cache",

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ed_data.batch import Batch, make_batch
+from ed_data.batch import Batch, Layout, make_batch
+from ed_data.checks import check_names
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_data.mixture import DocumentOrder
-from ed_data.plan import WINDOW, RowOptions, RowPlan
-from ed_data.prefetch import Prefetcher
-from ed_data.prepare import Part, default_cache_dir, prepare
-from ed_data.tokenize import Encoder
+from ed_data.plan import WINDOW, IndexedOrder, RowOptions, RowPlan, StreamedOrder
+from ed_data.prepare import default_cache_dir, prepare
+from ed_data.save import save_mixture
+from ed_data.schema import TEXT, Schema
+from ed_data.tokenize import Encoder, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 #: Changes when the same options and data give other batches: old runs are then refused, not bent.
 ORDER_VERSION = 1
 _LONGEST_MULTIPLE = 8  # columns of a batch padded to its longest row
@@ -27,7 +32,7 @@ _DEFAULT_SEED = 42
 
 
 class Loader:
-    """Batches of one split: `batch_at(step)` for any step, or iteration that can be resumed.
+    """Batches of an indexed order: `batch_at(step)`, or iteration that can be resumed.
 
     Training data never ends: epoch follows epoch, each in its own order, and a batch may hold
     rows of two. Evaluation data is read once, in order; the rows that its last batch lacks are
@@ -35,45 +40,47 @@ class Loader:
 
     Made by `build_loader`.
 
+    Args:
+        order: the rows of each step.
+        layout: the arrays of a batch.
+        details: everything that the batches depend on, as JSON values.
+        workers: threads that make batches ahead; see `Prefetcher`.
+        depth: batches made ahead.
+
     Attributes:
         batch_size: rows of a batch.
         seq_length: columns of a batch.
         split: `"train"` or `"eval"`.
-        fingerprint: hash of everything that the batches depend on.
+        fingerprint: hash of the details.
     """
 
     def __init__(
         self,
-        parts: list[Part],
-        plan: RowPlan,
-        mixture: Mixture,
-        *,
-        batch_size: int,
-        seq_length: int,
-        split: str,
-        pad_id: int,
+        order: IndexedOrder,
+        layout: Layout,
         details: dict[str, Any],
+        *,
+        workers: int = 0,
+        depth: int = 0,
     ) -> None:
-        self.batch_size, self.seq_length, self.split = batch_size, seq_length, split
-        self.fingerprint = _hash(details)
-        self._details = details
-        self._parts, self._plan, self._pad_id = parts, plan, pad_id
-        self._stores = [part.tokens for part in parts]
-        options = mixture.tokenization
-        self._attention_mask = options.return_attention_mask
-        self._multiple = _LONGEST_MULTIPLE if options.padding == "longest" else None
+        self.batch_size, self.seq_length = layout.batch_size, layout.seq_length
+        self.split = "train" if order.endless else "eval"
+        self.fingerprint = hash_of(details)
+        self._order, self._details = order, details
         self._prefetch = Prefetcher(
-            self._make, mixture.prefetch_workers, mixture.prefetch_buffer_size
+            lambda step: make_batch(order.rows_at(step), layout), workers, depth
         )
         self._step = 0
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches of the first epoch: full ones for training, all for evaluation; at least 1."""
-        rows = self._plan.rows_in_epoch(0)
-        if self.split == "eval":
-            return -(-rows // self.batch_size)
-        return max(rows // self.batch_size, 1)
+        return self._order.steps_per_epoch
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Figures of the first epoch, as `RowPlan.stats` describes."""
+        return self._order.stats
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step: int32 arrays [b, s], as `make_batch` describes.
@@ -81,26 +88,26 @@ class Loader:
         Raises:
             IndexError: the step is negative, or beyond the end of evaluation data.
         """
-        last = self.steps_per_epoch if self.split == "eval" else None
+        last = None if self._order.endless else self.steps_per_epoch
         if step < 0 or (last is not None and step >= last):
             raise IndexError(f"step {step}: the steps are 0 to {'…' if last is None else last - 1}")
         return self._prefetch.get(int(step), last)
 
     def __iter__(self) -> Iterator[Batch]:
         """Training goes on where it is; evaluation begins anew."""
-        if self.split == "eval":
+        if not self._order.endless:
             self._step = 0
         return self
 
     def __next__(self) -> Batch:
-        if self.split == "eval" and self._step >= self.steps_per_epoch:
+        if not self._order.endless and self._step >= self.steps_per_epoch:
             raise StopIteration
         batch = self.batch_at(self._step)
         self._step += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where iteration is, as JSON values: the step, and what the data was."""
+        """Return where iteration is, as JSON values: the step, and the details of the data."""
         return {"step": self._step, "fingerprint": self.fingerprint, "details": self._details}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,55 +116,90 @@ class Loader:
         Raises:
             DataError: the state is of other data or options; the message says which.
         """
-        if state.get("fingerprint") != self.fingerprint:
-            raise DataError(_difference(state.get("details") or {}, self._details))
+        _check_state(state, self.fingerprint, self._details)
         self._step = int(state["step"])
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """Figures of the first epoch.
-
-        `documents`, `rows`, `tokens` (placed), `tokens_cut` (by a length limit), `fill` (share of
-        the positions that hold a token), and per source its `documents` in all and in the epoch.
-        """
-        rows = self._plan.rows_in_epoch(0)
-        placed, dropped = self._plan.epoch_tokens(0)
-        drawn = self._details["order"]["documents_per_epoch"]
-        return {
-            "documents": sum(drawn),
-            "rows": rows,
-            "tokens": placed,
-            "tokens_cut": dropped,
-            "fill": placed / max(rows * self.seq_length, 1),
-            "steps_per_epoch": self.steps_per_epoch,
-            "sources": {
-                part.label: {"documents": len(part.members), "per_epoch": count}
-                for part, count in zip(self._parts, drawn, strict=True)
-            },
-        }
 
     def close(self) -> None:
         """Stop prefetching."""
         self._prefetch.close()
 
-    def _make(self, step: int) -> Batch:
-        first = step * self.batch_size
-        stop = first + self.batch_size
-        if self.split == "eval":
-            stop = min(stop, self._plan.rows_in_epoch(0))
-        rows = []
-        for row in range(first, stop):
-            number, place = self._plan.locate(row)
-            rows.append((self._plan.window(number), place))
-        return make_batch(
-            rows,
-            self._stores,
-            batch_size=self.batch_size,
-            seq_length=self.seq_length,
-            pad_id=self._pad_id,
-            width_multiple=self._multiple,
-            attention_mask=self._attention_mask,
-        )
+
+class StreamLoader:
+    """Batches of a streamed order, one after the other; `state_dict` is where the stream is.
+
+    Args:
+        order: the rows of the batches.
+        layout: the arrays of a batch.
+        details: everything that the batches depend on, as JSON values.
+    """
+
+    def __init__(self, order: StreamedOrder, layout: Layout, details: dict[str, Any]) -> None:
+        self.batch_size, self.seq_length = layout.batch_size, layout.seq_length
+        self.fingerprint = hash_of(details)
+        self._order, self._layout, self._details = order, layout, details
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return make_batch(next(self._order), self._layout)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is, as JSON values, and the details of the data."""
+        state = self._order.state_dict()
+        return {"order": state, "fingerprint": self.fingerprint, "details": self._details}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was saved.
+
+        Raises:
+            DataError: the state is of other data or options; the message says which.
+        """
+        _check_state(state, self.fingerprint, self._details)
+        self._order.load_state_dict(state["order"])
+
+
+class Prefetcher(Generic[T]):
+    """Call `make(step)` ahead, in threads, for the steps after the one that was asked for.
+
+    Args:
+        make: a pure function of the step, safe to call from several threads.
+        workers: threads; 0 makes each step when it is asked for.
+        depth: steps made ahead.
+    """
+
+    def __init__(self, make: Callable[[int], T], workers: int, depth: int) -> None:
+        self._make = make
+        self._workers, self._depth = workers, depth
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[T]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, step: int, last: int | None = None) -> T:
+        """Return `make(step)` and start on the steps after it, up to (not including) `last`."""
+        if self._workers == 0 or self._depth == 0:
+            return self._make(step)
+        with self._lock:
+            ready = self._ahead.pop(step, None)
+            wanted = range(step + 1, step + 1 + self._depth)
+            for other in [s for s in self._ahead if s not in wanted]:
+                self._ahead.pop(other).cancel()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="ed-data")
+            for following in wanted:
+                if following not in self._ahead and (last is None or following < last):
+                    self._ahead[following] = self._pool.submit(self._make, following)
+        return self._make(step) if ready is None else ready.result()
+
+    def close(self) -> None:
+        """Stop the threads; a step that is being made is finished and forgotten."""
+        with self._lock:
+            for future in self._ahead.values():
+                future.cancel()
+            self._ahead.clear()
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def build_loader(
@@ -170,29 +212,34 @@ def build_loader(
     split: str = "train",
     cache_dir: str | None = None,
     shuffle: bool = True,
+    schema: Schema = TEXT,
 ) -> Loader:
     """Tokenize a mixture (or find it in the cache) and plan its batches.
 
     Args:
-        mixture: what to load and how.
-        tokenizer: the model's; `mixture.tokenization.tokenizer`, where given, is taken instead.
+        mixture: the sources, and how they are mixed, tokenized and packed.
+        tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
         batch_size: rows of a batch over all hosts; default `mixture.batch_size`, else 1.
         seq_length: tokens of a row; default `mixture.pack_seq_length` when packing, else
             `mixture.tokenization.max_length`.
-        seed: default where `mixture.seed` is not given; 42 without either.
+        seed: default where `mixture.seed` is not set; 42 without either.
         split: `"train"` or `"eval"`.
-        cache_dir: default where `mixture.cache_dir` is not given.
+        cache_dir: default where `mixture.cache_dir` is not set.
         shuffle: False reads training data in its own order too.
+        schema: the columns of a document: one text, or for example `ed_data.schema.PREFERENCE`.
 
     Raises:
-        DataError: data is missing or empty, or options contradict each other.
+        DataError: a name leads nowhere, data is missing or empty, or options contradict each other.
     """
     length = _seq_length(mixture, seq_length)
+    limit = _document_limit(mixture, length, schema)
+    for path, message in check_names(mixture, schema):  # before anything long starts
+        raise DataError(message, path)
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     tokenizer = load_tokenizer(mixture, tokenizer)
-    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id)
+    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
     parts = prepare(mixture, encoder, split, folder)
     shuffle = shuffle and split == "train"
     weights = mixture.mixture_weights if split == "train" else None
@@ -209,11 +256,13 @@ def build_loader(
     if shuffle and mixture.pack_tokens and mixture.pack_shuffle:
         shuffle_rows = rows * mixture.pack_shuffle_buffer_factor
     options = RowOptions(
+        batch_size=rows,
         seq_length=length,
         strategy=mixture.pack_strategy if mixture.pack_tokens else None,
-        max_length=_document_limit(mixture, length),
+        max_length=limit,
         shuffle_rows=shuffle_rows,
         seed=seed,
+        endless=split == "train",
     )
     order_details = {
         "version": ORDER_VERSION,
@@ -243,100 +292,97 @@ def build_loader(
     }
     index = None
     if not mixture.pack_on_the_fly:
-        index = Path(folder) / "plans" / _hash({"data": data_details, "order": order_details})
-    plan = RowPlan(
-        order, [part.members for part in parts], [part.tokens for part in parts], options, index
-    )
+        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": order_details})
     pad = tokenizer.pad_token_id
-    loader = Loader(
-        parts,
-        plan,
-        mixture,
+    layout = Layout(
         batch_size=rows,
         seq_length=length,
-        split=split,
         pad_id=pad if isinstance(pad, int) else encoder.eos,
-        details=details,
+        columns=tuple(column.name for column in schema.columns),
+        width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
+        attention_mask=mixture.tokenization.return_attention_mask,
+    )
+    loader = Loader(
+        RowPlan(order, parts, options, index),
+        layout,
+        details,
+        workers=mixture.prefetch_workers,
+        depth=mixture.prefetch_buffer_size,
     )
     if mixture.save is not None and split == "train":
-        from ed_data.save import save_mixture
-
-        save_mixture(mixture, tokenizer, loader=loader, cache_dir=folder)
+        save_mixture(mixture, tokenizer, loader=loader, cache_dir=folder, schema=schema)
     return loader
 
 
-def load_tokenizer(
-    mixture: Mixture, tokenizer: PreTrainedTokenizerBase | None
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that the mixture names, else the given one.
-
-    Raises:
-        DataError: there is neither, or the named one cannot be loaded.
-    """
-    name = mixture.tokenization.tokenizer
-    if name is None:
-        if tokenizer is None:
-            raise DataError("no tokenizer: pass one, or set mixture.tokenization.tokenizer")
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"tokenization.tokenizer: cannot load {name!r}: {error}") from error
-
-
-def _seq_length(mixture: Mixture, given: int | None) -> int:
-    own = mixture.pack_seq_length if mixture.pack_tokens else None
-    if own is not None and given is not None and own != given:
-        raise DataError(
-            f"the sequence length is {given} here and mixture.pack_seq_length is {own}: give one"
-        )
-    length = own or given or mixture.tokenization.max_length
-    if length is None:
-        key = "mixture.pack_seq_length" if mixture.pack_tokens else "tokenization.max_length"
-        raise DataError(f"no sequence length: set {key}, or pass seq_length")
+def _seq_length(mixture: Mixture, wanted: int | None) -> int:
     limit = mixture.tokenization.max_length
+    own = mixture.pack_seq_length if mixture.pack_tokens else None
+    if own is not None and wanted is not None and own != wanted:
+        raise DataError(
+            f"the sequence length is {wanted} here and mixture.pack_seq_length is {own}: set one",
+            ("pack_seq_length",),
+        )
+    length = own or wanted or limit
+    if length is None:
+        path = ("pack_seq_length",) if mixture.pack_tokens else ("tokenization", "max_length")
+        key = "mixture.pack_seq_length" if mixture.pack_tokens else "tokenization.max_length"
+        raise DataError(f"no sequence length: set {key}, or pass seq_length", path)
     if limit is not None and limit > length:
         raise DataError(
             f"tokenization.max_length {limit} is above the sequence length {length}: no row could "
-            "hold such a document"
+            "hold such a document",
+            ("tokenization", "max_length"),
         )
     return int(length)
 
 
-def _document_limit(mixture: Mixture, seq_length: int) -> int | None:
+def _document_limit(mixture: Mixture, seq_length: int, schema: Schema) -> int | None:
     """Where documents are cut; None splits them over rows instead."""
-    options = mixture.tokenization
+    options, whole = mixture.tokenization, len(schema.columns) > 1
+    if whole and options.truncation is False:
+        raise DataError(
+            f"documents of {len(schema.columns)} columns are never split over rows: leave out "
+            "truncation: false",
+            ("tokenization", "truncation"),
+        )
+    if whole and mixture.pack_tokens and mixture.pack_strategy == "wrapped":
+        raise DataError(
+            f"pack_strategy 'wrapped' cuts documents anywhere, and documents of "
+            f"{len(schema.columns)} columns are never split: take 'bfd', 'first_fit' or 'greedy'",
+            ("pack_strategy",),
+        )
     if options.max_length is not None:
         return options.max_length
     cut = options.truncation
     if cut is None:
-        cut = not mixture.pack_tokens
+        cut = whole or not mixture.pack_tokens
     return seq_length if cut else None
 
 
-def _hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
+def hash_of(details: object) -> str:
+    """Return a short hash of JSON values."""
+    text = json.dumps(details, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Say what changed since a state was saved."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+def _check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]) -> None:
+    """Refuse the state of other data, and say what changed since it was saved."""
+    if state.get("fingerprint") == fingerprint:
+        return
+    before, after = dict(_flat(state.get("details") or {})), dict(_flat(details))
     changes = [
         f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
-    what = "; ".join(changes[:6]) or "the saved state does not say what its data was"
-    return (
-        f"this run began with other data or options, and cannot go on with these ({what}); restore "
-        "them, or start a new run"
+    reason = "; ".join(changes[:6]) or "the saved state does not say what its data was"
+    raise DataError(
+        f"this run began with other data or options, and cannot go on with these ({reason}); "
+        "restore them, or start a new run"
     )
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else str(key))

@@ -6,6 +6,10 @@ position can be asked for at any time, in any process.
 Proportions are kept by Webster's method (apportionment with divisors k + 1/2): after any number of
 documents each inform has its share within about one document, and the shares of a longer prefix
 never take back one of a shorter, which largest remainders would.
+
+Permutations are the same in every version of numpy and on every machine: numpy keeps the raw stream
+of a bit generator fixed for ever, but not the result of its own `permutation` (NEP 19), and a run
+that is resumed after an upgrade must see the same order.
 """
 
 from __future__ import annotations
@@ -18,11 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.shuffle import permutation
 
 IntArray = NDArray[np.int64]
 # Names of the uses of the seed, so that no two share their random numbers.
 _DOCUMENTS, _BLOCKS = 1, 2
+
+
+def permutation(size: int, *key: int, buffer: int | None = None) -> IntArray:
+    """Return a permutation of `range(size)` that depends on the key alone.
+
+    Args:
+        size: number of items.
+        key: non-negative integers that name the permutation.
+        buffer: None, or the number of neighbouring items among which items change places; with 0
+            or 1 nothing moves.
+    """
+    if buffer is not None and buffer <= 1:
+        return np.arange(size)
+    draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(size)
+    if buffer is None or buffer >= size:
+        return np.argsort(draws, kind="stable")
+    return np.lexsort((draws, np.arange(size) // buffer))
 
 
 class DocumentOrder:
@@ -56,7 +76,7 @@ class DocumentOrder:
         self._seed, self._shuffle, self._buffer = seed, shuffle, buffer
         shares = [Fraction(size) for size in self._sizes]
         if weights is not None:
-            # Exact arithmetic on what the user wrote: 0.1 is a tenth.
+            # Exact arithmetic on the user's own digits: 0.1 is a tenth.
             shares = [Fraction(repr(float(weight))) for weight in weights]
         self._shares = [share / sum(shares) for share in shares]
         self._one_after_another = not shuffle and weights is None
@@ -135,15 +155,15 @@ class DocumentOrder:
         document = np.empty(len(inform), np.int64)
         for i, offset in enumerate(before):
             here = inform == i
-            # Draws of an inform run on from epoch to epoch: what one epoch leaves out, a later
-            # one reads first.
+            # Draws of an inform run on from epoch to epoch: a later epoch reads first the documents
+            # that an earlier one left out.
             draw = epoch * self._per_epoch[i] + offset + rank[here]
             document[here] = self._draw(i, draw)
         if self._shuffle:
             order = permutation(len(inform), _BLOCKS, self._seed, epoch, block)
         else:
             order = np.argsort((rank + 0.5) / counts[inform], kind="stable")
-        # Shuffle who comes when, but keep each inform's own order, which its pass has decided.
+        # Shuffle the informs, but keep the order of the documents of each, which its pass decided.
         inform_at = inform[order]
         by_inform = np.argsort(inform_at, kind="stable")
         result = np.empty_like(document)

@@ -66,7 +66,7 @@ class Packing:
 def pack(
     lengths: IntArray, capacity: int, strategy: str = "bfd", *, truncate: bool = False
 ) -> Packing:
-    """Plan rows of at most `capacity` tokens that hold documents of the given lengths.
+    """Plan rows of at most `capacity` tokens that hold documents of certain lengths.
 
     Rows come in the order of their first document; pieces of a row in document order. Documents
     of no tokens are left out.

@@ -1,8 +1,12 @@
-"""From a row's number to the pieces of documents it holds, for every row of an endless stream.
+"""Orders: which pieces of which documents make up the rows of each batch.
 
-An epoch's documents are cut into windows, each packed by itself: a window is a pure function of
-(options, seed, epoch, window). How many rows each window gave is the index that finds a row; it
-is kept beside the token cache, so that a resumed run need not pack what it has already seen.
+An order is *indexed*, when the rows of any step can be asked for at any time, or *streamed*, when
+batches come one after the other and a small state says where the stream is.
+
+`RowPlan` is the indexed order over documents whose lengths are known. The documents of an epoch are
+cut into windows, each packed by itself: a window is a pure function of (options, seed, epoch,
+window). The index that finds a row is the number of rows of each window; it is kept beside the
+token cache, so that a resumed run need not pack again the windows behind it.
 """
 
 from __future__ import annotations
@@ -15,40 +19,104 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ed_data.mixture import DocumentOrder
+from ed_data.mixture import DocumentOrder, IntArray, permutation
 from ed_data.packing import Packing, pack, split_pieces
-from ed_data.shuffle import permutation
-from ed_data.store import Tokens
+from ed_data.store import Part, Tokens
 
-IntArray = NDArray[np.int64]
-#: Documents that are packed together. Large enough that best-fit leaves no gap worth speaking of,
-#: small enough that the first batch does not wait.
+#: Documents that are packed together: enough for best-fit to leave hardly a gap, and few enough for
+#: the first batch to come soon.
 WINDOW = 16_384
 _ROWS = 3  # names a use of the seed, as in mixture
 _KEPT = 4  # windows in memory
 
 
 @dataclass(frozen=True)
-class RowOptions:
-    """How documents become rows.
+class Rows:
+    """The pieces of documents in the rows of one batch, row after row.
 
     Attributes:
+        tokens: sources of tokens.
+        source: [pieces] index into `tokens`.
+        document: [pieces] number of the document there.
+        start: [pieces] first token.
+        length: [pieces] number of tokens; a column of fewer tokens gives all that it has.
+        row: [pieces] row of the batch.
+        segment: [pieces] number within the row, from 1.
+    """
+
+    tokens: Sequence[Tokens]
+    source: IntArray
+    document: IntArray
+    start: IntArray
+    length: IntArray
+    row: IntArray
+    segment: IntArray
+
+
+class IndexedOrder(Protocol):
+    """An order in which the step says everything: it may be asked in any order, by any thread.
+
+    Attributes:
+        steps_per_epoch: batches of the first epoch.
+        stats: figures of the first epoch, as JSON values.
+        endless: whether epoch follows epoch; else there are `steps_per_epoch` steps.
+    """
+
+    endless: bool
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+    def rows_at(self, step: int) -> Rows:
+        """Return the rows of a step."""
+        ...
+
+
+class StreamedOrder(Protocol):
+    """An order that is read from the front: lengths need not be known ahead."""
+
+    def __next__(self) -> Rows:
+        """Return the rows of the next batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is, as JSON values: small, whatever has been read."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How documents become rows, and rows batches.
+
+    Attributes:
+        batch_size: rows of a batch.
         seq_length: tokens that a row can hold.
         strategy: a packing strategy, or None for one document (or piece of one) per row.
         max_length: documents are cut at it; None cuts nothing.
         shuffle_rows: rows that change places with each other; None keeps their order.
         seed: orders the rows.
+        endless: epoch follows epoch, and a batch may hold rows of two; else the epoch is read once,
+            and the last batch may have fewer rows.
     """
 
+    batch_size: int
     seq_length: int
     strategy: str | None
     max_length: int | None
     shuffle_rows: int | None
     seed: int
+    endless: bool
 
 
 @dataclass(frozen=True)
@@ -72,9 +140,8 @@ class RowPlan:
     """The rows of all epochs, one after the other.
 
     Args:
-        order: the documents.
-        tokens: per inform, the numbers of those of its documents that belong to this split.
-        stores: per inform, its tokens.
+        order: the documents: informs are indices of `parts`, numbers are of their `members`.
+        parts: the documents of each inform.
         options: how documents become rows.
         index_folder: where row counts are kept, or None to keep them in memory and to pack each
             window only when it is reached.
@@ -83,13 +150,13 @@ class RowPlan:
     def __init__(
         self,
         order: DocumentOrder,
-        members: Sequence[IntArray],
-        stores: Sequence[Tokens],
+        parts: Sequence[Part],
         options: RowOptions,
         index_folder: str | os.PathLike[str] | None,
     ) -> None:
-        self._order, self._members, self._stores = order, members, stores
-        self._options = options
+        self._order, self._parts, self._options = order, parts, options
+        self.tokens = [part.tokens for part in parts]
+        self.endless = options.endless
         self._folder = None if index_folder is None else Path(index_folder)
         self.windows_per_epoch = -(-order.epoch_size // WINDOW)
         # Rows before each window that has been counted, from (epoch 0, window 0) on.
@@ -97,6 +164,60 @@ class RowPlan:
         self._totals: list[tuple[int, int]] = []  # tokens placed, tokens dropped
         self._kept: OrderedDict[int, Window] = OrderedDict()
         self._lock = threading.RLock()
+
+    def rows_at(self, step: int) -> Rows:
+        """Return the rows of a step."""
+        first = step * self._options.batch_size
+        stop = first + self._options.batch_size
+        if not self.endless:
+            stop = min(stop, self.rows_in_epoch(0))
+        pieces = [np.empty((6, 0), np.int64)]
+        for number, row in enumerate(range(first, stop)):
+            at, place = self.locate(row)
+            window = self.window(at)
+            packing = window.packing
+            part = slice(packing.row_offsets[place], packing.row_offsets[place + 1])
+            which = packing.document[part]
+            values = (
+                window.inform[which],
+                window.document[which],
+                packing.start[part],
+                packing.length[part],
+                np.full(len(which), number, np.int64),
+                np.arange(1, len(which) + 1),
+            )
+            pieces.append(np.stack(values))
+        return Rows(self.tokens, *np.concatenate(pieces, axis=1))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of the first epoch: full ones where epochs follow it, all otherwise."""
+        rows, size = self.rows_in_epoch(0), self._options.batch_size
+        return max(rows // size, 1) if self.endless else -(-rows // size)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Figures of the first epoch.
+
+        `documents`, `rows`, `tokens` (placed; of several columns, the longest), `tokens_cut` (by a
+        length limit), `fill` (share of the positions that hold a token), `steps_per_epoch`, and per
+        source its `documents` in all and in the epoch.
+        """
+        rows = self.rows_in_epoch(0)
+        placed, dropped = self.epoch_tokens(0)
+        drawn = self._order.documents_per_epoch()
+        return {
+            "documents": sum(drawn),
+            "rows": rows,
+            "tokens": placed,
+            "tokens_cut": dropped,
+            "fill": placed / max(rows * self._options.seq_length, 1),
+            "steps_per_epoch": self.steps_per_epoch,
+            "sources": {
+                part.label: {"documents": len(part.members), "per_epoch": count}
+                for part, count in zip(self._parts, drawn, strict=True)
+            },
+        }
 
     def rows_in_epoch(self, epoch: int) -> int:
         """Number of rows of an epoch; epochs differ a little where packing is not exact."""
@@ -135,10 +256,10 @@ class RowPlan:
         inform, index = self._order.take(epoch, place * WINDOW, (place + 1) * WINDOW)
         document = np.empty_like(index)
         lengths = np.empty_like(index)
-        for i, (members, store) in enumerate(zip(self._members, self._stores, strict=True)):
+        for i, part in enumerate(self._parts):
             here = inform == i
-            document[here] = members[index[here]]
-            lengths[here] = store.lengths(document[here])
+            document[here] = part.members[index[here]]
+            lengths[here] = part.tokens.lengths(document[here])
         options, dropped = self._options, 0
         if options.max_length is not None:
             kept = np.minimum(lengths, options.max_length)
@@ -179,11 +300,11 @@ class RowPlan:
         path = self._folder / f"rows-{epoch}.bin"
         try:
             # Not numpy.load: see the note in store.py.
-            found = np.fromfile(path, np.int64)
+            kept = np.fromfile(path, np.int64)
         except OSError:
-            found = np.empty(0, np.int64)
-        if len(found) == 3 * self.windows_per_epoch:
-            return found.reshape(-1, 3).tolist()
+            kept = np.empty(0, np.int64)
+        if len(kept) == 3 * self.windows_per_epoch:
+            return kept.reshape(-1, 3).tolist()
         first = epoch * self.windows_per_epoch
         index = [self._measure(first + place) for place in range(self.windows_per_epoch)]
         self._folder.mkdir(parents=True, exist_ok=True)

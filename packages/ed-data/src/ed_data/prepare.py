@@ -1,4 +1,8 @@
-"""From options to tokens: open the informs, tokenize what is not cached, hold out a part."""
+"""From options to tokens: open the informs, tokenize those that are not cached, hold out a part.
+
+A document is held out by the hash of its content, so the split depends on neither the seed, the
+tokenizer nor the order of files, and equal documents are always on the same side.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,41 +23,18 @@ from tqdm import tqdm
 from ed_data import transforms
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
-from ed_data.lazy_tokens import LazyTokens
-from ed_data.sources import OpenOptions, open_source
-from ed_data.split import held_out
-from ed_data.store import VERSION, Tokens, TokenStore, write_store
+from ed_data.schema import TEXT, Content, Example, Schema
+from ed_data.sources import open_source
+from ed_data.store import VERSION, LazyTokens, Part, Tokens, TokenStore, write_store
 from ed_data.tokenize import Encoded, Encoder
-from ed_data.transforms import Content, Document
 
 log = logging.getLogger("ed_data")
-
-
-@dataclass(frozen=True)
-class Part:
-    """The documents of one inform that belong to a split.
-
-    Attributes:
-        label: the inform's name.
-        tokens: all documents of the inform.
-        members: numbers of those of the split, ascending.
-    """
-
-    label: str
-    tokens: Tokens
-    members: NDArray[np.int64]
 
 
 def default_cache_dir() -> str:
     """Where caches go unless told otherwise: `$ED_DATA_CACHE`, else in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.environ.get("ED_DATA_CACHE") or os.path.join(home, "ed-data")
-
-
-def open_options(mixture: Mixture, cache_dir: str) -> OpenOptions:
-    """How sources are to be opened for a mixture."""
-    keep = mixture.cache_remote_files and not mixture.pack_on_the_fly
-    return OpenOptions(os.path.join(cache_dir, "files") if keep else None)
 
 
 def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> list[Part]:
@@ -62,9 +44,17 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
         DataError: a source is missing or empty, or the split is.
     """
     check_split(mixture, split)
+
+    def tokens(key: str, informs: Sequence[Inform]) -> list[Tokens]:
+        stores = []
+        for number, inform in enumerate(informs):
+            with _named(key, number):
+                stores.append(_tokens(inform, mixture, encoder, cache_dir))
+        return stores
+
     parts: list[Part] = []
     if split == "train" or mixture.eval_fraction is not None:
-        stores = [_tokens(inform, mixture, encoder, cache_dir) for inform in mixture.informs]
+        stores = tokens("informs", mixture.informs)
         masks = [np.zeros(len(store.hashes), bool) for store in stores]
         if mixture.eval_fraction is not None:
             masks = held_out([store.hashes for store in stores], mixture.eval_fraction)
@@ -75,13 +65,24 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
             elif split == "train" and mixture.mixture_weights is not None:
                 raise DataError(
                     f"inform {inform.label!r} has a weight, and all of its documents are held out "
-                    f"by eval_fraction {mixture.eval_fraction}"
+                    f"by eval_fraction {mixture.eval_fraction}",
+                    ("eval_fraction",),
                 )
     if split == "eval":
-        for inform in mixture.eval_informs:
-            store = _tokens(inform, mixture, encoder, cache_dir)
+        stores = tokens("eval_informs", mixture.eval_informs)
+        for inform, store in zip(mixture.eval_informs, stores, strict=True):
             parts.append(Part(inform.label, store, np.arange(len(store.hashes))))
     return _distinct(parts)
+
+
+@contextmanager
+def _named(*path: str | int) -> Iterator[None]:
+    """Complete the key of an error: the keys of an inform know nothing of the mixture around it."""
+    try:
+        yield
+    except DataError as error:
+        error.path = (*path, *error.path)
+        raise
 
 
 def _distinct(parts: list[Part]) -> list[Part]:
@@ -96,53 +97,99 @@ def _distinct(parts: list[Part]) -> list[Part]:
     return result
 
 
+def held_out(hashes: Sequence[NDArray[np.uint64]], fraction: float) -> list[NDArray[np.bool_]]:
+    """Choose the held-out documents of several informs.
+
+    Of each inform the share `fraction` (rounded) with the smallest hashes is held out; at least
+    one document in all.
+
+    Args:
+        hashes: per inform, the content hash of each document.
+        fraction: share of documents, between 0 and 1.
+
+    Returns:
+        Per inform a mask: True where the document is held out.
+
+    Raises:
+        DataError: one side would be empty.
+    """
+    counts = [round(fraction * len(h)) for h in hashes]
+    if not any(counts) and any(len(h) for h in hashes):
+        counts[int(np.argmax([len(h) for h in hashes]))] = 1
+    chosen = [np.sort(h)[:count] for h, count in zip(hashes, counts, strict=True)]
+    # A copy of a held-out document is held out too, wherever it is.
+    all_chosen = np.unique(np.concatenate(chosen)) if chosen else np.empty(0, np.uint64)
+    masks = [np.isin(h, all_chosen) for h in hashes]
+    total = sum(len(m) for m in masks)
+    held = sum(int(m.sum()) for m in masks)
+    if held == 0 or held == total:
+        side = "evaluation" if held == 0 else "training"
+        raise DataError(
+            f"eval_fraction {fraction} leaves no document for {side}: there are {total} documents, "
+            f"of which {held} would be held out (equal documents stay together); take more "
+            "documents, another fraction, or eval_informs",
+            ("eval_fraction",),
+        )
+    return masks
+
+
 def contents(
-    mixture: Mixture, split: str = "train", cache_dir: str | None = None
+    mixture: Mixture, split: str = "train", cache_dir: str | None = None, schema: Schema = TEXT
 ) -> Iterator[Content]:
     """Yield the contents (texts, messages, ids) of a split's documents, inform after inform.
 
-    It needs no tokenizer: use it to train one on the training documents alone, or to evaluate on
-    the held-out text as it was written.
+    Without a tokenizer: to train one on the training documents alone, or to evaluate on the
+    held-out text as it was written. Of several fields, the content is the first.
 
     Raises:
         DataError: as `prepare`.
     """
-    check_split(mixture, split)
-    options = open_options(mixture, cache_dir or mixture.cache_dir or default_cache_dir())
-
-    def read(inform: Inform) -> Iterator[Document]:
-        return _counted(transforms.documents(inform, open_source(inform, options)), inform)
-
-    if mixture.eval_fraction is not None:
-        hashes = [
-            np.fromiter((document.digest for document in read(inform)), np.uint64)
-            for inform in mixture.informs
-        ]
-        masks = held_out(hashes, mixture.eval_fraction)
-        for inform, mask in zip(mixture.informs, masks, strict=True):
-            for document, is_held_out in zip(read(inform), mask, strict=True):
-                if is_held_out == (split == "eval"):
-                    yield document.content
-    elif split == "train":
-        for inform in mixture.informs:
-            yield from (document.content for document in read(inform))
-    if split == "eval":
-        for inform in mixture.eval_informs:
-            yield from (document.content for document in read(inform))
+    return (document.content for document in _documents(mixture, split, cache_dir, schema))
 
 
-def texts(mixture: Mixture, split: str = "train", cache_dir: str | None = None) -> Iterator[str]:
-    """Yield the documents of a split as text; of chat rows, each message's text.
+def texts(
+    mixture: Mixture, split: str = "train", cache_dir: str | None = None, schema: Schema = TEXT
+) -> Iterator[str]:
+    """Yield each field of a split's documents as text; of chats, each message's text.
 
-    Documents given as token ids have no text, and are left out.
+    Token ids have no text, and are left out.
     """
-    for content in contents(mixture, split, cache_dir):
-        if isinstance(content, str):
-            yield content
-        elif isinstance(content[0], dict):
+    for document in _documents(mixture, split, cache_dir, schema):
+        for content in document.fields.values():
+            if isinstance(content, str):
+                yield content
+                continue
             for message in content:
                 if isinstance(message, dict) and isinstance(message["content"], str):
                     yield message["content"]
+
+
+def _documents(
+    mixture: Mixture, split: str, cache_dir: str | None, schema: Schema
+) -> Iterator[Example]:
+    check_split(mixture, split)
+    folder = file_cache(mixture, cache_dir or mixture.cache_dir or default_cache_dir())
+
+    def read(key: str, number: int) -> Iterator[Example]:
+        with _named(key, number):
+            yield from read_documents(getattr(mixture, key)[number], folder, schema)
+
+    informs = range(len(mixture.informs))
+    if mixture.eval_fraction is not None:
+        hashes = [
+            np.fromiter((document.content_digest for document in read("informs", i)), np.uint64)
+            for i in informs
+        ]
+        for i, mask in enumerate(held_out(hashes, mixture.eval_fraction)):
+            for document, is_held_out in zip(read("informs", i), mask, strict=True):
+                if is_held_out == (split == "eval"):
+                    yield document
+    elif split == "train":
+        for i in informs:
+            yield from read("informs", i)
+    if split == "eval":
+        for i in range(len(mixture.eval_informs)):
+            yield from read("eval_informs", i)
 
 
 def check_split(mixture: Mixture, split: str) -> None:
@@ -151,19 +198,31 @@ def check_split(mixture: Mixture, split: str) -> None:
         raise DataError(f"split is 'train' or 'eval', not {split!r}")
     if split == "eval" and not mixture.eval_informs and mixture.eval_fraction is None:
         raise DataError(
-            "the mixture has no evaluation data: set mixture.eval_fraction, or mixture.eval_informs"
+            "the mixture has no evaluation data: set mixture.eval_fraction or mixture.eval_informs",
+            ("eval_fraction",),
         )
 
 
+def file_cache(mixture: Mixture, cache_dir: str) -> str | None:
+    """Return the folder for copies of remote files, or None where none are kept."""
+    keep = mixture.cache_remote_files and not mixture.pack_on_the_fly
+    return os.path.join(cache_dir, "files") if keep else None
+
+
+def read_documents(inform: Inform, folder: str | None, schema: Schema) -> Iterator[Example]:
+    """Yield the documents of an inform; it is an error if there are none."""
+    return _counted(transforms.documents(inform, open_source(inform, folder), schema), inform)
+
+
 def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) -> Tokens:
-    source = open_source(inform, open_options(mixture, cache_dir))
-    label = inform.label
+    source = open_source(inform, file_cache(mixture, cache_dir))
+    label, schema = inform.label, encoder.schema
+    stream = _counted(transforms.documents(inform, source, schema), inform)
     if mixture.pack_on_the_fly:
-        found = list(_counted(transforms.documents(inform, source), inform))
-        return LazyTokens(found, encoder, label)
+        return LazyTokens(list(stream), encoder, label)
     key = {
         "version": VERSION,
-        "documents": transforms.fingerprint(inform, source),
+        "documents": transforms.fingerprint(inform, source, schema),
         "encoder": encoder.fingerprint,
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -173,18 +232,18 @@ def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) 
             return TokenStore(folder)
         except DataError as error:
             log.warning("tokenizing %s again: %s", label, error)
-    stream = _counted(transforms.documents(inform, source), inform)
     return write_store(
         folder,
         _with_progress(encoder.encode_all(stream, label), label),
         vocab_size=encoder.vocab_size,
         encoder=encoder.fingerprint,
         about={"inform": label, "key": key},
+        columns=len(schema.columns),
     )
 
 
-def _counted(stream: Iterable[Document], inform: Inform) -> Iterator[Document]:
-    """Pass documents on; it is an error if there was none."""
+def _counted(stream: Iterable[Example], inform: Inform) -> Iterator[Example]:
+    """Pass documents on; it is an error if there are none."""
     count = 0
     for document in stream:
         count += 1
@@ -201,7 +260,7 @@ def _with_progress(batches: Iterable[Encoded], label: str) -> Iterator[Encoded]:
     tokens = 0
     with tqdm(desc=f"tokenize {label}", unit=" docs", disable=None) as bar:
         for batch in batches:
-            tokens += sum(map(len, batch[0]))
+            tokens += sum(map(len, batch.tokens))
             bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
-            bar.update(len(batch[0]))
+            bar.update(len(batch.digests))
             yield batch

@@ -8,43 +8,55 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import fsspec
 
-from ed_data.config import Mixture, SaveOptions
+from ed_data.batch import Batch
+from ed_data.config import Mixture, Saving
 from ed_data.errors import DataError
-from ed_data.prepare import default_cache_dir, open_options
-from ed_data.sources import open_source
+from ed_data.prepare import default_cache_dir, file_cache, read_documents
+from ed_data.schema import TEXT, Row, Schema
 from ed_data.sources.files import is_local
 from ed_data.tokenize import Encoder
-from ed_data.transforms import documents
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     from transformers import PreTrainedTokenizerBase
 
-    from ed_data.loader import Loader
-
-Row = dict[str, Any]
 _MARKER = "ed_data.json"
 _CHUNK = 1024  # rows turned into arrow at a time
 _SUFFIX = {"parquet": ".parquet", "arrow": ".arrow", "json": ".jsonl", "jsonl": ".jsonl"}
 _TEXT_SUFFIX = {"gzip": ".gz", "bz2": ".bz2", "xz": ".xz", None: ""}
 
 
+class Packed(Protocol):
+    """The part of a loader that is saved: the batches of its first epoch."""
+
+    batch_size: int
+    fingerprint: str
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+    def batch_at(self, step: int) -> Batch: ...
+
+
 def save_mixture(
     mixture: Mixture,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    loader: Loader | None = None,
+    loader: Packed | None = None,
     cache_dir: str | None = None,
+    schema: Schema = TEXT,
 ) -> list[str]:
     """Write the training data as `mixture.save` says.
 
     With a loader of a mixture that packs: the rows of its first epoch, as trainers see them.
-    Otherwise the documents of all informs: their content under `text_target_field`, the
-    `additional_fields`, the inform's name under `source`, and, with a tokenizer, the tokens under
-    `tokenization.output_field`.
+    Otherwise the documents of all informs: their content under `text_target_field` (the fields of
+    another schema under their own names), the `additional_fields`, the inform's name under
+    `source`, and, with a tokenizer, the tokens under `tokenization.output_field`.
 
     Returns:
         The paths of the files; of an earlier, equal save, if there is one.
@@ -55,7 +67,7 @@ def save_mixture(
     """
     options = mixture.save
     if options is None:
-        raise DataError("nothing says where to save: set mixture.save.path")
+        raise DataError("nothing says where to save: set mixture.save.path", ("save", "path"))
     packed = loader is not None and mixture.pack_tokens
     marker = {
         "rows": "packed" if packed else "documents",
@@ -64,18 +76,19 @@ def save_mixture(
     }
     fs, path = fsspec.core.url_to_fs(os.path.expanduser(options.path))
     if fs.exists(path):
-        found = _read_marker(fs, path)
-        if loader is not None and found is not None and found.get("key") == marker:
-            return [f"{path}/{name}" for name in found["files"]]
+        saved = _read_marker(fs, path)
+        if loader is not None and saved.get("key") == marker:
+            return [f"{path}/{name}" for name in saved["files"]]
         if not options.overwrite and (fs.isfile(path) or fs.ls(path, detail=False)):
             raise DataError(
                 f"mixture.save.path: {options.path!r} exists and holds other data; choose another "
-                "path, or set overwrite: true"
+                "path, or set overwrite: true",
+                ("save", "path"),
             )
     rows = (
         _packed_rows(loader)
         if packed and loader is not None
-        else _document_rows(mixture, tokenizer, cache_dir or mixture.cache_dir)
+        else _document_rows(mixture, tokenizer, cache_dir or mixture.cache_dir, schema)
     )
     part = f"{path.rstrip('/')}.{uuid.uuid4().hex[:8]}.part"
     fs.makedirs(part, exist_ok=True)
@@ -90,7 +103,7 @@ def save_mixture(
     return [f"{path}/{name}" for name in names]
 
 
-def _packed_rows(loader: Loader) -> Iterator[Row]:
+def _packed_rows(loader: Packed) -> Iterator[Row]:
     left = loader.stats["rows"]
     step = 0
     while left > 0:
@@ -102,25 +115,34 @@ def _packed_rows(loader: Loader) -> Iterator[Row]:
 
 
 def _document_rows(
-    mixture: Mixture, tokenizer: PreTrainedTokenizerBase | None, cache_dir: str | None
+    mixture: Mixture,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cache_dir: str | None,
+    schema: Schema,
 ) -> Iterator[Row]:
-    options = open_options(mixture, cache_dir or default_cache_dir())
+    folder = file_cache(mixture, cache_dir or default_cache_dir())
+    options = mixture.tokenization
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id)
+        encoder = Encoder.create(tokenizer, options, mixture.pack_eos_token_id, schema)
+    names = [f"{c.name}_{options.output_field}".lstrip("_") for c in schema.columns]
     for inform in mixture.informs:
-        stream = documents(inform, open_source(inform, options))
-        while batch := list(islice(stream, mixture.tokenization.batch_size)):
-            tokens = None if encoder is None else encoder.encode(batch, inform.label)[0]
-            for index, document in enumerate(batch):
-                row = {mixture.text_target_field: document.content, **document.extra}
-                row["source"] = inform.label
-                if tokens is not None:
-                    row[mixture.tokenization.output_field] = tokens[index].tolist()
+        stream = read_documents(inform, folder, schema)
+        while batch := list(islice(stream, options.batch_size)):
+            tokens = iter(() if encoder is None else encoder.encode(batch, inform.label).tokens)
+            for document in batch:
+                fields = document.fields
+                if schema == TEXT:
+                    fields = {mixture.text_target_field: document.content}
+                row = {**fields, **document.extra, "source": inform.label}
+                if encoder is not None:
+                    row.update((name, next(tokens).tolist()) for name in names)
                 yield row
 
 
-def _write_shards(fs: Any, folder: str, rows: Iterable[Row], options: SaveOptions) -> list[str]:
+def _write_shards(
+    fs: fsspec.AbstractFileSystem, folder: str, rows: Iterable[Row], options: Saving
+) -> list[str]:
     """Deal rows to the shards in turn, a chunk at a time, so that no shard is held in memory."""
     suffix = _SUFFIX[options.format]
     if suffix == ".jsonl":
@@ -148,22 +170,20 @@ def _write_shards(fs: Any, folder: str, rows: Iterable[Row], options: SaveOption
 class _Writer:
     """One file of one of the formats, opened with its first rows."""
 
-    def __init__(self, fs: Any, path: str, options: SaveOptions) -> None:
+    def __init__(self, fs: fsspec.AbstractFileSystem, path: str, options: Saving) -> None:
         self._fs, self._path, self._options = fs, path, options
         self._stream: Any = None
-        self._table: Any = None
-        self._schema: Any = None
+        self._table: pq.ParquetWriter | pa.RecordBatchFileWriter | None = None
+        self._schema: pa.Schema | None = None
 
     def write(self, rows: list[Row]) -> None:
         if self._options.format in ("json", "jsonl"):
             if self._stream is None:
-                self._stream = fsspec.core.OpenFile(
-                    self._fs,
-                    self._path,
-                    "wt",
-                    compression=self._options.compression,
-                    encoding="utf-8",
-                ).open()
+                compression = self._options.compression
+                file = fsspec.core.OpenFile(
+                    self._fs, self._path, "wt", compression=compression, encoding="utf-8"
+                )
+                self._stream = file.open()
             self._stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             return
         import pyarrow as pa
@@ -173,25 +193,27 @@ class _Writer:
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(
                 f"mixture.save: the rows have no common type for {self._options.format}: {error}; "
-                "use format json, or drop the field from additional_fields"
+                "use format json, or drop the field from additional_fields",
+                ("save", "format"),
             ) from error
         if self._table is None:
             self._schema = table.schema
             self._stream = self._fs.open(self._path, "wb")
-            self._table = self._open_table(table.schema)
+            self._table = self._open_table(self._stream, table.schema)
         self._table.write_table(table)
 
-    def _open_table(self, schema: Any) -> Any:
+    def _open_table(
+        self, stream: IO[bytes], schema: pa.Schema
+    ) -> pq.ParquetWriter | pa.RecordBatchFileWriter:
         compression = self._options.compression
         if self._options.format == "parquet":
             import pyarrow.parquet as pq
 
-            return pq.ParquetWriter(self._stream, schema, compression=compression or "snappy")
+            return pq.ParquetWriter(stream, schema, compression=compression or "snappy")
         import pyarrow as pa
 
-        return pa.ipc.new_file(
-            self._stream, schema, options=pa.ipc.IpcWriteOptions(compression=compression)
-        )
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        return pa.ipc.new_file(stream, schema, options=options)
 
     def close(self) -> None:
         if self._table is not None:
@@ -200,11 +222,10 @@ class _Writer:
             self._stream.close()
 
 
-def _publish(fs: Any, part: str, path: str, marker: Row) -> None:
-    """Put the finished folder where it belongs, unless an equal one came there meanwhile."""
+def _publish(fs: fsspec.AbstractFileSystem, part: str, path: str, marker: Row) -> None:
+    """Put the finished folder in its place, unless an equal one came there meanwhile."""
     if fs.exists(path):
-        found = _read_marker(fs, path)
-        if marker["fingerprint"] and found is not None and found.get("key") == marker:
+        if marker["fingerprint"] and _read_marker(fs, path).get("key") == marker:
             return
         fs.rm(path, recursive=True)
     if not is_local(fs):
@@ -213,17 +234,17 @@ def _publish(fs: Any, part: str, path: str, marker: Row) -> None:
     try:
         os.rename(part, path)  # fsspec would move it into a folder that is there
     except OSError:
-        found = _read_marker(fs, path)
-        if found is None or found.get("key") != marker:
+        if _read_marker(fs, path).get("key") != marker:
             raise
 
 
-def _read_marker(fs: Any, path: str) -> dict[str, Any] | None:
+def _read_marker(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+    """The marker of a folder; empty where there is none."""
     try:
         with fs.open(f"{path}/{_MARKER}", "r") as stream:
             return json.load(stream)
     except (OSError, ValueError):
-        return None
+        return {}
 
 
 def remove_cache(cache_dir: str | None = None) -> None:

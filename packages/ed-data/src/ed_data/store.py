@@ -1,9 +1,10 @@
-"""Tokens on disk: one flat file of integers, the offsets of the documents, memory-mapped.
+"""The tokens of documents: memory-mapped from disk, or made when they are first asked for.
 
-A store is a folder of `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32), `offsets.bin`
-(int64), `hashes.bin` (uint64), and `loss_mask.bin` (uint8) where there is one. It is filled under
-another name and renamed when complete, so a reader never sees half of one, and of two processes
-that fill the same store one wins.
+A store on disk is a folder of `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32), all
+sequences joined, document after document and column after column; `offsets.bin` (int64), where each
+sequence begins; `hashes.bin` (uint64); and `loss_mask.bin` (uint8) where there is one. It is filled
+under another name and renamed when complete, so a reader never sees half of one, and of two
+processes that fill the same store one wins.
 
 The arrays have no header: `numpy.load` parses one with `ast.literal_eval`, which fails now and then
 in the threads of Python 3.11 ("AST constructor recursion depth mismatch").
@@ -16,34 +17,46 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
+from ed_data.schema import Example
+from ed_data.tokenize import Encoded, Encoder
 
 #: Raised when the layout, or the meaning of the files, changes: old caches are then not read.
 VERSION = 1
 _DAY = 86_400.0
 
 
+IntArray = NDArray[np.int64]
+
+
 class Tokens(Protocol):
-    """Documents as tokens, by number."""
+    """The tokens of documents, by number.
+
+    Attributes:
+        hashes: `Example.content_digest` of each document.
+        columns: sequences of each document.
+    """
 
     hashes: NDArray[np.uint64]
-    has_loss_mask: bool
+    columns: int
 
-    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tokens of each document."""
+    def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
+        """Return the number of tokens in a column of each document; None: in the longest one."""
         ...
 
     def gather(
-        self, documents: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """Return the tokens of pieces of documents, joined, and their loss mask if there is one."""
         ...
@@ -52,6 +65,21 @@ class Tokens(Protocol):
     def digest(self) -> str:
         """A hash of the contents: equal where every batch would be."""
         ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents of one inform that belong to a split.
+
+    Attributes:
+        label: the inform's name.
+        tokens: all documents of the inform.
+        members: numbers of those of the split, ascending.
+    """
+
+    label: str
+    tokens: Tokens
+    members: IntArray
 
 
 class TokenStore:
@@ -72,48 +100,119 @@ class TokenStore:
             self._mask = _map(mask, np.dtype(np.uint8)) if meta["loss_mask"] else None
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self.folder}: not a complete token store: {error}") from error
-        whole = len(self._offsets) == len(self.hashes) + 1
+        self.columns = int(meta.get("columns", 1))
+        whole = len(self._offsets) == len(self.hashes) * self.columns + 1
         if not whole or meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
             raise DataError(f"{self.folder}: a token store of another version, or cut short")
-        self.meta: dict[str, Any] = meta
-        self.has_loss_mask = self._mask is not None
+        self.meta: dict[str, object] = meta
 
     @property
     def digest(self) -> str:
         """Hash of the documents and the encoder that the store was made from."""
         return str(self.meta["digest"])
 
-    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
         """See `Tokens.lengths`."""
-        return self._offsets[documents + 1] - self._offsets[documents]
+        if column is None and self.columns > 1:
+            return np.max([self.lengths(documents, c) for c in range(self.columns)], axis=0)
+        at = documents * self.columns + (column or 0)
+        return self._offsets[at + 1] - self._offsets[at]
 
     def gather(
-        self, documents: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `Tokens.gather`."""
-        first = self._offsets[documents] + starts
+        first = self._offsets[documents * self.columns + column] + starts
         # Position j of piece i is at first[i] + j.
-        index = np.arange(int(counts.sum())) + np.repeat(first - _before(counts), counts)
+        before = np.cumsum(counts) - counts
+        index = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
         tokens = self._tokens[index].astype(np.int32)
         return tokens, None if self._mask is None else self._mask[index].astype(bool)
 
 
+class LazyTokens:
+    """Documents held as they were read; each is encoded once, in batches. See `Tokens`.
+
+    `pack_on_the_fly` reads from it.
+    """
+
+    def __init__(self, documents: list[Example], encoder: Encoder, label: str) -> None:
+        self._documents, self._encoder, self._label = documents, encoder, label
+        self._encoded: list[_Columns | None] = [None] * len(documents)
+        self._lock = threading.Lock()
+        self.columns = len(encoder.schema.columns)
+        self.hashes = np.array([document.content_digest for document in documents], np.uint64)
+
+    @property
+    def digest(self) -> str:
+        """The same as that of a store on disk with these documents."""
+        digests = self.hashes
+        if len(self._encoder.schema.fields) > 1:
+            digests = np.array([document.digest for document in self._documents], np.uint64)
+        return digest_of(digests, self._encoder.fingerprint)
+
+    @property
+    def encoded(self) -> int:
+        """Number of documents that have been asked for so far."""
+        return sum(columns is not None for columns in self._encoded)
+
+    def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
+        """See `Tokens.lengths`."""
+        chosen = slice(column, None if column is None else column + 1)
+        lengths = (
+            max(len(tokens) for tokens, _ in columns[chosen]) for columns in self._get(documents)
+        )
+        return np.fromiter(lengths, np.int64, len(documents))
+
+    def gather(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
+        """See `Tokens.gather`."""
+        columns = [each[column] for each in self._get(documents)]
+        parts = [slice(s, s + c) for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
+        pieces = [(t[p], m[p]) for (t, m), p in zip(columns, parts, strict=True)]
+        tokens = np.concatenate([tokens for tokens, _ in pieces]).astype(np.int32)
+        if not self._encoder.has_loss_mask:
+            return tokens, None
+        return tokens, np.concatenate([mask for _, mask in pieces]).astype(bool)
+
+    def _get(self, documents: IntArray) -> list[_Columns]:
+        numbers = documents.tolist()
+        with self._lock:
+            missing = [n for n in dict.fromkeys(numbers) if self._encoded[n] is None]
+            size = self._encoder.batch_size
+            for at in range(0, len(missing), size):
+                batch = missing[at : at + size]
+                encoded = self._encoder.encode([self._documents[n] for n in batch], self._label)
+                # Without a mask the tokens stand in for one that nobody reads.
+                pairs = list(zip(encoded.tokens, encoded.masks or encoded.tokens, strict=True))
+                for i, n in enumerate(batch):
+                    self._encoded[n] = pairs[i * self.columns : (i + 1) * self.columns]
+        return [self._encoded[n] for n in numbers]  # type: ignore[misc]
+
+
+#: Tokens and loss mask of each column of a document.
+_Columns = list[tuple[NDArray[np.int64], NDArray[Any]]]
+
+
 def write_store(
     folder: str | os.PathLike[str],
-    batches: Iterable[tuple[list[NDArray[Any]], list[NDArray[Any]] | None, list[int]]],
+    batches: Iterable[Encoded],
     *,
     vocab_size: int,
     encoder: str,
-    about: dict[str, Any],
+    about: dict[str, object],
+    columns: int = 1,
 ) -> TokenStore:
     """Write a store and open it; where another process was faster, open its store.
 
     Args:
         folder: where the store will be.
-        batches: per batch the token arrays of documents, their loss masks or None, their hashes.
+        batches: the documents.
         vocab_size: ids are below it; up to 65536 they take two bytes.
         encoder: fingerprint of the encoder.
         about: free JSON values for a person who looks into the folder.
+        columns: sequences of each document.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +220,7 @@ def write_store(
     _remove_abandoned(folder)
     part.mkdir()
     try:
-        _fill(part, batches, vocab_size, encoder, about)
+        _fill(part, batches, vocab_size, encoder, {"columns": columns, **about})
         try:
             part.rename(folder)
         except OSError:
@@ -135,48 +234,51 @@ def write_store(
     return TokenStore(folder)
 
 
+_NONE = np.empty(0, np.uint64)
+
+
 def _fill(
     folder: Path,
-    batches: Iterable[tuple[list[NDArray[Any]], list[NDArray[Any]] | None, list[int]]],
+    batches: Iterable[Encoded],
     vocab_size: int,
     encoder: str,
-    about: dict[str, Any],
+    about: dict[str, object],
 ) -> None:
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    lengths: list[NDArray[np.int64]] = []
-    hashes: list[int] = []
+    lengths, digests, contents = [np.empty(0, np.int64)], [_NONE], [_NONE]
     masked = False
     with open(folder / "tokens.bin", "wb") as ids, open(folder / "loss_mask.bin", "wb") as masks:
-        for arrays, mask_arrays, batch_hashes in batches:
-            if not arrays:
+        for batch in batches:
+            if not batch.tokens:
                 continue
-            _append(ids, np.concatenate(arrays).astype(dtype))
-            if mask_arrays is not None:
+            ids.write(np.concatenate(batch.tokens).astype(dtype).tobytes())
+            if batch.masks is not None:
                 masked = True
-                _append(masks, np.concatenate(mask_arrays).astype(np.uint8))
-            lengths.append(np.fromiter(map(len, arrays), np.int64, len(arrays)))
-            hashes.extend(batch_hashes)
+                masks.write(np.concatenate(batch.masks).astype(np.uint8).tobytes())
+            lengths.append(np.fromiter(map(len, batch.tokens), np.int64, len(batch.tokens)))
+            digests.append(np.array(batch.digests, np.uint64))
+            own = batch.contents is not None
+            contents.append(np.array(batch.contents, np.uint64) if own else digests[-1])
     if not masked:
         (folder / "loss_mask.bin").unlink()
-    counts = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
     offsets.tofile(folder / "offsets.bin")
-    content = np.array(hashes, np.uint64)
-    content.tofile(folder / "hashes.bin")
+    np.concatenate(contents).tofile(folder / "hashes.bin")
+    documents = np.concatenate(digests)
     meta = {
         "version": VERSION,
         "dtype": dtype.name,
         "loss_mask": masked,
-        "documents": len(counts),
+        "documents": len(documents),
         "tokens": int(offsets[-1]),
-        "digest": digest_of(content, encoder),
+        "digest": digest_of(documents, encoder),
         **about,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, default=str))
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Delete what a killed process left of this store; a day is longer than a pause in writing."""
+    """Delete the remains that a killed process left; a day is longer than any pause in writing."""
     for part in folder.parent.glob(f".{folder.name}.*.part"):
         with contextlib.suppress(OSError):  # another process may be deleting it too
             newest = max(path.stat().st_mtime for path in (part, *part.iterdir()))
@@ -185,19 +287,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def digest_of(hashes: NDArray[np.uint64], encoder: str) -> str:
-    """Hash the documents, in order, with what encodes them: equal where the tokens are."""
+    """Hash the documents, in order, and their encoder: equal where the tokens are."""
     return hashlib.blake2b(hashes.tobytes() + encoder.encode(), digest_size=16).hexdigest()
-
-
-def _append(stream: IO[bytes], values: NDArray[Any]) -> None:
-    stream.write(values.tobytes())
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-
-
-def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of the counts before each one."""
-    return np.cumsum(counts) - counts

@@ -1,33 +1,61 @@
-"""Documents to tokens, in batches: texts, chat messages and given ids; a marker ends each one."""
+"""Documents to tokens, in batches: texts, chat messages and ids; a marker ends each sequence."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.config import Tokenization
+from ed_data.config import Mixture, Tokenization
 from ed_data.errors import DataError
-from ed_data.transforms import Document
+from ed_data.schema import TEXT, Column, Content, Example, Message, Schema
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-Encoded = tuple[list[NDArray[Any]], list[NDArray[Any]] | None, list[int]]
+T = TypeVar("T")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+class Encoded(NamedTuple):
+    """Some documents as tokens.
+
+    Attributes:
+        tokens: one array for each column of each document, document after document.
+        masks: 1 where a token has loss, likewise; None where each has.
+        digests: `Example.digest` of each document.
+        contents: `Example.content_digest` of each document; None where they are the digests.
+    """
+
+    tokens: list[NDArray[np.int64]]
+    masks: list[NDArray[np.uint8]] | None
+    digests: list[int]
+    contents: list[int] | None = None
+
+
+class _Item(NamedTuple):
+    """One field of one document, and where it comes from."""
+
+    content: Content
+    where: str
+
+
+#: Ids, and the loss mask where something has already decided on one.
+_Sequence = tuple[list[int], list[int] | None]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer with the options that decide what a document's tokens are.
+    """A tokenizer with the options that decide on the tokens of a document.
 
     Attributes:
         tokenizer: a tokenizer of transformers.
@@ -35,6 +63,7 @@ class Encoder:
         eos: id that ends each document; not added where the tokens end with it already.
         assistant_only_loss: make loss masks from the chat template's `{% generation %}`.
         batch_size: documents per call of the tokenizer.
+        schema: the columns that a document has.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,10 +71,15 @@ class Encoder:
     eos: int
     assistant_only_loss: bool
     batch_size: int
+    schema: Schema = TEXT
 
     @classmethod
     def create(
-        cls, tokenizer: PreTrainedTokenizerBase, options: Tokenization, eos: int | None
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Tokenization,
+        eos: int | None,
+        schema: Schema = TEXT,
     ) -> Encoder:
         """Check the options against the tokenizer.
 
@@ -58,17 +92,20 @@ class Encoder:
         if eos is None:
             raise DataError(
                 "the tokenizer has no end-of-text token; set mixture.pack_eos_token_id to the id "
-                "that ends a document"
+                "that ends a document",
+                ("pack_eos_token_id",),
             )
         if not 0 <= eos < len(tokenizer):
             raise DataError(
                 f"pack_eos_token_id is {eos}, and the tokenizer has the ids 0 to "
-                f"{len(tokenizer) - 1}"
+                f"{len(tokenizer) - 1}",
+                ("pack_eos_token_id",),
             )
         if options.assistant_only_loss and not _GENERATION.search(_template(tokenizer)):
             raise DataError(
                 "assistant_only_loss needs a chat template that marks the answers with "
-                "{% generation %} … {% endgeneration %}; this tokenizer's template does not"
+                "{% generation %} … {% endgeneration %}; this tokenizer's template does not",
+                ("tokenization", "assistant_only_loss"),
             )
         return cls(
             tokenizer,
@@ -76,6 +113,7 @@ class Encoder:
             int(eos),
             options.assistant_only_loss,
             options.batch_size,
+            schema,
         )
 
     @property
@@ -83,108 +121,187 @@ class Encoder:
         """Number of ids, added tokens included."""
         return len(self.tokenizer)
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether there are tokens without loss."""
+        with_context = any(column.context is not None for column in self.schema.columns)
+        return self.assistant_only_loss or with_context
+
     @cached_property
     def fingerprint(self) -> str:
         """Changes when the tokens of some document may."""
-        options = [self.add_special_tokens, self.eos, self.assistant_only_loss]
+        options: list[object] = [self.add_special_tokens, self.eos, self.assistant_only_loss]
+        if self.schema != TEXT:
+            options.append(asdict(self.schema))
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
 
-    def encode_all(self, documents: Iterable[Document], label: str) -> Iterator[Encoded]:
+    def encode_all(self, documents: Iterable[Example], label: str) -> Iterator[Encoded]:
         """Encode documents batch by batch, in their order."""
         stream = iter(documents)
         while batch := list(islice(stream, self.batch_size)):
             yield self.encode(batch, label)
 
-    def encode(self, documents: list[Document], label: str) -> Encoded:
-        """Encode documents: token arrays, loss masks (or None), content hashes.
+    def encode(self, documents: list[Example], label: str) -> Encoded:
+        """Encode documents of the inform `label`.
 
         Raises:
-            DataError: there is no chat template, messages do not fit it, or an id is out of range.
+            DataError: there is no chat template, messages do not fit it, a text cannot be encoded,
+                or an id is out of range; the message names the row.
         """
-        ids: list[Any] = [None] * len(documents)
-        masks: list[Any] = [None] * len(documents)
-        kinds = [_kind(document) for document in documents]
-        texts = [i for i, kind in enumerate(kinds) if kind == "text"]
-        chats = [i for i, kind in enumerate(kinds) if kind == "chat"]
-        if texts:
-            found = self._encode_texts([documents[i].content for i in texts])  # type: ignore[misc]
-            for i, tokens in zip(texts, found, strict=True):
-                ids[i] = tokens
-        if chats:
-            found, found_masks = self._encode_chats([documents[i] for i in chats], label)
-            for i, tokens, mask in zip(chats, found, found_masks, strict=True):
-                ids[i], masks[i] = tokens, mask
-        for i, document in enumerate(documents):
-            if kinds[i] == "ids":
-                ids[i] = self._check_ids(document, label)
-            ids[i], masks[i] = self._end(np.asarray(ids[i], np.int64), masks[i])
-        return (
-            ids,
-            masks if self.assistant_only_loss else None,
+        columns = [
+            [self._end(*sequence) for sequence in self._column(documents, column, label)]
+            for column in self.schema.columns
+        ]
+        sequences = [sequence for document in zip(*columns, strict=True) for sequence in document]
+        return Encoded(
+            [tokens for tokens, _ in sequences],
+            [mask for _, mask in sequences] if self.has_loss_mask else None,
             [document.digest for document in documents],
+            None if len(self.schema.fields) == 1 else [d.content_digest for d in documents],
         )
 
-    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
-        backend = _plain_backend(self.tokenizer)
-        if backend is not None:
-            found = backend.encode_batch_fast(texts, add_special_tokens=self.add_special_tokens)
-            return [encoding.ids for encoding in found]
-        return self.tokenizer(
-            texts,
-            add_special_tokens=self.add_special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=False,
-            verbose=False,
-        )["input_ids"]
+    def _column(self, documents: list[Example], column: Column, label: str) -> list[_Sequence]:
+        name = "content_field" if column.field == self.schema.content else repr(column.field)
+        items = [
+            _Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}") for d in documents
+        ]
+        if column.context is None:
+            return self._tokens(items)
+        contexts, bodies = [], []
+        for document, item in zip(documents, items, strict=True):
+            context, body = _of_one_kind(document.fields[column.context], item)
+            contexts.append(_Item(context, item.where))
+            bodies.append(_Item(body, item.where))
+        heads = self._tokens(contexts, begins_answer=True)
+        # Messages are joined before the template sees them; texts and ids are joined as tokens.
+        wholes = self._tokens(
+            [
+                body._replace(content=[*context.content, *body.content]) if _is_chat(body) else body
+                for context, body in zip(contexts, bodies, strict=True)
+            ],
+            add_special_tokens=False,
+        )
+        result: list[_Sequence] = []
+        for body, (head, _), (tokens, mask) in zip(bodies, heads, wholes, strict=True):
+            if not _is_chat(body):
+                head = head[:-1] if head[-1:] == [self.eos] else head
+                tokens = [*head, *tokens]
+            shared = takewhile(lambda pair: pair[0] == pair[1], zip(head, tokens, strict=False))
+            start = sum(1 for _ in shared)
+            learned = [1] * len(tokens) if mask is None else mask
+            result.append((tokens, [0] * start + learned[start:]))
+        return result
 
-    def _encode_chats(
-        self, documents: list[Document], label: str
-    ) -> tuple[list[list[int]], list[list[int] | None]]:
+    def _tokens(
+        self,
+        items: list[_Item],
+        *,
+        add_special_tokens: bool | None = None,
+        begins_answer: bool = False,
+    ) -> list[_Sequence]:
+        """Encode fields of any kind; `begins_answer` ends chats with the head of an answer."""
+        special = self.add_special_tokens if add_special_tokens is None else add_special_tokens
+        encoders: dict[str, Callable[[list[_Item]], list[_Sequence]]] = {
+            "text": partial(self._texts, special=special),
+            "chat": partial(self._chats, begins_answer=begins_answer),
+            "ids": self._ids,
+        }
+        kinds = [_kind(item.content) for item in items]
+        result: list[_Sequence] = [([], None)] * len(items)
+        for kind, encode in encoders.items():
+            at = [i for i, other in enumerate(kinds) if other == kind]
+            for i, sequence in zip(at, encode([items[i] for i in at]) if at else (), strict=True):
+                result[i] = sequence
+        return result
+
+    def _texts(self, items: list[_Item], special: bool) -> list[_Sequence]:
+        def encode(texts: list[Any]) -> list[list[int]]:
+            backend = _plain_backend(self.tokenizer)
+            if backend is not None:
+                encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+                return [encoding.ids for encoding in encodings]
+            return self.tokenizer(
+                texts,
+                add_special_tokens=special,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                truncation=False,
+                verbose=False,
+            )["input_ids"]
+
+        encoded = _with_blame(encode, items, "the tokenizer cannot encode the text")
+        return [(ids, None) for ids in encoded]
+
+    def _chats(self, items: list[_Item], begins_answer: bool) -> list[_Sequence]:
         if not _template(self.tokenizer):
             raise DataError(
-                f"inform {label!r} has chat messages, and the tokenizer has no chat template"
+                f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
             )
-        try:
-            found: Any = self.tokenizer.apply_chat_template(
-                [document.content for document in documents],  # pyright: ignore[reportArgumentType]
+        masked = self.assistant_only_loss and not begins_answer
+
+        def encode(chats: list[Any]) -> list[_Sequence]:
+            output: Any = self.tokenizer.apply_chat_template(
+                chats,
                 tokenize=True,
                 return_dict=True,
-                return_assistant_tokens_mask=self.assistant_only_loss,
+                add_generation_prompt=begins_answer,
+                return_assistant_tokens_mask=masked,
             )
-        except Exception as error:  # whatever a template raises: jinja's own, and Python's
-            first, last = documents[0].row, documents[-1].row
-            raise DataError(
-                f"inform {label!r}, rows {first} to {last}: the chat template cannot show the "
-                f"messages: {error}"
-            ) from error
-        if not self.assistant_only_loss:
-            return found["input_ids"], [None] * len(documents)
-        return found["input_ids"], found["assistant_masks"]
+            masks = output["assistant_masks"] if masked else [None] * len(chats)
+            return list(zip(output["input_ids"], masks, strict=True))
 
-    def _check_ids(self, document: Document, label: str) -> list[int]:
-        tokens: list[int] = document.content  # type: ignore[assignment]
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self.vocab_size:
-            raise DataError(
-                f"inform {label!r}, row {document.row}: token id {low if low < 0 else high}, and "
-                f"the tokenizer has the ids 0 to {self.vocab_size - 1}"
-            )
-        return tokens
+        return _with_blame(encode, items, "the chat template cannot show the messages")
+
+    def _ids(self, items: list[_Item]) -> list[_Sequence]:
+        last = self.vocab_size - 1
+        result: list[_Sequence] = []
+        for content, where in items:
+            tokens: list[int] = content  # type: ignore[assignment]
+            wrong = next((t for t in (min(tokens), max(tokens)) if not 0 <= t <= last), None)
+            if wrong is not None:
+                raise DataError(
+                    f"{where}: token id {wrong}, and the tokenizer has the ids 0 to {last}; the "
+                    "ids may be another tokenizer's"
+                )
+            result.append((tokens, None))
+        return result
 
     def _end(
-        self, tokens: NDArray[np.int64], mask: list[int] | None
+        self, tokens: list[int], mask: list[int] | None
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """End a document; the loss on the marker is that of the token before it."""
-        flags = np.ones(len(tokens), np.uint8) if mask is None else np.asarray(mask, np.uint8)
-        if len(tokens) and tokens[-1] == self.eos:
-            return tokens, flags
+        """End a sequence; the loss on the marker is that of the token before it."""
+        ids = np.asarray(tokens, np.int64)
+        flags = np.ones(len(ids), np.uint8) if mask is None else np.asarray(mask, np.uint8)
+        if len(ids) and ids[-1] == self.eos:
+            return ids, flags
         last = flags[-1:] if len(flags) else np.ones(1, np.uint8)
-        return np.append(tokens, self.eos), np.concatenate([flags, last])
+        return np.append(ids, self.eos), np.concatenate([flags, last])
+
+
+def load_tokenizer(
+    mixture: Mixture, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that the mixture names, else the other one.
+
+    Raises:
+        DataError: there is neither, or the named one cannot be loaded.
+    """
+    path = ("tokenization", "tokenizer")
+    name = mixture.tokenization.tokenizer
+    if name is None:
+        if tokenizer is None:
+            raise DataError("no tokenizer: pass one, or set mixture.tokenization.tokenizer", path)
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"tokenization.tokenizer: cannot load {name!r}: {error}", path) from error
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash what a tokenizer does with text; loading it from elsewhere does not change it."""
+    """Hash the way a tokenizer treats text; loading it from elsewhere does not change the hash."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
@@ -198,21 +315,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _plain_backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer, where transformers adds nothing of its own to what it does.
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The Rust tokenizer, where transformers adds nothing of its own to its work.
 
-    It skips offsets and masks that nobody reads here, which takes a third of the time. None where
-    a class has its own way of encoding, or there is no Rust tokenizer.
+    Calling it directly skips offsets and masks that nobody reads here: a third of the time. None
+    where a class has its own way of encoding, or there is no Rust tokenizer.
     """
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
-    plain = (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and kind.__call__ is PreTrainedTokenizerBase.__call__
-        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
-    )
-    if not plain:
+    if (
+        not isinstance(tokenizer, PreTrainedTokenizerFast)
+        or kind.__call__ is not PreTrainedTokenizerBase.__call__
+        or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
+    ):
         return None
     backend = tokenizer.backend_tokenizer
     # transformers sets these anew at each of its own calls.
@@ -229,7 +345,51 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     return template or ""
 
 
-def _kind(document: Document) -> str:
-    if isinstance(document.content, str):
+def _kind(content: Content) -> str:
+    if isinstance(content, str):
         return "text"
-    return "chat" if isinstance(document.content[0], dict) else "ids"
+    return "chat" if content and isinstance(content[0], dict) else "ids"
+
+
+def _is_chat(item: _Item) -> bool:
+    return _kind(item.content) == "chat"
+
+
+def _of_one_kind(context: Content, body: _Item) -> tuple[Content, Content]:
+    """Context and body as two texts, two lists of messages, or two lists of ids."""
+    kinds = {_kind(context), _kind(body.content)}
+    if kinds == {"text", "chat"}:
+        return _messages(context, "user"), _messages(body.content, "assistant")
+    if not context:
+        return ("" if kinds == {"text"} else []), body.content
+    if len(kinds) > 1:
+        raise DataError(
+            f"{body.where}: the field and its context are {' and '.join(sorted(kinds))}; both are "
+            "text, chat messages or token ids"
+        )
+    return context, body.content
+
+
+def _messages(content: Content, role: str) -> list[Message]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}] if content else []
+    return content  # type: ignore[return-value]
+
+
+def _with_blame(
+    call: Callable[[list[Content]], list[T]], items: list[_Item], problem: str
+) -> list[T]:
+    """Call with all contents at once; where that fails, find the row that is to blame."""
+    try:
+        return call([item.content for item in items])
+    except Exception as error:  # whatever a template raises: jinja's own, and Python's
+        blamed, reason = items[0], error
+        for item in items:
+            try:
+                call([item.content])
+            except Exception as own:
+                blamed, reason = item, own
+                break
+        raise DataError(
+            f"{blamed.where}: {problem}: {reason}; correct the row, or drop it in format_callback"
+        ) from error

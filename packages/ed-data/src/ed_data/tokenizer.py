@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on one's own text; transformers loads what is saved."""
+"""Train a byte-level BPE tokenizer on one's own text, in a form that transformers loads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_bpe(
     `<|eos|>` is added by whoever knows that it ends. The same texts give the same tokenizer.
 
     Args:
-        texts: what to learn from.
+        texts: the text to learn from.
         vocab_size: number of ids; at least 256 bytes and 3 special tokens. Little text may not
             fill it: then the tokenizer is smaller, and says so.
         min_frequency: how often a pair must occur to be merged.

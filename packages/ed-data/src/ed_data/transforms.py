@@ -1,165 +1,170 @@
-"""From rows to documents: callbacks, renamed fields, the content, what is dropped."""
+"""From rows to documents: callbacks, renamed fields, contents, and rows that are left out."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from ed_data.config import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.sources import OpenOptions, Source, open_source
+from ed_data.inform import Inform
+from ed_data.schema import TEXT, Content, Example, Row, Schema
+from ed_data.sources import Source, open_source
 from ed_data.sources.python import resolve
 
 log = logging.getLogger("ed_data")
 
-#: A text, chat messages, or token ids.
-Content = str | list[dict[str, Any]] | list[int]
 
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """The content of one row, with the fields that `additional_fields` keeps."""
-
-    content: Content
-    extra: dict[str, Any] = field(default_factory=dict)
-    row: int = 0
-
-    @property
-    def digest(self) -> int:
-        """A 64-bit hash of the content: the same content has it in every file and every run."""
-        data = (
-            self.content
-            if isinstance(self.content, str)
-            else json.dumps(self.content, sort_keys=True, ensure_ascii=False)
-        )
-        raw = hashlib.blake2b(data.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return int.from_bytes(raw, "little")
-
-
-def documents(inform: Inform, source: Source | None = None) -> Iterator[Document]:
+def documents(
+    inform: Inform, source: Source | None = None, schema: Schema = TEXT
+) -> Iterator[Example]:
     """Yield the documents of an inform, in the order of its rows.
 
-    Rows whose content is empty, or that a function drops by returning None, are left out.
+    Rows in which a learned field is empty, or that a function drops by returning None, are left
+    out.
 
     Raises:
-        DataError: a field does not exist, or a content is of another kind.
+        DataError: a field does not exist or is of another kind, or a function fails.
     """
-    source = source or open_source(inform, OpenOptions())
-    callback = _function(inform, "format_callback", inform.format_callback)
-    prepare = _function(inform, "preprocessing_fn", inform.preprocessing_fn)
+    source = source or open_source(inform)
+    callback = function(inform, "format_callback")
+    prepare = function(inform, "preprocessing_fn")
+    # Field of the schema → field of the row.
+    names = {name: name for name in schema.fields}
+    if "content_field" in inform.model_fields_set:
+        names[schema.content] = inform.content_field
+    keys = {schema.content: "content_field"}
     columns = None
     if callback is None and not inform.format_fields:
-        columns = list(dict.fromkeys([inform.content_field, *inform.additional_fields]))
+        columns = list(dict.fromkeys([*names.values(), *inform.additional_fields]))
     empty = 0
-    for index, row in enumerate(islice(source.rows(columns), inform.num_rows)):
+    for place, row in islice(source.rows(columns), inform.num_rows):
+        where = f"inform {inform.label!r}, {place}"
         if callback is not None:
-            row = callback(dict(row))
+            row = _call(callback, dict(row), "format_callback", where)
             if row is None:
                 continue
             if not isinstance(row, dict):
                 raise DataError(
-                    f"inform {inform.label!r}, row {index}: format_callback returned a "
-                    f"{type(row).__name__}; it returns a row (dict), or None to drop it"
+                    f"{where}: format_callback returned a {type(row).__name__}; it returns a row "
+                    "(dict), or None to drop it",
+                    ("format_callback",),
                 )
         if inform.format_fields:
-            row = _renamed(row, inform, index)
-        content = _take(row, inform.content_field, "content_field", inform, index)
-        if prepare is not None and content is not None:
-            content = prepare(content)
-        content = _checked(content, inform, index)
-        if content is None:
+            for old in inform.format_fields:
+                _take(row, old, "format_fields", where)
+            row = {inform.format_fields.get(name, name): value for name, value in row.items()}
+        fields: dict[str, Content] = {}
+        for name, field in names.items():
+            value = _take(row, field, keys.get(name, "format_fields"), where)
+            if prepare is not None and value is not None:
+                value = _call(prepare, value, "preprocessing_fn", where)
+            content = _checked(value, field, where)
+            if content is not None or name not in schema.learned:
+                fields[name] = content or ""
+        if len(fields) < len(names):
             empty += 1
             continue
-        extra = {
-            name: _take(row, name, "additional_fields", inform, index)
-            for name in inform.additional_fields
-        }
-        yield Document(content, extra, index)
+        extra = {n: _take(row, n, "additional_fields", where) for n in inform.additional_fields}
+        yield Example(fields, extra, place)
     if empty:
         log.info("inform %s: left out %d rows with nothing in them", inform.label, empty)
 
 
-def fingerprint(inform: Inform, source: Source) -> dict[str, Any]:
-    """What the documents of an inform depend on, as JSON values.
+def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
+    """Everything that the documents of an inform depend on, as JSON values.
 
     Raises:
         DataError: a function cannot be hashed, so that its results could not be cached safely.
     """
-    return {
+    facts: dict[str, object] = {
         "source": source.fingerprint,
         "content_field": inform.content_field,
         "num_rows": inform.num_rows,
         "format_fields": inform.format_fields,
-        "format_callback": _hash_function(inform, "format_callback", inform.format_callback),
-        "preprocessing_fn": _hash_function(inform, "preprocessing_fn", inform.preprocessing_fn),
+        "format_callback": _hash_function(inform, "format_callback"),
+        "preprocessing_fn": _hash_function(inform, "preprocessing_fn"),
     }
+    return facts if schema == TEXT else {**facts, "schema": asdict(schema)}
 
 
-def _function(inform: Inform, key: str, value: Callable[..., Any] | str | None) -> Any:
+def function(inform: Inform, key: str) -> Callable[..., Any] | None:
+    """Return the function of `format_callback` or `preprocessing_fn`, imported where it is named.
+
+    Raises:
+        DataError: it cannot be imported, or is not a function.
+    """
+    value = getattr(inform, key)
     if isinstance(value, str):
-        value = resolve(value, inform.label)
+        try:
+            value = resolve(value, inform.label)
+        except DataError as error:
+            raise DataError(str(error), (key,)) from error
         if not callable(value):
-            raise DataError(f"inform {inform.label!r}: {key} names a {type(value).__name__}")
+            raise DataError(
+                f"inform {inform.label!r}: {key} names a {type(value).__name__}, not a function",
+                (key,),
+            )
     return value
 
 
-def _hash_function(inform: Inform, key: str, value: Callable[..., Any] | str | None) -> str | None:
-    function = _function(inform, key, value)
-    if function is None:
+def _call(call: Callable[..., Any], value: Any, key: str, where: str) -> Any:
+    try:
+        return call(value)
+    except Exception as error:  # whatever the user's function raises
+        raise DataError(
+            f"{where}: {key} fails with {type(error).__name__}: {error}; correct the function or "
+            "the row, or return None to drop the row",
+            (key,),
+        ) from error
+
+
+def _hash_function(inform: Inform, key: str) -> str | None:
+    value = function(inform, key)
+    if value is None:
         return None
     from datasets.fingerprint import Hasher  # by code and by the values it closes over
 
     try:
-        return Hasher.hash(function)
+        return Hasher.hash(value)
     except Exception as error:
         raise DataError(
             f"inform {inform.label!r}: {key} cannot be hashed for the cache ({error}); "
-            "use a function of a module"
+            "use a function of a module",
+            (key,),
         ) from error
 
 
-def _renamed(row: dict[str, Any], inform: Inform, index: int) -> dict[str, Any]:
-    mapping = inform.format_fields or {}
-    for old in mapping:
-        _take(row, old, "format_fields", inform, index)
-    return {mapping.get(name, name): value for name, value in row.items()}
-
-
-def _take(row: dict[str, Any], name: str, key: str, inform: Inform, index: int) -> Any:
+def _take(row: Row, name: str, key: str, where: str) -> Any:
     if name not in row:
         raise DataError(
-            f"inform {inform.label!r}, row {index}: there is no field {name!r} "
-            f"(fields: {listing(row)}){did_you_mean(name, row)}; correct {key}"
+            f"{where}: there is no field {name!r} (fields: {listing(row)})"
+            f"{did_you_mean(name, row)}; correct {key}, or the row",
+            (key,),
         )
     return row[name]
 
 
-def _checked(content: Any, inform: Inform, index: int) -> Content | None:
+def _checked(value: Any, field: str, where: str) -> Content | None:
     """The content, or None where it is empty."""
-    if content is None:
+    if value is None:
         return None
-    if isinstance(content, str):
-        return content if content.strip() else None
-    if hasattr(content, "tolist"):
-        content = content.tolist()
-    if isinstance(content, (list, tuple)):
-        items = list(content)
+    if isinstance(value, str):
+        return value if value.strip() else None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    wrong = f"is a {type(value).__name__}; it must be a text, a list of chat messages or token ids"
+    if isinstance(value, list | tuple):
+        items = list(value)
         if not items:
             return None
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return items
         if all(isinstance(item, dict) and "role" in item and "content" in item for item in items):
             return items
-        raise DataError(
-            f"inform {inform.label!r}, row {index}: the list in {inform.content_field!r} holds "
-            "neither chat messages {'role': …, 'content': …} nor token ids"
-        )
+        wrong = "holds neither chat messages {'role': …, 'content': …} nor token ids"
     raise DataError(
-        f"inform {inform.label!r}, row {index}: {inform.content_field!r} is a "
-        f"{type(content).__name__}; it must be a text, a list of chat messages or of token ids"
+        f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
     )

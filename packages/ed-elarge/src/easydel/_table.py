@@ -13,9 +13,7 @@ from ed_infra import lazy
 _BY_OWNER: dict[str, str] = {
     # ed-infra
     "ed_infra.axes": "AXIS_NAMES PARAM_AXES PartitionAxis",
-    "ed_infra.caches": "ModuleCaches",
     "ed_infra.config": "EasyDeLBaseConfig",
-    "ed_infra.config_attributes": "NOT_GIVEN extract_commit_hash set_attrs_smartly",
     "ed_infra.config_dict": "EasyDeLBaseConfigDict",
     "ed_infra.dtypes": "canonical_dtype",
     "ed_infra.enums": (
@@ -24,12 +22,14 @@ _BY_OWNER: dict[str, str] = {
         "EasyMethod TaskType"
     ),
     "ed_infra.errors": "CheckpointError ConfigError EasyDeLError MeshError RegistryError",
+    "ed_infra.guide": "ModuleCaches NOT_GIVEN extract_commit_hash set_attrs_smartly",
     "ed_infra.masks": "MaskInfo",
     "ed_infra.mesh": "create_mesh",
     "ed_infra.options": "Options",
     "ed_infra.outputs": "BaseModelOutput CausalLMOutput Metric",
     "ed_infra.partition": "PartitionManager",
     "ed_infra.registry": "get_config get_module register_config register_module",
+    "ed_infra.rules": "Rules",
     "ed_infra.specs": ("AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec"),
     # ed-layers
     "ed_layers.attention": "MECHANISMS Mechanism attend",
@@ -51,14 +51,16 @@ _BY_OWNER: dict[str, str] = {
     "ed_models.families.llama": "LlamaConfig LlamaForCausalLM LlamaModel",
     "ed_models.generation": "EasyGenerationMixin GenerateOutput",
     "ed_models.module": "EasyDeLBaseModule",
-    "ed_models.sampling": "Sampling",
+    "ed_models.sampling": "TokenChoice",
     # ed-data
-    "ed_data.config": "Inform Mixture SaveOptions Tokenization",
+    "ed_data.checks": "check_names idle_options",
+    "ed_data.config": "Inform Mixture Saving Tokenization",
     "ed_data.errors": "DataError",
-    "ed_data.loader": "Loader build_loader",
+    "ed_data.loader": "Loader StreamLoader build_loader",
     "ed_data.packing": "Packing pack",
     "ed_data.prepare": "contents default_cache_dir texts",
     "ed_data.save": "remove_cache save_mixture",
+    "ed_data.schema": "Column Example Schema",
     "ed_data.sources": "read_rows",
     "ed_data.tokenizer": "train_bpe",
     "ed_data.transforms": "documents",
@@ -103,11 +105,10 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "easydel.infra.base_config": _of(
         "ed_infra.axes",
-        "ed_infra.caches",
         "ed_infra.config",
-        "ed_infra.config_attributes",
         "ed_infra.config_dict",
         "ed_infra.enums",
+        "ed_infra.guide",
         "ed_infra.partition",
         "ed_infra.specs",
     ),

@@ -11,6 +11,7 @@ import traceback
 from typing import Annotated
 
 import typer
+from ed_data.errors import DataError
 from ed_infra.errors import EasyDeLError
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -22,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def elarge(
     file: Annotated[str | None, typer.Argument(help="The run file (YAML or JSON).")] = None,
     config: Annotated[
-        str | None, typer.Option("--config", "-c", help="The run file, given by name.")
+        str | None, typer.Option("--config", "-c", help="The run file, by name.")
     ] = None,
     dry_run: Annotated[
         bool,
@@ -34,21 +35,19 @@ def elarge(
 ) -> None:
     """Train, evaluate, generate with and serve a language model, as FILE says."""
     if (file is None) == (config is None):
-        problem = "give one run file" if file is None else "the run file is given twice"
+        problem = "give one run file" if file is None else "the run file is named twice"
         raise typer.BadParameter(f"{problem}: elarge FILE, or elarge --config FILE")
-    raise typer.Exit(_guarded(file or config or "", dry_run, verbose))
+    raise typer.Exit(run_file(file or config or "", dry_run, verbose))
 
 
-def _guarded(path: str, dry_run: bool, verbose: bool) -> int:
-    """Run, and turn what goes wrong into a message and an exit code."""
+def run_file(path: str, dry_run: bool = False, verbose: bool = False) -> int:
+    """Do what a file says; a mistake of the input becomes a message and an exit code."""
     try:
         return _run(path, dry_run, verbose)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:
-        if not _is_bad_input(error):
-            raise
+    except (EasyDeLError, DataError) as error:  # anything else is a defect, or the machine
         if verbose:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
@@ -60,25 +59,19 @@ def _run(path: str, dry_run: bool, verbose: bool) -> int:
     from ed_elarge.normalize import normalize
 
     run = normalize(nodes.read(path), require_actions=True)
+    for warning in run.warning_texts():
+        print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
-        from ed_elarge import surroundings
-        from ed_elarge.describe import describe, to_yaml
+        from ed_elarge.describe import describe
+        from ed_elarge.table import look
 
-        surroundings.check(run)
-        print(to_yaml(run))
+        look(run)
+        print(run.to_yaml())
         print(describe(run))
         return 0
-    from ed_elarge.run import execute
+    from ed_elarge.actions import execute
 
     return execute(run, verbose=verbose)
-
-
-def _is_bad_input(error: Exception) -> bool:
-    """Errors that say what is wrong with the input; everything else is a defect or the machine."""
-    if isinstance(error, EasyDeLError):
-        return True
-    data = sys.modules.get("ed_data.errors")
-    return data is not None and isinstance(error, data.DataError)
 
 
 def main() -> None:

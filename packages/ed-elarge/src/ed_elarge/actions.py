@@ -1,61 +1,161 @@
-"""What each action does. The table of names and parameters is in `ed_elarge.action_options`."""
+"""Doing the actions of a run, one after the other. What there is to do is in `ed_elarge.table`."""
 
 from __future__ import annotations
 
+import logging
+import os
+import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ed_elarge import build, describe
-from ed_elarge.action_options import Action
+from ed_elarge.build import look_ahead
+from ed_elarge.describe import describe
 from ed_elarge.model import eLargeModel
+from ed_elarge.run_config import RunConfig
+from ed_elarge.sections import (
+    EvalOptions,
+    GenerateOptions,
+    NoOptions,
+    ServeOptions,
+    WriteOptions,
+)
 from ed_elarge.summary import Summary
+from ed_elarge.table import ACTIONS, look
+
+if TYPE_CHECKING:
+    from ed_data.loader import Loader
+
+#: Exit codes of a run that a signal ended; as of the shell.
+_BY_SIGNAL = {"SIGINT": 130, "SIGTERM": 143}
 
 
 @dataclass
 class Session:
-    """One run of a file: the object that is acted on, and what there is to tell at the end."""
+    """One run of a file: what acts, what there is to tell at the end, what stopped it."""
 
     elm: eLargeModel
     summary: Summary = field(default_factory=Summary)
     stopped: str | None = None
 
 
-def perform(session: Session, action: Action) -> None:
-    """Do one action."""
-    _TABLE[action.name](session, action.options)
+def execute(run: RunConfig, *, verbose: bool = False) -> int:
+    """Do what the file says; returns the exit code.
+
+    Raises:
+        InputError: something is wrong with the input; nothing was begun, or what was trained until
+            then is kept, and standard error says where.
+    """
+    if not sys.stderr.isatty():
+        # tqdm reads it when it is imported; lm-eval and datasets draw bars whatever they write to
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+    session = Session(eLargeModel.from_run(run))
+    look(run)
+    prepared = False
+    for number, action in enumerate(run.actions):
+        if ACTIONS[action.name].prepares and not prepared:
+            _prepare(session.elm)
+            prepared = True
+        try:
+            with run.blame_at(action.path):
+                pkgutil.resolve_name(ACTIONS[action.name].does)(session, action.options)
+        except BaseException:
+            session.summary.say_what_is_kept()
+            raise
+        if session.stopped is not None:
+            skipped = ", ".join(action.name for action in run.actions[number + 1 :])
+            if skipped:
+                print(f"not done: {skipped}", file=sys.stderr)
+            return _BY_SIGNAL.get(session.stopped, 0)
+    session.summary.show()
+    return 0
 
 
-def _validate(session: Session, options: Any) -> None:
-    session.elm.validate()
+def _prepare(elm: eLargeModel) -> None:
+    """Find out whether the actions can be done, before the first of them begins."""
+    from ed_infra import distributed
+
+    keep_compiled_programs()
+    distributed.initialize()
+    for action in elm.config.actions:
+        prepare = ACTIONS[action.name].prepares
+        if prepare:
+            with elm.config.blame_at(action.path):
+                pkgutil.resolve_name(prepare)(elm, action.options)
+
+
+def keep_compiled_programs() -> None:
+    """Point jax's persistent compilation cache at the user's cache folder.
+
+    A second start, and serving, then need not compile again. Only a run does this, never an import.
+    What the user has set himself stands: `JAX_COMPILATION_CACHE_DIR`, or
+    `JAX_ENABLE_COMPILATION_CACHE=false` for none.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "easydel" / "jax"))
+
+
+# What finds out beforehand.
+
+
+def prepare_train(elm: eLargeModel, options: NoOptions) -> None:
+    """Build model, data and trainer."""
+    look_ahead(elm.config)
+    elm.build_trainer()
+
+
+def prepare_eval(elm: eLargeModel, options: EvalOptions) -> None:
+    """Find the tasks and load their data."""
+    elm.prepare_eval(options)
+
+
+def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> None:
+    """Load the model."""
+    elm.build_model()
+
+
+# What is done.
+
+
+def validate(session: Session, options: NoOptions) -> None:
+    """Every run begins with it."""
     print("the configuration is valid")
 
 
-def _print(session: Session, options: Any) -> None:
-    print(describe.describe(session.elm.config))
+def show(session: Session, options: NoOptions) -> None:
+    """Print a summary of the configuration."""
+    print(describe(session.elm.config))
 
 
-def _dump_config(session: Session, options: Any) -> None:
-    print(describe.to_yaml(session.elm.config), end="")
+def dump_config(session: Session, options: NoOptions) -> None:
+    """Print the configuration."""
+    print(session.elm.config.to_yaml(), end="")
 
 
-def _to_json(session: Session, options: Any) -> None:
+def to_json(session: Session, options: WriteOptions) -> None:
+    """Save the configuration as JSON."""
     session.elm.to_json(options.path)
     print(f"saved the configuration to {options.path}")
 
 
-def _to_yaml(session: Session, options: Any) -> None:
+def to_yaml(session: Session, options: WriteOptions) -> None:
+    """Save the configuration as YAML."""
     session.elm.to_yaml(options.path)
     print(f"saved the configuration to {options.path}")
 
 
-def _train(session: Session, options: Any) -> None:
+def train(session: Session, options: NoOptions) -> None:
+    """Train, and measure on held-out text what was learned."""
     from ed_elarge import learned
 
     elm, summary = session.elm, session.summary
-    directory = build.directory(elm.config)
+    directory = elm.config.directory
     before = _newest_step(directory)
     output = elm.train()
     summary.trained(output, directory)
@@ -70,7 +170,7 @@ def _train(session: Session, options: Any) -> None:
         summary.learned = learned.measure(elm.build_model(), batches, elm.build_tokenizer())
 
 
-def _with_progress(loader: Any, what: str) -> Iterable[Any]:
+def _with_progress(loader: Loader, what: str) -> Iterable[Any]:
     """The batches of a loader under a progress bar, where there is a terminal."""
     from rich.progress import track
 
@@ -86,38 +186,23 @@ def _newest_step(directory: Path) -> int | None:
     return max(map(int, names), default=None)
 
 
-def _eval(session: Session, options: Any) -> None:
-    results = session.elm.run_eval(options)
-    path = session.elm.results_path(options)
+def evaluate(session: Session, options: EvalOptions) -> None:
+    """Evaluate with lm-evaluation-harness."""
+    results, path = session.elm.run_eval(options)
     session.summary.evaluated(results, path)
     if options.over(session.elm.config.eval).print_results:
         session.summary.print_evaluation(results)
 
 
-def _generate(session: Session, options: Any) -> None:
-    from ed_elarge import inference
-
-    completions = inference.complete(session.elm, options)
+def generate(session: Session, options: GenerateOptions) -> None:
+    """Print completions."""
+    completions = session.elm.complete(options)
     session.summary.samples.extend(completions)
     for prompt, completion in completions:
         print(f"--- {prompt!r} continues:\n{completion}\n---")
 
 
-def _serve(session: Session, options: Any) -> None:
-    from ed_elarge import inference
-
+def serve(session: Session, options: ServeOptions) -> None:
+    """Show what was done before, and serve."""
     session.summary.show()
-    inference.serve(session.elm, options)
-
-
-_TABLE: dict[str, Callable[[Session, Any], None]] = {
-    "validate": _validate,
-    "print": _print,
-    "dump_config": _dump_config,
-    "to_json": _to_json,
-    "to_yaml": _to_yaml,
-    "train": _train,
-    "eval": _eval,
-    "generate": _generate,
-    "serve": _serve,
-}
+    session.elm.run_server(options)

@@ -1,302 +1,263 @@
-"""Checks that need more than one section, and the values that follow from other sections.
+"""Checks that need more than one key, and often more than one section.
 
-- Batch size: `trainer.total_batch_size` and `mixture.batch_size` are one number, the sequences of
-  an optimizer step; either may be left out.
-- Length of a sequence: `mixture.pack_seq_length` when packing, else `trainer.max_length`, else
-  `mixture.tokenization.max_length`.
-- Seeds: `mixture.seed` orders the data and falls back to `trainer.seed`, everything else's.
+Each function looks at a whole run and yields what is wrong; paths start at the sections. A section
+that did not validate is None: its own mistakes are known already. `ed_elarge.table` says which
+checks belong to which section.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from ed_infra.axes import AXIS_NAMES
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELD_ALIASES, FIELDS, canonical_field
 from ed_infra.fields import normalize as normalize_field
 
 from ed_elarge import architectures, local_tasks
 from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.sections import TrainedTokenizer
-
-if TYPE_CHECKING:
-    from ed_elarge.normalize import Run
+from ed_elarge.run_config import Action, RunConfig
+from ed_elarge.sections import EvalSection, SetsConfig, TrainedTokenizer
 
 
-class Checker:
-    """Look at a run as a whole.
-
-    Args:
-        run: sections that validated, None where one did not (its own errors are known already).
-        given: the sections as the user wrote them, to tell what was given from what is a default.
-    """
-
-    def __init__(self, run: Run, given: Mapping[str, Any]) -> None:
-        self.run = run
-        self.given = given
-        self.problems: list[Problem] = []
-        self._trainer: dict[str, Any] = {}
-        self._mixture: dict[str, Any] = {}
-        for check in (
-            self._model_config,
-            self._base_config,
-            self._tokenizer,
-            self._batch_sizes,
-            self._lengths,
-            self._seeds,
-            self._action_needs,
-            self._tasks,
-        ):
-            check()
-
-    def resolved(self) -> Run:
-        """The run with derived values filled in."""
-        trainer, mixture = self.run.trainer, self.run.mixture
-        if trainer is not None and self._trainer:
-            trainer = trainer.replace(**self._trainer)
-        if mixture is not None and self._mixture:
-            mixture = replace_fields(mixture, self._mixture)
-        return replace(self.run, trainer=trainer, mixture=mixture)
-
-    def _problem(self, path: KeyPath, message: str, *, on_key: bool = False) -> None:
-        self.problems.append(Problem((*self.run.origin.prefix, *path), message, on_key))
-
-    # The model.
-
-    def _model_config(self) -> None:
-        model = self.run.model
-        if model is None or model.config is None:
-            return
-        ours = {*FIELDS, *FIELD_ALIASES}
-        for key, message in architectures.check(model.config, ours).items():
-            unknown = key not in model.config or message.startswith("unknown key")
-            self._problem(("model", "config", key), message, on_key=unknown)
-        self._execution_fields(model.config, ("model", "config"))
-
-    def _base_config(self) -> None:
-        section = self.run.base_config
-        if section is None:
-            return
-        self._execution_fields(section.values, ("base_config", "values"))
-        known = self._architecture_keys()
-        for key, value in section.values.items():
-            here = ("base_config", "values", key)
-            name = canonical_field(key)
-            if name not in FIELDS and key not in known:
-                hint = did_you_mean(key, [*FIELDS, *FIELD_ALIASES, *known])
-                self._problem(here, f"unknown key {key!r}{hint}", on_key=True)
-            elif name in _FROM_SECTIONS:
-                other, field = _FROM_SECTIONS[name]
-                other_value = getattr(getattr(self.run, other), field, None)
-                if field in (self.given.get(other) or {}) and _plain(other_value) != _plain(value):
-                    self._problem(here, f"differs from {other}.{field}: keep one of them")
-        if section.operation_configs:
-            here = ("base_config", "operation_configs")
-            self._execution_field("operation_configs", section.operation_configs, here)
-
-    def _architecture_keys(self) -> set[str]:
-        """Keys that the model's architecture has; of every architecture while it is not known."""
-        tables = architectures.tables()
-        config = known_config(self.run) or {}
-        chosen = tables.get(str(config.get("model_type")))
-        keys = set(chosen) if chosen else {key for table in tables.values() for key in table}
-        return keys | set(architectures.LEGACY_KEYS) | set(config)
-
-    def _execution_fields(self, values: Mapping[str, Any], path: KeyPath) -> None:
-        for key, value in values.items():
-            name = canonical_field(key)
-            if name in FIELDS:
-                self._execution_field(name, value, (*path, key))
-
-    def _execution_field(self, name: str, value: Any, path: KeyPath) -> None:
-        try:
-            normalize_field(name, value)
-        except ConfigError as error:
-            self._problem(path, str(error))
-
-    def _tokenizer(self) -> None:
-        model, mixture = self.run.model, self.run.mixture
-        if model is None:
-            return
-        if isinstance(model.tokenizer, TrainedTokenizer) and "mixture" not in self.given:
-            message = (
-                "a tokenizer is trained on the texts of the section 'mixture', which is missing"
-            )
-            self._problem(("model", "tokenizer", "train"), message, on_key=True)
-        other = mixture.tokenization.tokenizer if mixture is not None else None
-        if other is not None and other not in (model.tokenizer, model.name_or_path):
-            self._problem(
-                ("mixture", "tokenization", "tokenizer"),
-                f"{other!r} is not the model's tokenizer, and its ids would mean nothing to the "
-                "model: leave it out, or set model.tokenizer",
-            )
-
-    # Numbers that two sections share.
-
-    def _batch_sizes(self) -> None:
-        trainer, mixture = self.run.trainer, self.run.mixture
-        if trainer is None or mixture is None:
-            return
-        of_trainer = given(trainer, "total_batch_size")
-        of_mixture = given(mixture, "batch_size")
-        if of_trainer is not None and of_mixture is not None and of_trainer != of_mixture:
-            self._problem(
-                ("trainer", "total_batch_size"),
-                f"{of_trainer} differs from mixture.batch_size ({of_mixture}): both are the "
-                "sequences of one optimizer step; keep one of them",
-            )
-        elif of_mixture is None:
-            self._mixture["batch_size"] = trainer.total_batch_size
-
-    def _lengths(self) -> None:
-        trainer, mixture = self.run.trainer, self.run.mixture
-        if mixture is None:
-            return
-        length, source = sequence_length(trainer, mixture)
-        of_trainer = trainer.max_length if trainer is not None else None
-        of_texts = mixture.tokenization.max_length
-        if length is None:
-            if trainer is not None:
-                self._problem(
-                    ("mixture",),
-                    "the length of a sequence is not given: set mixture.pack_seq_length (with "
-                    "pack_tokens: true), trainer.max_length or mixture.tokenization.max_length",
-                    on_key=True,
-                )
-            return
-        if of_trainer is not None and of_trainer != length:
-            self._problem(
-                ("trainer", "max_length"),
-                f"{of_trainer} differs from {source} ({length}), which sets the length of a "
-                "sequence when packing: keep one of them",
-            )
-        if of_texts is not None and of_texts > length:
-            self._problem(
-                ("mixture", "tokenization", "max_length"),
-                f"{of_texts} is more than {source} ({length}): a text cannot be longer than a "
-                "sequence; lower it, or leave it out",
-            )
-        limit = self._positions()
-        if limit is not None and length > limit:
-            self._problem(
-                tuple(source.split(".")),
-                f"{length} is more than the model's max_position_embeddings ({limit})",
-            )
-
-    def _positions(self) -> int | None:
-        """The model's `max_position_embeddings`, where it can be known."""
-        values = self.run.base_config.values if self.run.base_config else {}
-        config = {**(known_config(self.run) or {}), **values}
-        table = architectures.tables().get(str(config.get("model_type")), {})
-        default = table.get("max_position_embeddings", {}).get("default")
-        limit = config.get("max_position_embeddings", default)
-        return limit if isinstance(limit, int) else None
-
-    def _seeds(self) -> None:
-        trainer, mixture = self.run.trainer, self.run.mixture
-        if trainer is not None and mixture is not None and given(mixture, "seed") is None:
-            self._mixture["seed"] = trainer.seed
-
-    # Actions.
-
-    def _action_needs(self) -> None:
-        needs: dict[str, tuple[str, ...]] = {"train": ("trainer", "mixture")}
-        for action in self.run.actions:
-            for section in ("model", *needs.get(action.name, ())):
-                if action.name not in _WITHOUT_MODEL and self.given.get(section) is None:
-                    message = f"the action {action.name!r} needs the section {section!r}"
-                    self.problems.append(Problem(action.path, message, on_key=True))
-
-    def _tasks(self) -> None:
-        section = self.run.eval
-        if section is None:
-            return
-        for action in self.run.actions:
-            if action.name != "eval":
-                continue
-            options = action.options.over(section)
-            if not options.tasks:
-                message = (
-                    f"no tasks are given; those of this package: {', '.join(local_tasks.NAMES)}"
-                )
-                self.problems.append(Problem(action.path, message, on_key=True))
-            self._each_task(options, action.path, bool(action.options.tasks))
-
-    def _each_task(self, options: Any, path: KeyPath, in_action: bool) -> None:
-        here = (*path, "tasks") if in_action else (*self.run.origin.prefix, "eval", "tasks")
-        for i, task in enumerate(options.tasks):
-            if task in local_tasks.NAMES:
-                broken = self.run.mixture is None and "mixture" in self.given
-                if not broken and not has_held_out(self.run.mixture):
-                    message = (
-                        f"{task} needs held-out texts: set mixture.eval_fraction or "
-                        "mixture.eval_informs"
-                    )
-                    self.problems.append(Problem((*here, i), message))
-            elif not options.include_path and task.startswith("heldout"):
-                message = f"unknown task {task!r}{did_you_mean(task, local_tasks.NAMES)}"
-                self.problems.append(Problem((*here, i), message))
+# The model.
 
 
-#: Config field -> the section key that sets it too.
-_FROM_SECTIONS: dict[str, tuple[str, str]] = {
-    "sharding_axis_dims": ("sharding", "axis_dims"),
-    "sharding_axis_names": ("sharding", "axis_names"),
-    "sharding_dcn_axis_dims": ("sharding", "dcn_axis_dims"),
-    "use_ring_of_experts": ("sharding", "use_ring_of_experts"),
-    "fsdp_is_ep_bound": ("sharding", "fsdp_is_ep_bound"),
-    "sp_is_ep_bound": ("sharding", "sp_is_ep_bound"),
-    "backend": ("platform", "backend"),
-    "platform": ("platform", "platform"),
-    "operation_configs": ("base_config", "operation_configs"),
-}
-_WITHOUT_MODEL = ("print", "dump_config", "to_json", "to_yaml")
-
-
-def known_config(run: Run) -> dict[str, Any] | None:
-    """The model's configuration as far as it is known without loading anything."""
+def model_config(run: RunConfig) -> Iterator[Problem]:
+    """`model.config`: its architecture's keys, and execution fields."""
     model = run.model
+    if model is None or model.config is None:
+        return
+    here = ("model", "config")
+    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES})
+    for key, message in problems.items():
+        unknown = key not in model.config or message.startswith("unknown key")
+        yield Problem((*here, key), message, unknown)
+    yield from _execution_fields(model.config, here)
+    size = model.config.get("vocab_size")
+    if isinstance(model.tokenizer, TrainedTokenizer) and size is not None and not problems:
+        wanted = model.tokenizer.train.vocab_size
+        if size < wanted:
+            message = (
+                f"{size} is less than the {wanted} of tokenizer.train: raise it, or leave it out"
+            )
+            yield Problem((*here, "vocab_size"), message)
+
+
+def tokenizer(run: RunConfig) -> Iterator[Problem]:
+    """The tokenizer is the model's, and has texts to be trained on."""
+    model, mixture = run.model, run.mixture
     if model is None:
-        return None
-    if model.config is not None:
-        return model.config
-    path = Path(str(model.name_or_path)).expanduser() / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+        return
+    if isinstance(model.tokenizer, TrainedTokenizer) and "mixture" not in run.written:
+        message = "a tokenizer is trained on the texts of the section 'mixture', which is missing"
+        yield Problem(("model", "tokenizer", "train"), message, True)
+    other = mixture.tokenization.tokenizer if mixture is not None else None
+    if other is not None and other not in (model.tokenizer, model.name_or_path):
+        yield Problem(
+            ("mixture", "tokenization", "tokenizer"),
+            f"{other!r} is not the model's tokenizer, and its ids would mean nothing to the "
+            "model: leave it out, or set model.tokenizer",
+        )
 
 
-def sequence_length(trainer: Any, mixture: Any) -> tuple[int | None, str]:
-    """Tokens of one sequence, and the key that says so (compat decision 10)."""
-    packed = mixture.pack_seq_length if mixture.pack_tokens else None
-    candidates = (
-        (packed, "mixture.pack_seq_length"),
-        (trainer.max_length if trainer is not None else None, "trainer.max_length"),
-        (mixture.tokenization.max_length, "mixture.tokenization.max_length"),
+# What other sections set in the model's configuration.
+
+
+def base_config(run: RunConfig) -> Iterator[Problem]:
+    """`base_config`: known keys, values of the right kind, no second opinion."""
+    section = run.base_config
+    if section is None:
+        return
+    here = ("base_config", "values")
+    yield from _execution_fields(section.values, here)
+    config = run.known_model or {}
+    model_type = config.get("model_type")
+    known = architectures.keys(model_type) | set(config)
+    values = {str(key): value for key, value in section.values.items()}
+    wrong = architectures.check_values(values, str(model_type))
+    for key in values:
+        if canonical_field(key) not in FIELDS and key not in known:
+            hint = did_you_mean(key, [*FIELDS, *FIELD_ALIASES, *known])
+            yield Problem((*here, key), f"unknown key {key!r}{hint}", True)
+        elif key in wrong:
+            yield Problem((*here, key), wrong[key])
+    for operation, settings in section.operation_configs.items():
+        path = ("base_config", "operation_configs", operation)
+        wrong = list(_execution_field("operation_configs", {operation: {}}, path))
+        yield from (problem._replace(on_key=True) for problem in wrong)
+        for key, value in settings.items() if not wrong else ():
+            yield from _execution_field(
+                "operation_configs", {operation: {key: value}}, (*path, key)
+            )
+
+
+def one_opinion(run: RunConfig) -> Iterator[Problem]:
+    """A field of the model's configuration that two sections set must have one value."""
+    first: dict[str, tuple[KeyPath, Any]] = {}
+    for name, section in run.sections.items():
+        if not isinstance(section, SetsConfig):
+            continue
+        for field, (path, value) in section.config_fields().items():
+            other_path, other = first.setdefault(field, ((name, *path), value))
+            if other_path != (name, *path) and _plain(other) != _plain(value):
+                message = f"differs from {'.'.join(map(str, other_path))}: keep one of them"
+                yield Problem((name, *path), message)
+
+
+def axes(run: RunConfig) -> Iterator[Problem]:
+    """Names of mesh axes are names that something is split over."""
+    if run.sharding is None or run.base_config is None:
+        return
+    fields = run.config_fields()
+    names_path, names = fields.get("sharding_axis_names", ((), AXIS_NAMES))
+    if not isinstance(names, (list, tuple)):
+        return  # told by another check
+    own = {field: value for field, (_, value) in fields.items()}
+    config = (run.model.config if run.model is not None else None) or {}
+    placed = own.get("partition_axis") or config.get("partition_axis")
+    known = set(AXIS_NAMES) | _words(placed)
+    unknown = [i for i, name in enumerate(names) if name not in known]
+    for i in unknown:
+        name = names[i]
+        yield Problem(
+            (*names_path, i),
+            f"unknown mesh axis {name!r}{did_you_mean(str(name), known)}: nothing is split "
+            "over it unless base_config.values.partition_axis says what",
+        )
+    for field in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name"):
+        path, value = fields.get(field, ((), None))
+        for name in _words(value) if not unknown else ():
+            if name not in names:
+                listing = f"{did_you_mean(str(name), names)} (axes: {', '.join(map(str, names))})"
+                yield Problem(path, f"{name!r} is no axis of the mesh{listing}")
+
+
+def _words(value: Any) -> set[str]:
+    """Every name in a mapping of names and lists of names."""
+    if isinstance(value, str):
+        return {value}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return (
+        {w for part in value for w in _words(part)} if isinstance(value, (list, tuple)) else set()
     )
-    return next((c for c in candidates if c[0] is not None), (None, ""))
 
 
-def has_held_out(mixture: Any) -> bool:
-    """Whether the mixture sets texts aside for evaluation."""
-    return mixture is not None and bool(mixture.eval_fraction or mixture.eval_informs)
+def _execution_fields(values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for key, value in values.items():
+        name = canonical_field(key) if isinstance(key, str) else key
+        if name not in FIELDS:
+            continue
+        if name in first:
+            message = f"{first[name]!r} and {key!r} are two names of one field: keep one"
+            yield Problem((*path, key), message, True)
+        first[name] = key
+        yield from _execution_field(name, value, (*path, key))
 
 
-def given(section: Any, name: str) -> Any:
-    """The value that the user set, or None where it is a default."""
-    return getattr(section, name) if name in section.model_fields_set else None
-
-
-def replace_fields(section: Any, changes: dict[str, Any]) -> Any:
-    """A copy of a section with some fields changed, checked as a whole."""
-    values = {name: getattr(section, name) for name in section.model_fields_set}
-    return type(section)(**{**values, **changes})
+def _execution_field(name: str, value: Any, path: KeyPath) -> Iterator[Problem]:
+    try:
+        normalize_field(name, value)
+    except ConfigError as error:
+        yield Problem(path, str(error))
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (tuple, list)) else value
+
+
+# Data and training.
+
+
+def lengths(run: RunConfig) -> Iterator[Problem]:
+    """There is a length of a sequence, one only, and the model has so many positions."""
+    trainer, mixture = run.trainer, run.mixture
+    if mixture is None or run.is_broken("trainer"):
+        return
+    length, source = run.sequence_length
+    if length is None:
+        if trainer is not None:
+            yield Problem(
+                ("mixture",),
+                "the length of a sequence is not given: set mixture.pack_seq_length (with "
+                "pack_tokens: true), trainer.max_length or mixture.tokenization.max_length",
+                True,
+            )
+        return
+    of_trainer = trainer.max_length if trainer is not None else None
+    of_texts = mixture.tokenization.max_length
+    if of_trainer is not None and of_trainer != length:
+        yield Problem(
+            ("trainer", "max_length"),
+            f"{of_trainer} differs from {source} ({length}), which sets the length of a "
+            "sequence when packing: keep one of them",
+        )
+    if of_texts is not None and of_texts > length:
+        yield Problem(
+            ("mixture", "tokenization", "max_length"),
+            f"{of_texts} is more than {source} ({length}): a text cannot be longer than a "
+            "sequence; lower it, or leave it out",
+        )
+    limit = _positions(run)
+    if limit is not None and length > limit:
+        yield Problem(
+            tuple(source.split(".")),
+            f"{length} is more than the model's max_position_embeddings ({limit})",
+        )
+
+
+def _positions(run: RunConfig) -> int | None:
+    """The model's `max_position_embeddings`, where it can be known."""
+    values = run.base_config.values if run.base_config is not None else {}
+    config = {**(run.known_model or {}), **values}
+    default = architectures.default(config.get("model_type"), "max_position_embeddings")
+    limit = config.get("max_position_embeddings", default)
+    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
+
+
+# Tasks of an evaluation.
+
+
+def tasks_of_section(run: RunConfig) -> Iterator[Problem]:
+    """The tasks that `eval` names."""
+    if run.eval is not None:
+        run_here = any(a.name == "eval" and not a.options.tasks for a in run.actions)
+        yield from _tasks(run, run.eval, ("eval", "tasks"), run_here)
+
+
+def tasks_of_action(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """The tasks that an `eval` action names; it must have some. Paths start at its parameters."""
+    if run.eval is None:
+        return
+    merged = action.options.over(run.eval)
+    if not merged.tasks:
+        names = ", ".join(local_tasks.NAMES)
+        yield Problem((), f"no tasks are given; those of this package: {names}", True)
+    elif action.options.tasks:
+        yield from _tasks(run, merged, ("tasks",), True)
+
+
+def _tasks(
+    run: RunConfig, options: EvalSection, path: KeyPath, run_here: bool
+) -> Iterator[Problem]:
+    for i, task in enumerate(options.tasks):
+        if task in local_tasks.NAMES:
+            if run_here and not run.is_broken("mixture") and not run.has_held_out:
+                message = (
+                    f"{task} needs held-out texts: set mixture.eval_fraction or "
+                    "mixture.eval_informs"
+                )
+                yield Problem((*path, i), message)
+        elif not options.include_path and _means_a_local_task(task):
+            # lm-eval's own names are looked up before training: that takes importing lm-eval
+            message = f"unknown task {task!r}{did_you_mean(task.lower(), local_tasks.NAMES)}"
+            yield Problem((*path, i), message)
+
+
+def _means_a_local_task(task: str) -> bool:
+    near = difflib.get_close_matches(task.lower(), local_tasks.NAMES, n=1, cutoff=0.85)
+    return task.lower().startswith("heldout") or bool(near)

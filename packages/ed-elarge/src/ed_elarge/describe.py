@@ -1,40 +1,20 @@
-"""A run in words, and as YAML or JSON text; what `print`, `dump_config` and `--dry-run` show."""
+"""A run in words: what `print` and `--dry-run` show."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import Any
 
 from ed_elarge import architectures
-from ed_elarge.action_options import ACTIONS
-from ed_elarge.checks import sequence_length
-
-if TYPE_CHECKING:
-    from ed_elarge.normalize import Run
+from ed_elarge.run_config import RunConfig
+from ed_elarge.table import ACTIONS
 
 
-def to_yaml(run: Run) -> str:
-    """The canonical configuration as YAML; reading it back gives the same run."""
-    return yaml.safe_dump(run.to_dict(), sort_keys=False, allow_unicode=True, width=100)
-
-
-def to_json(run: Run) -> str:
-    """The canonical configuration as JSON."""
-    return json.dumps(run.to_dict(), indent=2, ensure_ascii=False) + "\n"
-
-
-def describe(run: Run) -> str:
+def describe(run: RunConfig) -> str:
     """A few lines: the model, the data, the training, and each action in order."""
-    lines = [_model(run)]
-    if run.mixture is not None:
-        lines.append(_data(run))
-    if run.trainer is not None:
-        lines.append(_trainer(run))
+    lines = [_model(run), _data(run), _trainer(run)]
     for number, action in enumerate(run.actions, 1):
-        given = action.options.model_dump(mode="json", exclude_unset=True)
-        parameters = ", ".join(f"{key}={value}" for key, value in given.items())
+        options = action.options.model_dump(mode="json", exclude_unset=True)
+        parameters = ", ".join(f"{key}={value}" for key, value in options.items())
         lines.append(
             f"{number}. {action.name}: {ACTIONS[action.name].doc}"
             + (f" ({parameters})" if parameters else "")
@@ -64,7 +44,7 @@ def parameter_count(config: dict[str, Any], vocab_size: int | None) -> int | Non
     )
 
 
-def _model(run: Run) -> str:
+def _model(run: RunConfig) -> str:
     model = run.model
     if model is None:
         return ""
@@ -77,15 +57,19 @@ def _model(run: Run) -> str:
     return f"model: a new {model.config['model_type']}{size} ({run.loader.dtype}), {tokenizer}"
 
 
-def _data(run: Run) -> str:
+def _data(run: RunConfig) -> str:
+    if run.mixture is None:
+        return ""
     count = len(run.mixture.informs)
-    length, _ = sequence_length(run.trainer, run.mixture)
+    length, _ = run.sequence_length
     packed = "packed " if run.mixture.pack_tokens else ""
     return f"data: {count} source{'s' if count != 1 else ''}, {packed}sequences of {length} tokens"
 
 
-def _trainer(run: Run) -> str:
+def _trainer(run: RunConfig) -> str:
     trainer = run.trainer
+    if trainer is None:
+        return ""
     steps = trainer.max_training_steps
     length = f"{steps} steps" if steps else f"{trainer.num_train_epochs} epochs"
     return (

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ed_infra.errors import ConfigError, did_you_mean
 
 from ed_elarge import local_tasks
+from ed_elarge.sections import EvalSection
 
 if TYPE_CHECKING:
-    from ed_elarge.sections import EvalSection
+    from ed_esurge.engine import eSurge
 
 
 class Tasks:
@@ -66,7 +67,7 @@ class Tasks:
                 raise ConfigError(f"the task {name!r} cannot be loaded ({detail})") from error
 
 
-def run(engine: Any, tasks: Tasks) -> dict[str, Any]:
+def run(engine: eSurge, tasks: Tasks) -> dict[str, Any]:
     """Evaluate; returns what lm-eval returns, with JSON values only."""
     from ed_esurge.lm_eval import eSurgeLM
     from lm_eval.evaluator import simple_evaluate
@@ -77,10 +78,10 @@ def run(engine: Any, tasks: Tasks) -> dict[str, Any]:
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(adapter, name, functools.partial(getattr(adapter, name), disable_tqdm=True))
     sampling = {"temperature": options.temperature, "top_p": options.top_p}
-    given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    keywords: dict[str, Any] = {k: value for k, value in sampling.items() if value is not None}
     if options.temperature:
-        given["do_sample"] = True
-    given |= options.gen_kwargs or {}
+        keywords["do_sample"] = True
+    keywords |= options.gen_kwargs or {}
     results = simple_evaluate(
         model=adapter,
         tasks=list(options.tasks),
@@ -95,7 +96,7 @@ def run(engine: Any, tasks: Tasks) -> dict[str, Any]:
         apply_chat_template=options.apply_chat_template,
         system_instruction=options.system_instruction,
         fewshot_as_multiturn=options.fewshot_as_multiturn,
-        gen_kwargs=given or None,
+        gen_kwargs=keywords or None,
         predict_only=options.predict_only,
         random_seed=options.random_seed,
         numpy_random_seed=options.numpy_random_seed,
@@ -122,6 +123,7 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """numpy numbers as numbers; anything else that JSON lacks as text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    item = getattr(value, "item", None)
+    return item() if item is not None else str(value)

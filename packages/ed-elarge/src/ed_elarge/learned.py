@@ -11,15 +11,30 @@ Legend: b rows, s positions, v vocabulary, n distinct context tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+    from ed_models.protocol import LanguageModel
+    from flax import nnx
+
+Batch = Mapping[str, np.ndarray]
 
 MAX_TOKENS = 200_000
 """Held-out tokens that are looked at: enough for three figures after the point."""
 _LOGITS_AT_ONCE = 1 << 24
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any:
+        """The text of tokens."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,14 +61,14 @@ class Learned:
 
 
 def measure(
-    model: Any,
-    batches: Iterable[dict[str, np.ndarray]],
-    tokenizer: Any,
+    model: LanguageModel,
+    batches: Iterable[Batch],
+    tokenizer: Decoder,
 ) -> Learned | None:
     """Evaluate a causal language model on batches; None when they predict nothing.
 
     Args:
-        model: an `EasyDeLBaseModule` with a language-model head.
+        model: the model.
         batches: as the trainers take them; see `docs/data.md`.
         tokenizer: to count the bytes that tokens stand for.
     """
@@ -82,18 +97,20 @@ def measure(
     )
 
 
-def _full_context(model: Any) -> Callable[[dict[str, np.ndarray]], tuple[np.ndarray, ...]]:
+def _full_context(model: LanguageModel) -> Callable[[Batch], tuple[np.ndarray, ...]]:
     """A function from a batch to (log-probabilities, targets, weights), each [b, s]."""
     import jax
     from ed_layers.losses import token_logprobs
     from ed_models.heads import next_token_targets
+    from flax import nnx
 
     graphdef, state, other = model.split_module()
-    merge = model.merge_module
 
     @jax.jit
-    def score(state: Any, other: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
-        module = merge(graphdef, state, other)
+    def score(
+        state: nnx.State, other: nnx.State, batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        module: LanguageModel = nnx.merge(graphdef, state, other)
         segments = batch["segment_ids"]
         target, weight = next_token_targets(batch["labels"], segments)
         hidden = module(
@@ -102,24 +119,24 @@ def _full_context(model: Any) -> Callable[[dict[str, np.ndarray]], tuple[np.ndar
             position_ids=batch["position_ids"],
             logits_at="none",
         ).last_hidden_state
-        head = module.lm_head_weight().astype(hidden.dtype)
-        logp, _ = token_logprobs(hidden.reshape(-1, hidden.shape[-1]), head, target.reshape(-1))
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logp, _ = token_logprobs(rows, module.head(), target.reshape(-1))
         return logp.reshape(target.shape), target, weight
 
     needed = ("input_ids", "labels", "segment_ids", "position_ids")
     return lambda batch: jax.device_get(score(state, other, {k: batch[k] for k in needed}))
 
 
-def _one_token(model: Any, context: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Log-probability of each target after its context token alone, [tokens]."""
     import jax
+    from flax import nnx
 
     graphdef, state, other = model.split_module()
-    merge = model.merge_module
 
     @jax.jit
-    def table(state: Any, other: Any, tokens: Any) -> Any:
-        logits = merge(graphdef, state, other)(tokens[:, None]).logits[:, 0]
+    def table(state: nnx.State, other: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, state, other)(tokens[:, None]).logits[:, 0]
         return jax.nn.log_softmax(logits, axis=-1)
 
     distinct, place = np.unique(context, return_inverse=True)
@@ -133,7 +150,7 @@ def _one_token(model: Any, context: np.ndarray, target: np.ndarray) -> np.ndarra
     return out
 
 
-def _byte_count(tokenizer: Any, targets: list[np.ndarray]) -> int:
+def _byte_count(tokenizer: Decoder, targets: list[np.ndarray]) -> int:
     """Bytes of the text that tokens stand for; special tokens stand for none."""
     texts = (tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in targets)
     return sum(len(text.encode("utf-8")) for text in texts)

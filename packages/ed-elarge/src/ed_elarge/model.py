@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pkgutil
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Self, TypeVar
 
 from ed_infra.fields import FIELDS, canonical_field
+from ed_infra.options import Options
+from ed_trainers.arguments import TrainingArguments
 
-from ed_elarge import build, describe, inference, nodes, normalize, surroundings
-from ed_elarge.action_options import EvalOptions, GenerateOptions, ServeOptions
-from ed_elarge.errors import InputError, Problem
-from ed_elarge.nodes import Document
-from ed_elarge.normalize import Run
-from ed_elarge.sections import SECTIONS
+from ed_elarge import nodes
+from ed_elarge.describe import describe
+from ed_elarge.errors import Document, InputError
+from ed_elarge.normalize import check_section, normalize
+from ed_elarge.run_config import RunConfig
+from ed_elarge.sections import EvalOptions, GenerateOptions, ServeOptions
+from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate
 
 if TYPE_CHECKING:
+    from ed_data.loader import Loader
     from ed_esurge.engine import eSurge
-    from ed_trainers.trainer import TrainerOutput
+    from ed_models.module import EasyDeLBaseModule
+    from ed_trainers.trainer import Trainer, TrainerOutput
+    from transformers import PreTrainedTokenizerBase
+
+    from ed_elarge.evaluation import Tasks
+
+PROMPT_WORDS = 12
+
+T = TypeVar("T")
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+_SECTION_OF = {part: name for name, section in SECTIONS.items() for part in section.builds or ()}
+
+
+def _setter(section: str) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
+    def set_section(self: eLargeModel, **keys: Any) -> eLargeModel:
+        return self.update_config({section: keys})
+
+    set_section.__doc__ = f"Set keys of `{section}`."
+    set_section.__name__ = f"set_{section}"
+    return set_section
 
 
 class eLargeModel:
     """Builds, trains, evaluates and serves what a configuration describes.
 
-    Setters return the object, so that they can be chained; each checks the keys and the values it
-    is given at once. What one section demands of another is checked when something is built, or by
-    `validate`. Whatever is built is kept until the configuration changes or `clear_cache`.
+    Setters return the object, so that they can be chained; each checks the keys and their values at
+    once. What one section demands of another is checked when something is built, or by `validate`.
+    Whatever is built is kept until the configuration changes or `clear_cache`.
 
     Args:
         config: the sections as a mapping (see `docs/yaml.md`), or the path of a YAML or JSON file.
@@ -37,10 +64,10 @@ class eLargeModel:
 
     def __init__(self, config: Mapping[str, Any] | str | Path | None = None) -> None:
         self._built: dict[str, Any] = {}
-        self._run: Run | None = None
+        self._run: RunConfig | None = None
         if isinstance(config, (str, Path)):
             self._document = nodes.read(config)
-            self._run = normalize.normalize(self._document)
+            self._run = self._check()
             return
         self._document = Document("configuration", value={})
         if config:
@@ -51,8 +78,8 @@ class eLargeModel:
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, task: str | None = None, **model: Any) -> Self:
         """Begin with an existing model: a directory in Hugging Face layout, or a hub id."""
-        given = {"name_or_path": name_or_path, **model}
-        return cls({"model": given if task is None else {**given, "task": task}})
+        section = {"name_or_path": name_or_path, **model}
+        return cls({"model": section if task is None else {**section, "task": task}})
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -65,22 +92,28 @@ class eLargeModel:
         return cls(path)
 
     @classmethod
-    def from_run(cls, run: Run) -> Self:
+    def from_run(cls, run: RunConfig) -> Self:
         """Begin with a configuration that is checked already."""
         self = cls()
-        self._document, self._run = run.origin.document, run
+        self._document, self._run = run.document, run
         return self
 
     @property
-    def config(self) -> Run:
+    def config(self) -> RunConfig:
         """The whole configuration, checked: sections with defaults and derived values.
 
         Raises:
             InputError: all that is wrong with it.
         """
         if self._run is None:
-            self._run = normalize.normalize(self._document)
+            self._run = self._check()
         return self._run
+
+    def _check(self) -> RunConfig:
+        run = normalize(self._document)
+        for text in run.warning_texts():
+            warnings.warn(text, stacklevel=4)
+        return run
 
     def to_dict(self) -> dict[str, Any]:
         """The canonical configuration, defaults included, as JSON values."""
@@ -88,11 +121,11 @@ class eLargeModel:
 
     def to_yaml(self, path: str | Path) -> None:
         """Save the configuration as YAML."""
-        _write(path, describe.to_yaml(self.config))
+        _write(path, self.config.to_yaml())
 
     def to_json(self, path: str | Path) -> None:
         """Save the configuration as JSON."""
-        _write(path, describe.to_json(self.config))
+        _write(path, self.config.to_json())
 
     def validate(self) -> Self:
         """Check everything that can be checked without loading anything.
@@ -100,28 +133,34 @@ class eLargeModel:
         Raises:
             InputError: all that is wrong.
         """
-        build.require_model(self.config)
-        surroundings.check(self.config)
+        if self.config.model is None:
+            raise self.config.missing("model")
+        look(self.config)
         return self
 
     def __repr__(self) -> str:
         return f"eLargeModel({', '.join(self._document.value or {})})"
 
     def __str__(self) -> str:
-        return describe.describe(self.config)
+        return describe(self.config)
 
     # Setters.
 
     def update_config(self, config: Mapping[str, Any]) -> Self:
         """Merge sections into the configuration; lists and plain values replace what was there."""
         value = _merged(self._document.value or {}, config)
-        problems = [p for name, section in value.items() for p in _check(name, section)]
+        problems = [p for k, v in value.items() if k != "actions" for p in check_section(k, v)]
         if problems:
             raise InputError("configuration", problems)
-        self._document = Document("configuration", value=value)
-        self._run = None
-        self.clear_cache()
-        return self
+        self._document, self._run = Document("configuration", value=value), None
+        return self.clear_cache()
+
+    set_loader = _setter("loader")
+    set_sharding = _setter("sharding")
+    set_platform = _setter("platform")
+    set_mixture = _setter("mixture")
+    set_esurge = _setter("esurge")
+    set_eval = _setter("eval")
 
     def set_model(self, name_or_path: str | None = None, **model: Any) -> Self:
         """Set keys of `model`."""
@@ -130,20 +169,8 @@ class eLargeModel:
         return self.update_config({"model": model})
 
     def set_dtype(self, dtype: str, param_dtype: str | None = None) -> Self:
-        """Set the dtype of computation, and of stored parameters (the same, if not given)."""
+        """Set the dtype of computation, and of stored parameters (the same by default)."""
         return self.update_config({"loader": {"dtype": dtype, "param_dtype": param_dtype or dtype}})
-
-    def set_loader(self, **loader: Any) -> Self:
-        """Set keys of `loader`."""
-        return self.update_config({"loader": loader})
-
-    def set_sharding(self, **sharding: Any) -> Self:
-        """Set keys of `sharding`."""
-        return self.update_config({"sharding": sharding})
-
-    def set_platform(self, **platform: Any) -> Self:
-        """Set keys of `platform`."""
-        return self.update_config({"platform": platform})
 
     def set_base_config(self, **values: Any) -> Self:
         """Override values of the model's configuration."""
@@ -158,21 +185,16 @@ class eLargeModel:
             configs: operation -> settings, such as `{"flash_attn2": {"block_q": 128}}`.
             values: operations with their settings, or execution fields with their values.
         """
-        operations = {**(configs or {})}
-        fields = {}
+        operations, fields = {**(configs or {})}, {}
         for name, value in values.items():
             (fields if canonical_field(name) in FIELDS else operations)[name] = value
         return self.update_config(
             {"base_config": {"values": fields, "operation_configs": operations}}
         )
 
-    def set_mixture(self, **mixture: Any) -> Self:
-        """Set keys of `mixture`."""
-        return self.update_config({"mixture": mixture})
-
     def add_dataset(
         self,
-        data_files: Any = None,
+        data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
         dataset_type: str | None = None,
         content_field: str | None = None,
         split: str | None = None,
@@ -196,17 +218,17 @@ class eLargeModel:
         """
         if dataset_name is not None:
             data_files, dataset_type = dataset_name, "huggingface"
-        given = {
+        keys = {
             "type": dataset_type,
             "data_files": data_files,
             "content_field": content_field,
             "dataset_split_name" if dataset_name is not None else "split": split,
             **inform,
         }
-        given = {key: value for key, value in given.items() if value is not None}
-        key = "eval_informs" if held_out else "informs"
-        before = ((self._document.value or {}).get("mixture") or {}).get(key) or ()
-        mixture: dict[str, Any] = {key: [*before, given]}
+        new = {key: value for key, value in keys.items() if value is not None}
+        name = "eval_informs" if held_out else "informs"
+        before = ((self._document.value or {}).get("mixture") or {}).get(name) or ()
+        mixture: dict[str, Any] = {name: [*before, new]}
         if max_length is not None:
             mixture["tokenization"] = {"max_length": max_length}
         return self.update_config({"mixture": mixture})
@@ -217,55 +239,60 @@ class eLargeModel:
             trainer["trainer_type"] = trainer_type
         return self.update_config({"trainer": trainer})
 
-    def set_esurge(self, **esurge: Any) -> Self:
-        """Set keys of `esurge`."""
-        return self.update_config({"esurge": esurge})
-
-    def set_eval(self, **options: Any) -> Self:
-        """Set keys of `eval`."""
-        return self.update_config({"eval": options})
-
     # Building; each part is built once.
 
-    def build_tokenizer(self) -> Any:
+    def part(self, name: str) -> Any:
+        """A part of `ed_elarge.table.SECTIONS`, built when it is first asked for.
+
+        Raises:
+            InputError: the section that it is built of is missing, or cannot be built.
+        """
+        section = _SECTION_OF[name]
+        if self.config.sections[section] is None:
+            raise self.config.missing(section)
+        builder = (SECTIONS[section].builds or {})[name]
+        with self.config.blame(section):
+            return self.once(name, lambda: pkgutil.resolve_name(builder)(self))
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returned when `name` was first asked for."""
+        if name not in self._built:
+            self._built[name] = make()
+        return self._built[name]
+
+    def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded or trained."""
-        return self._once("tokenizer", lambda: build.tokenizer(self.config))
+        return self.part("tokenizer")
 
-    def build_model(self) -> Any:
+    def build_model(self) -> EasyDeLBaseModule:
         """The model on its devices."""
-        return self._once("model", lambda: build.model(self.config, self.build_tokenizer()))
+        return self.part("model")
 
-    def build_dataset(self) -> Any:
+    def build_dataset(self) -> Loader:
         """The loader of training batches."""
-        return self._loaders()[0]
+        return self.part("loaders")[0]
 
-    def build_eval_dataset(self) -> Any:
+    def build_eval_dataset(self) -> Loader | None:
         """The loader of held-out batches, or None where nothing is held out."""
-        return self._loaders()[1]
+        return self.part("loaders")[1]
 
-    def build_training_arguments(self) -> Any:
+    def build_training_arguments(self) -> TrainingArguments:
         """The arguments of the trainer, derived values included."""
         if self.config.trainer is None:
-            raise self.config.origin.blame((), "the section 'trainer' is missing", on_key=True)
+            raise self.config.missing("trainer")
         return self.config.trainer
 
-    def build_trainer(self) -> Any:
+    def build_trainer(self) -> Trainer:
         """The trainer with model, tokenizer and data."""
-        self.build_training_arguments()
-        train, held_out = self._loaders()
-        model, tokenizer = self.build_model(), self.build_tokenizer()
-        return self._once(
-            "trainer", lambda: build.trainer(self.config, model, tokenizer, train, held_out)
-        )
+        return self.part("trainer")
 
     def build_esurge(self) -> eSurge:
         """The serving engine around the model."""
-        model, tokenizer = self.build_model(), self.build_tokenizer()
-        return self._once("engine", lambda: build.engine(self.config, model, tokenizer))
+        return self.part("engine")
 
     def held_out_texts(self) -> list[str]:
         """The texts that training does not see."""
-        return self._once("held_out", lambda: build.held_out_texts(self.config))
+        return self.part("held_out_texts") if self.config.has_held_out else []
 
     def clear_cache(self) -> Self:
         """Let go of everything that was built; the configuration stays."""
@@ -275,38 +302,14 @@ class eLargeModel:
         self._built.clear()
         return self
 
-    def _loaders(self) -> tuple[Any, Any]:
-        tokenizer = self.build_tokenizer()
-        return self._once("loaders", lambda: build.loaders(self.config, tokenizer))
-
-    def _once(self, name: str, make: Any) -> Any:
-        if name not in self._built:
-            self._built[name] = make()
-        return self._built[name]
-
     # Doing.
 
     def train(self) -> TrainerOutput:
         """Train; goes on from the newest checkpoint of the run, if there is one."""
         trainer = self.build_trainer()
         self._built.pop("engine", None)  # it holds the untrained weights
-        with build.blame(self.config, "trainer", "save_directory"):
+        with self.config.blame("trainer", "save_directory"):
             return trainer.train()
-
-    def prepare_eval(self, options: EvalOptions) -> Any:
-        """Find the tasks of an evaluation and load their data; `eval` then uses them.
-
-        Raises:
-            ConfigError: a task does not exist, or its data cannot be had.
-        """
-        from ed_elarge import evaluation
-        from ed_elarge.local_tasks import NAMES
-
-        merged = options.over(self.config.eval)
-        texts = self.held_out_texts() if {*merged.tasks} & {*NAMES} else []
-        directory = build.directory(self.config) / "eval" / "tasks"
-        key = f"tasks {merged.model_dump_json()}"
-        return self._once(key, lambda: evaluation.Tasks(merged, texts, directory))
 
     def eval(
         self,
@@ -329,24 +332,33 @@ class eLargeModel:
             InputError: an option is unknown or wrong.
             ConfigError: a task does not exist, or its data cannot be had.
         """
-        given: dict[str, Any] = {"engine": engine, **options}
         if tasks is not None:
-            given["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
-        return self.run_eval(_checked(EvalOptions, given))
+            options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
+        return self.run_eval(_options(EvalOptions, {"engine": engine, **options}))[0]
 
-    def run_eval(self, options: EvalOptions) -> dict[str, Any]:
-        """`eval` with checked options; see there."""
+    def run_eval(self, options: EvalOptions) -> tuple[dict[str, Any], Path]:
+        """`eval` with checked options: the results, and the file in which they are kept."""
         from ed_elarge import evaluation
 
-        prepared = self.prepare_eval(options)
-        results = evaluation.run(self.build_esurge(), prepared)
-        evaluation.write(results, self.results_path(options))
-        return results
+        tasks = self.prepare_eval(options)
+        results = evaluation.run(self.build_esurge(), tasks)
+        path = tasks.options.output_path or self.config.directory / "eval" / "results.json"
+        evaluation.write(results, Path(path))
+        return results, Path(path)
 
-    def results_path(self, options: EvalOptions) -> Path:
-        """Where the results of an evaluation go."""
-        path = options.over(self.config.eval).output_path
-        return Path(path) if path else build.directory(self.config) / "eval" / "results.json"
+    def prepare_eval(self, options: EvalOptions) -> Tasks:
+        """Find the tasks of an evaluation and load their data; `eval` then uses them.
+
+        Raises:
+            ConfigError: a task does not exist, or its data cannot be had.
+        """
+        from ed_elarge import evaluation, local_tasks
+
+        merged = options.over(self.config.eval)
+        texts = self.held_out_texts() if {*merged.tasks} & {*local_tasks.NAMES} else []
+        directory = self.config.directory / "eval" / "tasks"
+        key = f"tasks {merged.model_dump_json()}"
+        return self.once(key, lambda: evaluation.Tasks(merged, texts, directory))
 
     def generate(
         self, prompts: Sequence[str] | str | None = None, **options: Any
@@ -357,36 +369,64 @@ class eLargeModel:
             prompts: texts; default: the beginning of a held-out text.
             options: keys of the `generate` action.
         """
-        given = options if prompts is None else {**options, "prompts": prompts}
-        return inference.complete(self, _checked(GenerateOptions, given))
+        keys = options if prompts is None else {**options, "prompts": prompts}
+        return self.complete(_options(GenerateOptions, keys))
+
+    def complete(self, options: GenerateOptions) -> list[tuple[str, str]]:
+        """`generate` with checked options."""
+        from ed_esurge.sampling import SamplingParams
+
+        prompts = list(options.prompts or [self._default_prompt()])
+        params = SamplingParams(
+            max_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+        )
+        outputs = self.build_esurge().generate(prompts, params)
+        return [(p, out.outputs[0].text) for p, out in zip(prompts, outputs, strict=True)]
+
+    def _default_prompt(self) -> str:
+        """The first words of the longest held-out text, so that the model has not seen them."""
+        longest = max(self.held_out_texts(), key=len, default="The")
+        words = [match.end() for match in re.finditer(r"\S+", longest)]
+        return longest[: words[min(len(words), PROMPT_WORDS) - 1]]
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted; options: of the `serve` action."""
-        inference.serve(self, _checked(ServeOptions, options))
+        self.run_server(_options(ServeOptions, options))
+
+    def run_server(self, options: ServeOptions) -> None:
+        """`serve` with checked options."""
+        from ed_esurge.server import serve
+
+        model, directory = self.config.model, self.config.directory
+        path = Path(model.name_or_path) if model is not None and model.name_or_path else directory
+        serve(
+            self.build_esurge(),
+            options.host,
+            options.port,
+            served_model_name=options.served_model_name or path.name or "model",
+            **options.model_dump(exclude={"host", "port", "served_model_name", "require_api_key"}),
+        )
 
 
-def _checked(cls: type, given: dict[str, Any]) -> Any:
-    value, problems = validate(cls, given, ())
-    if problems:
+def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:
+    value, problems = validate(cls, keys, ())
+    if value is None:
         raise InputError("options", problems)
     return value
 
 
-def _check(name: str, section: Any) -> list[Any]:
-    """What is wrong with a section as far as it is given; missing keys may still come."""
-    if name == "actions":
-        return []
-    if name not in (*SECTIONS, "trainer"):
-        return [Problem((name,), normalize.unknown_section(name), on_key=True)]
-    return normalize.section(name, section, (name,), partial=True)[1]
-
-
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`new` over `old`, mapping by mapping."""
     out = dict(old)
     for key, value in new.items():
         before = out.get(key)
         both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        out[key] = _merged(before, value) if both else value  # pyright: ignore[reportArgumentType]
+        out[key] = _merged(before, value) if both else value
     return out
 
 

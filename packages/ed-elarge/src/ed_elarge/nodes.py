@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from yaml.composer import Composer
@@ -21,7 +20,12 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from ed_elarge.errors import InputError, KeyPath, Problem
+from ed_elarge.errors import Document, InputError, KeyPath, Problem, Span
+
+MAX_DEPTH = 64
+"""Levels of nesting; no option of this project needs ten."""
+MAX_VALUES = 100_000
+"""Values of a file with its aliases written out, so that aliases of aliases stay bounded."""
 
 _CORE = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -37,68 +41,25 @@ _SCALARS = (
 )
 
 
-class Span(NamedTuple):
-    """A piece of one line, counted from zero; `end` is exclusive."""
-
-    line: int
-    column: int
-    end: int
-
-
-@dataclass
-class Document:
-    """What a file says and where it says it.
-
-    Attributes:
-        name: what error messages call it: the path as the user gave it.
-        text: the file's text.
-        value: plain Python values (dict, list, str, int, float, bool, None).
-        keys: path of a value -> where its key stands.
-        values: path of a value -> where the value stands.
-    """
-
-    name: str
-    text: str = ""
-    value: Any = None
-    keys: dict[KeyPath, Span] = field(default_factory=dict)
-    values: dict[KeyPath, Span] = field(default_factory=dict)
-
-    def span(self, path: KeyPath, *, on_key: bool) -> Span | None:
-        """The place of `path`, or of its nearest ancestor that the file has; None without text."""
-        while path and path not in self.values:
-            path, on_key = path[:-1], True
-        if on_key and path in self.keys:
-            return self.keys[path]
-        return self.values.get(path)
-
-    def line(self, number: int) -> str:
-        """One line of the text, without its end."""
-        lines = self.text.splitlines()
-        return lines[number] if number < len(lines) else ""
-
-
 def read(path: str | Path) -> Document:
     """Read a YAML or JSON file (JSON is read as YAML: the same places, the same errors).
 
     Raises:
         InputError: the file is missing, is not text, is not YAML, or repeats a key.
     """
-    path = Path(path)
-    name = str(path)
-    if path.is_dir():
-        raise InputError(name, [Problem((), "is a directory; give a YAML file")])
-    if not path.exists():
-        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = f" (YAML files there: {', '.join(near[:8])})" if near else ""
-        raise InputError(name, [Problem((), f"no such file{hint}")])
+    path, name = Path(path), str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(path.read_text(encoding="utf-8"), name)
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start})"
-        raise InputError(name, [Problem((), message)]) from error
+    except FileNotFoundError:
+        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        message = "no such file" + (f" (YAML files there: {', '.join(near[:8])})" if near else "")
+    except IsADirectoryError:
+        message = "is a directory; give a YAML file"
     except OSError as error:
-        raise InputError(name, [Problem((), f"cannot be read: {error.strerror}")]) from error
-    return parse(text, name)
+        message = f"cannot be read: {error.strerror}"
+    raise InputError(name, [Problem((), message)])
 
 
 def parse(text: str, name: str = "<text>") -> Document:
@@ -107,19 +68,19 @@ def parse(text: str, name: str = "<text>") -> Document:
     try:
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise InputError(name, [_syntax_problem(error, document)], document) from error
+        raise InputError(document, [_syntax_problem(error, document)]) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position)
         column = error.position - (text.rfind("\n", 0, error.position) + 1)
         document.values[("",)] = Span(line, column, column + 1)
         message = f"the character {chr(error.character)!r} is not allowed in YAML"  # pyright: ignore[reportArgumentType]
-        raise InputError(name, [Problem(("",), message)], document) from error
+        raise InputError(document, [Problem(("",), message)]) from error
     if node is None:
         return document
     builder = _Builder(document)
     document.value = builder.build(node, ())
     if builder.problems:
-        raise InputError(name, builder.problems, document)
+        raise InputError(document, builder.problems)
     return document
 
 
@@ -134,12 +95,24 @@ for _tag, _regexp, _first in _SCALARS:
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _CoreResolver):
+    depth = 0
+
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
         Scanner.__init__(self)
         Parser.__init__(self)
         Composer.__init__(self)
         _CoreResolver.__init__(self)
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """One node; too deep a file is a mistake of its own and not Python's `RecursionError`."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            message = f"values are nested more than {MAX_DEPTH} levels deep"
+            raise yaml.MarkedYAMLError(problem=message, problem_mark=self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, document: Document) -> Problem:
@@ -165,6 +138,9 @@ class _Builder:
 
     def build(self, node: Node, path: KeyPath) -> Any:
         self.document.values[path] = self._span(node)
+        if len(self.document.values) > MAX_VALUES:
+            message = f"aliases make more than {MAX_VALUES:,} values of this file"
+            raise InputError(self.document, [Problem(path[:1], message)])
         if any(node is parent for parent in self._open):
             self.problems.append(
                 Problem(path, "an alias (*name) refers to a node that contains it")

@@ -1,126 +1,31 @@
-"""From what the user wrote to a checked `Run`: sections, derived values, actions, contradictions.
+"""From what the user wrote to a checked `RunConfig`: sections, actions, shared values, warnings.
 
-All problems of an input are found in one pass and raised together.
+All problems of an input are reported together. What may be written is in `ed_elarge.table`.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-import pydantic
-from ed_infra.errors import did_you_mean, unknown_name
-from ed_infra.options import Options
-
-from ed_elarge import action_options, checks
-from ed_elarge.action_options import Action
-from ed_elarge.errors import InputError, KeyPath, Problem
-from ed_elarge.nodes import Document
-from ed_elarge.sections import (
-    LATER,
+from ed_elarge import idle
+from ed_elarge.errors import Document, InputError, KeyPath, Problem
+from ed_elarge.run_config import Action, RunConfig
+from ed_elarge.table import (
+    ACTIONS,
     SECTIONS,
-    BaseConfigSection,
-    EvalSection,
-    LoaderSection,
-    ModelSection,
-    PlatformSection,
-    ShardingSection,
+    canonical_action,
+    unknown_action,
+    unknown_section,
 )
 from ed_elarge.validation import validate
 
 #: Keys that may hold the whole configuration, beside `actions`.
 WRAPPERS = ("config", "elarge_model", "elm")
-_SECTION_NAMES = (*SECTIONS, "trainer")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a configuration came from, so that a later error can point at its line.
-
-    Attributes:
-        document: the text, if it was a file, else a nameless document.
-        prefix: path of the mapping that holds the sections.
-    """
-
-    document: Document
-    prefix: KeyPath = ()
-
-    def error(self, problems: list[Problem]) -> InputError:
-        """The error for problems whose paths start at the top of the file."""
-        return InputError(
-            self.document.name, problems, self.document if self.document.text else None
-        )
-
-    def blame(self, path: KeyPath, message: str, *, on_key: bool = False) -> InputError:
-        """The error for one problem whose path starts at the sections."""
-        return self.error([Problem((*self.prefix, *path), message, on_key)])
-
-
-@dataclass(frozen=True)
-class Run:
-    """A checked configuration. Sections that the user left out have their defaults; `model`,
-    `mixture` and `trainer` have none and are None instead."""
-
-    origin: Origin
-    model: ModelSection | None
-    loader: LoaderSection
-    sharding: ShardingSection
-    platform: PlatformSection
-    base_config: BaseConfigSection
-    mixture: Any
-    trainer: Any
-    esurge: Any
-    eval: EvalSection
-    actions: tuple[Action, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The canonical configuration as JSON values, defaults and derived values included.
-
-        Left out is what is absent by default (null).
-        """
-        sections = {name: getattr(self, name) for name in _ORDER}
-        out = {name: _dump(value) for name, value in sections.items() if value is not None}
-        if self.actions:
-            out["actions"] = [_dump_action(action) for action in self.actions]
-        return out
-
-
-_ORDER = ("model", "loader", "sharding", "platform", "base_config", "mixture", "trainer", "esurge")
-_ORDER += ("eval",)
-
-
-def _dump(value: Any) -> Any:
-    if isinstance(value, pydantic.BaseModel):
-        fields = type(value).model_fields
-        items = ((name, getattr(value, name)) for name in fields)
-        return {k: _dump(v) for k, v in items if v is not None or fields[k].default is not None}
-    if isinstance(value, Mapping):
-        return {key: _dump(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_dump_item(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    if callable(value):  # read back by name
-        return f"{value.__module__}:{value.__qualname__}"
-    return value
-
-
-def _dump_item(value: Any) -> Any:
-    """An entry of a list: only what was given, since some keys go with some kinds alone."""
-    if isinstance(value, pydantic.BaseModel):
-        fields = type(value).model_fields
-        return {k: _dump(getattr(value, k)) for k in fields if k in value.model_fields_set}
-    return _dump(value)
-
-
-def _dump_action(action: Action) -> Any:
-    given = {name: getattr(action.options, name) for name in action.options.model_fields_set}
-    return {action.name: _dump(given)} if given else action.name
-
-
-def normalize(document: Document, *, require_actions: bool = False) -> Run:
+def normalize(document: Document, *, require_actions: bool = False) -> RunConfig:
     """Check a document.
 
     Args:
@@ -132,26 +37,111 @@ def normalize(document: Document, *, require_actions: bool = False) -> Run:
     """
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
-    origin = Origin(document, prefix)
     built: dict[str, Any] = {}
-    for name, value in _with_batch_size(sections).items():
-        if name in _SECTION_NAMES:
-            built[name], found = section(name, value, (*prefix, name))
-            problems.extend(found)
-        else:
+    filled = _fill_batch_size(sections)
+    written = dict(sections)
+    for name, value in sections.items():
+        if name not in SECTIONS:
             problems.append(Problem((*prefix, name), unknown_section(name), on_key=True))
-    actions = _actions(*raw_actions, require_actions, prefix, problems)
-    for name in SECTIONS:
-        if name not in built:
-            built[name] = None if name in ("model", "mixture") else SECTIONS[name]()()
-    built.setdefault("trainer", None)
-
-    run = Run(origin, **built, actions=tuple(actions))
-    checker = checks.Checker(run, sections)
-    problems.extend(checker.problems)
+            near = difflib.get_close_matches(str(name).lower(), SECTIONS, n=1)
+            written |= {other: value for other in near if other not in sections}
+        elif value is None and not SECTIONS[name].has_default:
+            message = "is empty: write its keys, or leave the section out"
+            problems.append(Problem((*prefix, name), message))
+    for name, section in SECTIONS.items():
+        built[name] = None
+        if filled.get(name) is not None or section.has_default:
+            built[name], found = section.validate(filled.get(name), (*prefix, name))
+            problems.extend(found)
+    actions = _actions(*raw_actions, require_actions and not problems, problems)
+    run = RunConfig(document, prefix, written, built, actions)
+    problems.extend(_across(run))
     if problems:
-        raise origin.error(problems)
-    return checker.resolved()
+        raise run.error(problems)
+    return RunConfig(document, prefix, written, built | _shared(run), actions, _warnings(run))
+
+
+def check_section(name: str, value: Any) -> list[Problem]:
+    """What is wrong with a section so far: keys that are missing may still come."""
+    if name not in SECTIONS:
+        return [Problem((name,), unknown_section(name), on_key=True)]
+    return SECTIONS[name].validate(value, (name,), partial=True)[1]
+
+
+def _across(run: RunConfig) -> list[Problem]:
+    """Whatever is wrong between keys, sections and actions."""
+    problems = [*map(run.place, _batch_sizes(run))]
+    for section in SECTIONS.values():
+        for check in section.checks:
+            problems.extend(run.place(problem) for problem in check(run))
+    for action in run.actions:
+        for check in ACTIONS[action.name].checks:
+            problems.extend(run.place_in(action, problem) for problem in check(run, action))
+    return problems + _needs(run)
+
+
+def _needs(run: RunConfig) -> list[Problem]:
+    """Sections that actions need and that are not there: each told once."""
+    problems: dict[str, Problem] = {}
+    for action in run.actions:
+        for name in ACTIONS[action.name].needs:
+            if name not in run.written:
+                message = f"the action {action.name!r} needs the section {name!r}"
+                problems.setdefault(name, Problem(action.path, message, on_key=True))
+    return list(problems.values())
+
+
+def _warnings(run: RunConfig) -> list[Problem]:
+    """Keys that have no effect."""
+    out = [run.place(problem) for problem in idle.without_effect(run)]
+    for name, section in SECTIONS.items():
+        if (options := run.sections[name]) is not None:
+            for problem in idle.warnings(options, section.idle, run):
+                out.append(run.place(problem._replace(path=(name, *problem.path))))
+    for action in run.actions:
+        for problem in idle.warnings(action.options, ACTIONS[action.name].idle, run):
+            out.append(run.place_in(action, problem))
+    return out
+
+
+# Values that trainer and mixture share.
+#
+# The sequences of an optimizer step may be written as `trainer.total_batch_size` or as
+# `mixture.batch_size`. The seed of the mixture falls back to the trainer's.
+
+
+def _fill_batch_size(sections: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mixture's batch size is the trainer's, before a check of the trainer's default."""
+    trainer, mixture = sections.get("trainer"), sections.get("mixture")
+    if not isinstance(trainer, Mapping) or not isinstance(mixture, Mapping):
+        return sections
+    size = mixture.get("batch_size")
+    if "total_batch_size" in trainer or type(size) is not int or size < 1:
+        return sections
+    return {**sections, "trainer": {**trainer, "total_batch_size": size}}
+
+
+def _batch_sizes(run: RunConfig) -> list[Problem]:
+    trainer, mixture = run.trainer, run.mixture
+    if trainer is None or mixture is None or mixture.batch_size in (None, trainer.total_batch_size):
+        return []
+    message = (
+        f"{trainer.total_batch_size} differs from mixture.batch_size ({mixture.batch_size}): both "
+        "are the sequences of one optimizer step; keep one of them"
+    )
+    return [Problem(("trainer", "total_batch_size"), message)]
+
+
+def _shared(run: RunConfig) -> dict[str, Any]:
+    """The mixture with the values that the trainer gives it."""
+    trainer, mixture = run.trainer, run.mixture
+    if trainer is None or mixture is None:
+        return {}
+    seed = mixture.seed if mixture.seed is not None else trainer.seed
+    return {"mixture": mixture.replace(batch_size=trainer.total_batch_size, seed=seed)}
+
+
+# The document.
 
 
 def _unwrap(
@@ -160,92 +150,107 @@ def _unwrap(
     """Find the mapping of sections and the actions; see `WRAPPERS`."""
     top = document.value
     if top is None:
-        raise InputError(document.name, [Problem((), "is empty: nothing is configured")])
+        raise InputError(document, [Problem((), "is empty: nothing is configured")])
     if not isinstance(top, Mapping):
         message = f"must be a mapping of sections, got {type(top).__name__}"
-        raise InputError(document.name, [Problem((), message)], document if document.text else None)
-    wrapped = [name for name in WRAPPERS if name in top]
-    if not wrapped:
-        sections = {k: v for k, v in top.items() if k != "actions"}
-        return sections, (), (top.get("actions"), ("actions",))
-    wrapper, prefix = wrapped[0], (wrapped[0],)
-    for name in top:
+        raise InputError(document, [Problem((), message)])
+    wrapper = next((name for name in WRAPPERS if name in top), None)
+    inside, prefix = (top, ()) if wrapper is None else (top[wrapper], (wrapper,))
+    for name in top if wrapper is not None else ():
         if name not in (wrapper, "actions"):
             message = (
                 f"stands beside {wrapper!r}, which holds the whole configuration: move it inside"
             )
             problems.append(Problem((name,), message, on_key=True))
-    inside = top[wrapper] if top[wrapper] is not None else {}
-    if not isinstance(inside, Mapping):
-        problems.append(Problem(prefix, "must be a mapping of sections"))
+    if inside is None:
         inside = {}
-    sections = {k: v for k, v in inside.items() if k != "actions"}
-    if "actions" in inside and "actions" in top:
+    if not isinstance(inside, Mapping):
+        problems.append(Problem(prefix, f"must be a mapping of sections, got {inside!r}"))
+        inside = {}
+    if wrapper is not None and "actions" in inside and "actions" in top:
         message = f"actions are given here and inside {wrapper!r}: keep one"
         problems.append(Problem(("actions",), message, on_key=True))
+    sections = {key: value for key, value in inside.items() if key != "actions"}
     if "actions" in inside:
         return sections, prefix, (inside["actions"], (*prefix, "actions"))
     return sections, prefix, (top.get("actions"), ("actions",))
 
 
-def _with_batch_size(sections: dict[str, Any]) -> dict[str, Any]:
-    """`mixture.batch_size` is the default of `trainer.total_batch_size`: before any check of it."""
-    trainer, mixture = sections.get("trainer"), sections.get("mixture")
-    if not isinstance(trainer, Mapping) or not isinstance(mixture, Mapping):
-        return sections
-    batch_size = mixture.get("batch_size")
-    if "total_batch_size" in trainer or not isinstance(batch_size, int):
-        return sections
-    return {**sections, "trainer": {**trainer, "total_batch_size": batch_size}}
+# Actions.
 
 
-def unknown_section(name: object) -> str:
-    """The message for a section that does not exist."""
-    if name in LATER:
-        return f"the section {name!r} is not part of this version of ed-elarge"
-    known = [*_SECTION_NAMES, "actions"]
-    return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
+class _RawAction(NamedTuple):
+    """An action as the file has it: name and parameters, and where each of them stands."""
 
-
-def section(
-    name: str, value: Any, path: KeyPath, *, partial: bool = False
-) -> tuple[Any | None, list[Problem]]:
-    """Check one section: `(instance, [])`, or `(None, problems)`. See `validation.validate`."""
-    if name != "trainer":
-        return validate(SECTIONS[name](), value, path, partial=partial)
-    from ed_trainers.arguments import ARGUMENTS
-
-    kind = value.get("trainer_type", "sft") if isinstance(value, Mapping) else "sft"
-    if kind not in ARGUMENTS:
-        problem = Problem((*path, "trainer_type"), str(unknown_name("trainer", kind, ARGUMENTS)))
-        return None, [problem]
-    return validate(ARGUMENTS[kind], value, path, partial=partial)
+    name: str
+    parameters: Any
+    path: KeyPath
+    parameter_path: KeyPath
 
 
 def _actions(
-    value: Any, path: KeyPath, required: bool, prefix: KeyPath, problems: list[Problem]
-) -> list[Action]:
+    value: Any, path: KeyPath, required: bool, problems: list[Problem]
+) -> tuple[Action, ...]:
     if value is None:
         if required:
-            known = ", ".join(action_options.ACTIONS)
-            message = f"no actions are given: say what to do, such as [validate, train] ({known})"
-            problems.append(Problem(path if path in prefix else (), message, on_key=True))
-        return []
-    raw, found = action_options.split(value, path)
-    problems.extend(found)
+            message = (
+                "no actions are given: say what to do, such as [validate, train] "
+                f"({', '.join(ACTIONS)})"
+            )
+            problems.append(Problem(path, message, on_key=True))
+        return ()
     actions = []
-    for item in raw:
-        name = action_options.canonical(item.name)
+    for item in _split(value, path, problems):
+        name = canonical_action(item.name)
         if name is None:
-            problems.append(Problem(item.path, action_options.unknown(item.name), on_key=True))
+            problems.append(Problem(item.path, unknown_action(item.name), on_key=True))
             continue
-        spec = action_options.ACTIONS[name]
-        parameters, scalar = item.parameters, spec.scalar
-        if scalar and parameters is not None and not isinstance(parameters, Mapping):
-            parameters = {scalar: parameters}
-        options: Options | None
-        options, found = validate(spec.options, parameters, item.parameter_path)
+        kind, parameters = ACTIONS[name], item.parameters
+        if kind.scalar and parameters is not None and not isinstance(parameters, Mapping):
+            parameters = {kind.scalar: parameters}
+        options, found = validate(kind.options, parameters, item.parameter_path)
         problems.extend(found)
         if options is not None:
-            actions.append(Action(name, options, item.path))
-    return actions
+            actions.append(Action(name, options, item.path, item.parameter_path))
+    return tuple(actions)
+
+
+def _split(value: Any, path: KeyPath, problems: list[Problem]) -> list[_RawAction]:
+    """Take an `actions` value apart: one name, a list of names and mappings, or one mapping."""
+    found: list[_RawAction] = []
+    if isinstance(value, Mapping):
+        items = [({name: parameters}, path) for name, parameters in value.items()]
+    elif isinstance(value, list):
+        items = [(item, (*path, i)) for i, item in enumerate(value)]
+    else:
+        items = [(value, path)]
+    for item, here in items:
+        if isinstance(item, str):
+            found.append(_RawAction(item, None, here, here))
+        elif not isinstance(item, Mapping) or not item:
+            message = f"an action is a name or a mapping of a name to parameters, got {item!r}"
+            problems.append(Problem(here, message))
+        elif len(item) == 1:
+            name, parameters = next(iter(item.items()))
+            found.append(_RawAction(str(name), parameters, (*here, name), (*here, name)))
+        else:
+            _several_keys(item, here, found, problems)
+    if not items:
+        problems.append(Problem(path, f"no action is given (known: {', '.join(ACTIONS)})"))
+    return found
+
+
+def _several_keys(
+    item: Mapping[Any, Any], here: KeyPath, found: list[_RawAction], problems: list[Problem]
+) -> None:
+    """`- serve:` with its parameters indented too little reads as one mapping of many keys."""
+    name, first = next(iter(item.items()))
+    others = {key: value for key, value in item.items() if key != name}
+    if canonical_action(name) and first is None and not any(map(canonical_action, others)):
+        found.append(_RawAction(str(name), others, (*here, name), here))
+        return
+    message = (
+        f"one list item holds several keys ({', '.join(map(str, item))}): start each action "
+        "with its own dash, and indent its parameters below its name"
+    )
+    problems.append(Problem((*here, next(iter(others))), message, on_key=True))

@@ -1,27 +1,46 @@
-"""The sections of a run file. Sections that describe another package are that package's own class.
+"""The keys of a run file: the sections that are this package's own, and the options of actions.
 
-Nothing here imports jax or transformers: dtypes, meshes and mechanisms are words until a model is
-built.
+Sections that describe another package are that package's own class; `ed_elarge.table` lists them
+all. Nothing here imports jax or transformers: dtypes, meshes and mechanisms are words until a model
+is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
+from ed_infra.fields import FIELDS, canonical_field
 from ed_infra.options import Options, choice, dtype_name
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictStr,
+    Tag,
+    model_validator,
+)
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+MAX_DEVICES = 2**20
+
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 class TokenizerTraining(Options):
     """Train a byte-level BPE tokenizer on the training texts of the mixture."""
 
-    vocab_size: Annotated[int, Field(ge=259)]
+    vocab_size: Annotated[int, Field(ge=259, le=2**22)]
     """Tokens; at least the 256 bytes and the three special ones."""
     min_frequency: Positive = 2
     """Pairs seen less often are not merged."""
@@ -45,9 +64,27 @@ Tokenizer = Annotated[
 
 def _task(value: Any) -> Any:
     try:
-        return canonical_task(value)
+        task = canonical_task(value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    if task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
+        raise ValueError(
+            f"models of task {task.value!r} are not part of this version: trainers and engine take "
+            f"{TaskType.CAUSAL_LM.value!r} (or {TaskType.AUTO_BIND.value!r}, which takes it)"
+        )
+    return task
+
+
+def _computes(dtype: str) -> str:
+    if dtype not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(
+            f"{dtype} is not a dtype to compute in or to hold weights in: take bfloat16, float16 "
+            "or float32"
+        )
+    return dtype
+
+
+FloatDtype = Annotated[str, AfterValidator(_computes), dtype_name]
 
 
 class LoadingExtras(Options):
@@ -55,7 +92,7 @@ class LoadingExtras(Options):
 
     trust_remote_code: bool = False
     """Let the tokenizer's repository run its own Python code."""
-    revision: str | None = None
+    revision: Name | None = None
     """Branch, tag or commit of a hub repository."""
 
 
@@ -67,13 +104,14 @@ class ModelSection(Options):
         "path": "name_or_path",
     }
 
-    name_or_path: str | None = None
+    name_or_path: Name | None = None
     """A directory in Hugging Face layout, or a hub id."""
     config: dict[str, Any] | None = None
     """A model configuration (`model_type` and its keys): the weights start random."""
     tokenizer: Tokenizer | None = None
     """A directory, a hub id, or `{train: {vocab_size: N}}`. None: the model's own."""
     task: Annotated[TaskType, BeforeValidator(_task)] = TaskType.CAUSAL_LM
+    """What the model is for; `auto-bind` is the causal language model too."""
     extra_kwargs: LoadingExtras = LoadingExtras()
 
     @model_validator(mode="after")
@@ -85,8 +123,8 @@ class ModelSection(Options):
             )
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
-                "a model that is built from a config has no tokenizer of its own: give "
-                "tokenizer: PATH or tokenizer: {train: {vocab_size: N}}"
+                "no tokenizer is set, and a model that is built from a config has no tokenizer of "
+                "its own: give tokenizer: PATH or tokenizer: {train: {vocab_size: N}}"
             )
         return self
 
@@ -94,9 +132,9 @@ class ModelSection(Options):
 class LoaderSection(Options):
     """How the weights are held and computed with."""
 
-    dtype: Annotated[str, dtype_name] = "float32"
+    dtype: FloatDtype = "float32"
     """Computation dtype."""
-    param_dtype: Annotated[str, dtype_name] = "float32"
+    param_dtype: FloatDtype = "float32"
     """Storage dtype of the parameters."""
     precision: Annotated[str | None, choice("precision", ("default", "high", "highest"))] = None
     """Precision of float32 matrix products on accelerators; None is jax's own default."""
@@ -106,7 +144,23 @@ class LoaderSection(Options):
     """Print the model's parameters with their shapes and shardings once it is built."""
 
 
-class ShardingSection(Options):
+class SetsConfig(Options):
+    """A section whose keys set fields of the model's configuration."""
+
+    def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """Field -> (the key that sets it, as a path in the section; the value), where one was set.
+
+        A field has the name of the key, or its other spelling.
+        """
+        names = {key: other for other, key in self.ALIASES.items()}
+        return {
+            names.get(key, key): ((key,), getattr(self, key))
+            for key in self.model_fields_set
+            if names.get(key, key) in FIELDS and getattr(self, key) is not None
+        }
+
+
+class ShardingSection(SetsConfig):
     """The device mesh and what is laid over it; becomes fields of the model's config."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -117,46 +171,73 @@ class ShardingSection(Options):
 
     axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)
     """Devices along each axis; one -1 takes what remains."""
-    axis_names: tuple[str, ...] = ("dp", "fsdp", "ep", "tp", "sp")
+    axis_names: tuple[Name, ...] = ("dp", "fsdp", "ep", "tp", "sp")
+    """Names of the axes; others than these need `partition_axis` in `base_config.values`."""
     dcn_axis_dims: tuple[int, ...] | None = None
     """Slices or hosts along each axis, for meshes that span a data-centre network."""
     auto_shard_model: bool = True
     """False: parameters are replicated instead of sharded."""
     use_ring_of_experts: bool | None = None
+    """Send tokens round the experts in a ring. None: as `base_config` says."""
     fsdp_is_ep_bound: bool | None = None
+    """Fold fsdp into the expert axis. None: as `base_config` says."""
     sp_is_ep_bound: bool | None = None
+    """Fold sp into the expert axis. None: as `base_config` says."""
 
     @model_validator(mode="after")
     def _fits(self) -> ShardingSection:
+        names = self.axis_names
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"axis_names {list(names)}: {name!r} occurs {count} times")
         for key in ("axis_dims", "dcn_axis_dims"):
             dims = getattr(self, key)
             if dims is None:
                 continue
-            if len(dims) != len(self.axis_names):
+            if len(dims) != len(names):
                 raise ValueError(
-                    f"{key} has {len(dims)} entries {list(dims)}, but there are "
-                    f"{len(self.axis_names)} axes {list(self.axis_names)}"
+                    f"{key} has {len(dims)} entries {list(dims)}, but there are {len(names)} axes "
+                    f"{list(names)}"
                 )
             if any(dim < 1 and dim != -1 for dim in dims):
                 raise ValueError(f"{key} {list(dims)}: each entry must be positive, or -1")
             if list(dims).count(-1) > 1:
                 raise ValueError(f"{key} {list(dims)}: only one entry may be -1")
+            if math.prod(dim for dim in dims if dim != -1) > MAX_DEVICES:
+                raise ValueError(f"{key} {list(dims)} take more devices than any machine has")
         return self
 
+    def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """Field -> (key, value)."""
+        fields = super().config_fields()
+        if not self.auto_shard_model:
+            fields["sharding_rules"] = (("auto_shard_model",), ((".*", ()),))
+        return fields
 
-class PlatformSection(Options):
+
+class PlatformSection(SetsConfig):
     """Where and by which kernels the model runs."""
 
     backend: Annotated[str | None, choice("backend", ("cpu", "gpu", "tpu"))] = None
+    """Devices of the mesh. None: jax's default."""
     platform: Annotated[str | None, choice("platform", ("jax", "triton", "pallas"))] = None
+    """Language of attention kernels. None: the best there is."""
 
 
-class BaseConfigSection(Options):
+class BaseConfigSection(SetsConfig):
     """Overrides of the model's configuration: execution fields and architecture keys alike."""
 
     values: dict[str, Any] = Field(default_factory=dict)
+    """Field of the configuration -> its value."""
     operation_configs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Mechanism -> its block sizes."""
+
+    def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
+        """Field -> (key, value)."""
+        fields = {canonical_field(k): (("values", k), v) for k, v in self.values.items()}
+        if self.operation_configs:
+            fields["operation_configs"] = (("operation_configs",), self.operation_configs)
+        return fields
 
 
 class EvalSection(Options):
@@ -167,22 +248,22 @@ class EvalSection(Options):
         "max_gen_toks": "max_new_tokens",
     }
 
-    tasks: tuple[str, ...] = ()
+    tasks: tuple[Name, ...] = ()
     """What `eval` runs when the action names none."""
-    include_path: tuple[str, ...] = ()
+    include_path: tuple[Name, ...] = ()
     """Directories with task files of your own."""
     num_fewshot: NotNegative | None = None
     """None: as each task says."""
     max_new_tokens: Positive = 256
     """Bound of a generated answer, where the task sets none."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     """Of generated answers, over what the tasks say; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Probability | None = None
     """Of generated answers, over what the tasks say."""
     batch_size: Positive = 512
     """Requests handed to the engine at a time; it schedules them itself, so results are equal."""
     use_tqdm: bool = True
-    limit: Annotated[float, Field(gt=0)] | None = None
+    limit: Annotated[float, Field(gt=0, lt=2**31)] | None = None
     """Examples per task; below 1, the fraction of them."""
     cache_requests: bool = False
     check_integrity: bool = False
@@ -191,44 +272,95 @@ class EvalSection(Options):
     """Keep each example with its answer in the result file."""
     bootstrap_iters: NotNegative = 0
     """Resamplings for standard errors; 0 leaves them out."""
-    apply_chat_template: bool | str = False
+    apply_chat_template: StrictBool | StrictStr = False
     system_instruction: str | None = None
     fewshot_as_multiturn: bool = False
     gen_kwargs: dict[str, Any] | None = None
     predict_only: bool = False
-    random_seed: int = 0
-    numpy_random_seed: int = 1234
-    fewshot_random_seed: int = 1234
-    output_path: str | None = None
+    random_seed: Seed = 0
+    numpy_random_seed: Seed = 1234
+    fewshot_random_seed: Seed = 1234
+    output_path: Name | None = None
     """JSON file for the results; None: `eval/results.json` in the run's directory."""
     print_results: bool = True
 
 
-def _mixture() -> type:
-    from ed_data.config import Mixture
-
-    return Mixture
+class NoOptions(Options):
+    """Actions that take none."""
 
 
-def _engine() -> type:
-    from ed_esurge.config import EngineConfig
+class WriteOptions(Options):
+    """`to_json`, `to_yaml`."""
 
-    return EngineConfig
+    path: Name
+    """Where the configuration is written; folders are made."""
 
 
-#: Section -> the class that checks it. `trainer` is not here: its class depends on `trainer_type`.
-SECTIONS: dict[str, Callable[[], type]] = {
-    "model": lambda: ModelSection,
-    "loader": lambda: LoaderSection,
-    "sharding": lambda: ShardingSection,
-    "platform": lambda: PlatformSection,
-    "base_config": lambda: BaseConfigSection,
-    "mixture": _mixture,
-    "esurge": _engine,
-    "eval": lambda: EvalSection,
-}
+class EvalOptions(EvalSection):
+    """`eval`: what stands here goes before the section `eval`."""
 
-#: Sections of the guide that this version does not have; named, so that the error can say so.
-LATER: frozenset[str] = frozenset(
-    {"quantization", "lora", "teacher_model", "reference_model", "reward_model"}
-)
+    engine: Annotated[str, choice("engine", ("auto", "esurge"))] = "auto"
+    """eSurge is the only engine there is; `auto` takes it."""
+
+    def over(self, section: EvalSection) -> EvalSection:
+        """The section with the keys of this action on top."""
+        own = {key: getattr(self, key) for key in self.model_fields_set - {"engine"}}
+        return section.replace(**own)
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class GenerateOptions(Options):
+    """`generate`: print completions."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"prompt": "prompts", "max_tokens": "max_new_tokens"}
+
+    prompts: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_more)
+    ] = None
+    """None: the beginning of a held-out text, or else "The"."""
+    max_new_tokens: Positive = 64
+    temperature: Temperature = 0.0
+    """0 is greedy."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    """Sample among so many of the likeliest tokens; 0 and -1: among all."""
+    top_p: Probability = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Above 1, tokens that have occurred become less likely."""
+    seed: Seed = 0
+
+
+class ServeOptions(Options):
+    """`serve`: the OpenAI-compatible server, until it is interrupted."""
+
+    host: Name = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` is every address of the machine."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 11556
+    """0 takes a free one."""
+    log_level: Annotated[
+        str, choice("log level", ("critical", "error", "warning", "info", "debug", "trace"))
+    ] = "info"
+    served_model_name: Name | None = None
+    """What clients call the model; None: the last part of its path."""
+    require_api_key: bool = False
+    """Refuse to start without `api_key`."""
+    api_key: Name | None = None
+    """The key that each request must bring; None: anybody may ask."""
+    cors_origins: tuple[str, ...] | None = None
+    """Web origins whose pages may call the server; `["*"]` is all."""
+    ssl_keyfile: Name | None = None
+    """Private key, PEM; with `ssl_certfile` the server speaks HTTPS."""
+    ssl_certfile: Name | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServeOptions:
+        if self.require_api_key and not self.api_key:
+            raise ValueError(
+                "api_key is not set, and require_api_key needs api_key: the key that clients bring"
+            )
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
+        return self

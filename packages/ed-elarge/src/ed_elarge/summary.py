@@ -80,14 +80,20 @@ class Summary:
             rows.append(("steps", f"{self.metrics['steps']:.0f}", ""))
         if "train_loss" in self.metrics:
             rows.append(("training loss", f"{self.metrics['train_loss']:.4f}", "nats per token"))
-        found = self.learned
-        if found is not None:
-            of = f"nats per token, over {found.tokens:,} held-out tokens"
+        learned = self.learned
+        if learned is not None:
+            of = f"nats per token, over {learned.tokens:,} held-out tokens"
             rows += [
-                ("held-out cross-entropy", f"{found.cross_entropy:.4f}", of),
-                ("  of the unigram distribution", *_against(found.unigram, found.cross_entropy)),
-                ("  with one token of context", *_against(found.one_token, found.cross_entropy)),
-                ("  bits per byte", f"{found.bits_per_byte:.4f}", ""),
+                ("held-out cross-entropy", f"{learned.cross_entropy:.4f}", of),
+                (
+                    "  of the unigram distribution",
+                    *_against(learned.unigram, learned.cross_entropy),
+                ),
+                (
+                    "  with one token of context",
+                    *_against(learned.one_token, learned.cross_entropy),
+                ),
+                ("  bits per byte", f"{learned.bits_per_byte:.4f}", ""),
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "by lm-eval"))

@@ -1,101 +1,141 @@
-"""Does a run fit this machine, as far as a look at names tells: files, folders, ports.
+"""Whether a run fits this machine, as far as names tell: files, folders, functions, ports.
 
-`normalize` reads a file alike everywhere; what is here depends on where. It costs milliseconds and
-imports neither jax nor transformers: `--dry-run`, `validate` and every run begin with it.
+`normalize` reads a file alike everywhere; the checks here depend on where. They cost milliseconds
+and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every run
+begin with them. `ed_elarge.table` says which section or action each belongs to.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import socket
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from ed_data.config import FILE_TYPES
-from ed_infra.errors import unknown_name
+from ed_data.config import FILE_TYPES, Inform
+from ed_infra.errors import did_you_mean, unknown_name
 
 from ed_elarge import architectures
-from ed_elarge.action_options import Action
-from ed_elarge.checks import known_config
 from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.normalize import Run
+from ed_elarge.run_config import Action, RunConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def check(run: Run) -> None:
-    """Look for everything that a run names.
-
-    Raises:
-        InputError: all that is not there, or may not be used.
-    """
-    prefix = run.origin.prefix
-    problems = [Problem((*prefix, *path), message) for path, message in _sections(run)]
-    problems += [
-        Problem(action.path, message, on_key=True)
-        for action in run.actions
-        for message in _action(run, action)
-    ]
-    if problems:
-        raise run.origin.error(problems)
+# Sections; paths start at the sections.
 
 
-def _sections(run: Run) -> Iterator[tuple[KeyPath, str]]:
-    yield from _model(run)
-    yield from _data(run)
-    for i, directory in enumerate(run.eval.include_path):
-        if not Path(directory).is_dir():
-            yield ("eval", "include_path", i), f"no such directory: {directory}"
-    if run.trainer is not None and any(action.name == "train" for action in run.actions):
-        for message in unwritable(Path(run.trainer.save_directory)):
-            yield ("trainer", "save_directory"), message
-
-
-def _model(run: Run) -> Iterator[tuple[KeyPath, str]]:
-    model = run.model
-    if model is None:
+def model(run: RunConfig) -> Iterator[Problem]:
+    """Directories of the model and of its tokenizer; hub ids are looked up on loading."""
+    section = run.model
+    if section is None:
         return
-    if isinstance(model.tokenizer, str):
-        yield from _local(("model", "tokenizer"), model.tokenizer, _TOKENIZER_FILES)
-    if model.name_or_path is None:
+    if isinstance(section.tokenizer, str):
+        yield from _model_directory(("model", "tokenizer"), section.tokenizer, _TOKENIZER_FILES)
+    if section.name_or_path is None:
         return
     here = ("model", "name_or_path")
-    yield from _local(here, model.name_or_path, ("config.json",))
-    config, known = known_config(run), architectures.model_types()
+    yield from _model_directory(here, section.name_or_path, ("config.json",))
+    config, known = run.known_model, architectures.model_types()
     if config is not None and config.get("model_type") not in known:
-        yield (
-            here,
-            f"its config.json says: {unknown_name('model type', config.get('model_type'), known)}",
-        )
+        problem = unknown_name("model type", config.get("model_type"), known)
+        yield Problem(here, f"its config.json says: {problem}")
 
 
-def _local(path: KeyPath, value: str, needed: tuple[str, ...]) -> Iterator[tuple[KeyPath, str]]:
-    """A directory that is not there, or is no such thing; hub ids are looked up on loading."""
+def data(run: RunConfig) -> Iterator[Problem]:
+    """Files and functions of the data; addresses (`gs://…`) are not asked."""
+    mixture = run.mixture
+    if mixture is None:
+        return
+    for key in ("informs", "eval_informs"):
+        for i, inform in enumerate(getattr(mixture, key)):
+            for name, message in _inform(inform):
+                yield Problem(("mixture", key, i, name), message)
+    if mixture.cache_dir is not None and "://" not in mixture.cache_dir:
+        for message in _unwritable(Path(mixture.cache_dir)):
+            yield Problem(("mixture", "cache_dir"), message)
+    if mixture.save is not None and "://" not in mixture.save.path:
+        for message in _unwritable(Path(mixture.save.path).parent):
+            yield Problem(("mixture", "save", "path"), message)
+
+
+def save_directory(run: RunConfig) -> Iterator[Problem]:
+    """Where the trainer writes."""
+    if run.trainer is not None:
+        for message in _unwritable(run.directory):
+            yield Problem(("trainer", "save_directory"), message)
+
+
+def include_path(run: RunConfig) -> Iterator[Problem]:
+    """Directories with task files."""
+    for i, directory in enumerate(run.eval.include_path):
+        if not Path(directory).is_dir():
+            yield Problem(("eval", "include_path", i), f"no such directory: {directory}")
+
+
+# Actions; paths start at their parameters.
+
+
+def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """The port must be free, and the files of TLS there."""
+    options = action.options
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            of_host = isinstance(error, (socket.gaierror, UnicodeError))
+            yield Problem(
+                ("host",) if of_host or "port" not in options.model_fields_set else ("port",),
+                f"cannot listen on {options.host}:{options.port} ({reason}): choose another "
+                + ("host" if of_host else "port, or 0"),
+            )
+    for key in ("ssl_keyfile", "ssl_certfile"):
+        file = getattr(options, key)
+        if file is not None and not Path(file).is_file():
+            yield Problem((key,), f"no such file: {file}")
+
+
+def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Where the action writes."""
+    name = "path" if hasattr(action.options, "path") else "output_path"
+    path = getattr(action.options, name)
+    if path is not None:
+        for message in _unwritable(Path(path).parent):
+            yield Problem((name,), message)
+        if Path(path).is_dir():
+            yield Problem((name,), f"{path} is a folder: give the name of a file")
+
+
+# What they look at.
+
+
+def _model_directory(path: KeyPath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
     directory = Path(value).expanduser()
     if directory.is_dir():
         if not any((directory / name).exists() for name in needed):
-            yield path, f"the directory holds no {' or '.join(needed)}"
+            yield Problem(path, f"the directory holds no {' or '.join(needed)}")
     elif value.count("/") != 1 or value.startswith((".", "/", "~")):
-        yield path, "no such directory here, and a hub id has the form organisation/name"
+        yield Problem(path, "no such directory here, and a hub id has the form organisation/name")
 
 
-def _data(run: Run) -> Iterator[tuple[KeyPath, str]]:
-    """Files that are not there; addresses (`gs://…`) are not asked."""
-    if run.mixture is None:
-        return
-    for key in ("informs", "eval_informs"):
-        for i, inform in enumerate(getattr(run.mixture, key)):
-            here = ("mixture", key, i, "data_files")
-            if inform.kind == "python":
-                module = str(inform.data_files).partition(":")[0]
-                if find_spec(module.partition(".")[0]) is None:
-                    yield here, f"there is no module {module!r}"
-            for file in inform.files if inform.kind in FILE_TYPES else ():
-                if "://" not in file and not _exists(file):
-                    yield here, f"no such file: {file}"
+def _inform(inform: Inform) -> Iterator[tuple[str, str]]:
+    """`(key, message)` for whatever an inform names that is not there."""
+    if inform.kind == "python":
+        yield from (("data_files", m) for m in _not_importable(str(inform.data_files)))
+    for file in inform.files if inform.kind in FILE_TYPES else ():
+        if "://" not in file and not _exists(file):
+            yield "data_files", f"no such file: {file}"
+    for key in ("format_callback", "preprocessing_fn"):
+        address = getattr(inform, key)
+        if isinstance(address, str):
+            yield from ((key, message) for message in _not_importable(address))
 
 
 def _exists(file: str) -> bool:
@@ -103,38 +143,45 @@ def _exists(file: str) -> bool:
     return path.exists() or bool(glob.glob(str(path), recursive=True))
 
 
-def _action(run: Run, action: Action) -> Iterator[str]:
-    options: Any = action.options
-    if action.name == "serve":
-        yield from busy(options.host, options.port)
-        for file in filter(None, (options.ssl_keyfile, options.ssl_certfile)):
-            if not Path(file).is_file():
-                yield f"no such file: {file}"
-    elif action.name in ("to_json", "to_yaml"):
-        yield from unwritable(Path(options.path).parent)
-    elif action.name == "eval":
-        merged = options.over(run.eval)
-        if merged.output_path:
-            yield from unwritable(Path(merged.output_path).parent)
+def _not_importable(address: str) -> Iterator[str]:
+    """Why `module:attribute` is not there, as far as the module's source tells."""
+    module, _, attribute = address.partition(":")
+    spec = _spec(module)
+    if spec is None:
+        yield f"there is no module {module!r}"
+    elif spec.origin is not None and spec.origin.endswith(".py"):
+        source = Path(spec.origin).read_text("utf-8", errors="replace")
+        name = attribute.partition(".")[0]
+        dynamic = re.search(r"import \*|__getattr__|globals\(", source)
+        if not dynamic and not re.search(rf"\b{re.escape(name)}\b", source):
+            names = re.findall(r"^(?:async def |def |class )?(\w+) *[(:=]", source, re.MULTILINE)
+            yield f"the module {module!r} has no {name!r}{did_you_mean(name, names)}"
 
 
-def busy(host: str, port: int) -> Iterator[str]:
-    """Why a server could not listen, if it could not."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            yield f"cannot listen on {host}:{port} ({reason}): choose another port, or 0"
+def _spec(module: str) -> ModuleSpec | None:
+    """The place of a module; its packages are not imported."""
+    top, *rest = module.split(".")
+    try:
+        spec = find_spec(top)
+    except ValueError:
+        return None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        top = f"{top}.{part}"
+        spec = PathFinder.find_spec(top, list(spec.submodule_search_locations))
+    return spec
 
 
-def unwritable(directory: Path) -> Iterator[str]:
+def _unwritable(directory: Path) -> Iterator[str]:
     """Why files could not be written in a folder, if they could not; it need not be there yet."""
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    try:
+        existing = directory
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+    except OSError as error:
+        yield f"cannot make the folder {directory}: {error.strerror}"
+        return
     if not existing.is_dir():
         yield f"cannot make the folder {directory}: {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):

@@ -6,16 +6,23 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ed_elarge.normalize import Run
-from ed_elarge.sections import TrainedTokenizer
+from ed_data.config import Inform, Mixture
+
+from ed_elarge.sections import TokenizerTraining
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _RECORD = "trained_on.json"
 
 
-def load_or_train(run: Run, directory: Path) -> Any:
+def load_or_train(
+    options: TokenizerTraining, mixture: Mixture, directory: Path
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
     It is kept in `directory` with a record of what it was trained on; when options or data have
@@ -24,13 +31,9 @@ def load_or_train(run: Run, directory: Path) -> Any:
     Raises:
         DataError: there is no text, or a source cannot be read.
     """
-    assert run.model is not None
-    assert isinstance(run.model.tokenizer, TrainedTokenizer)
-    assert run.mixture is not None
-    options = run.model.tokenizer.train
-    record = _record(run, options)
-    found = directory / _RECORD
-    if found.is_file() and found.read_text() == record:
+    record = _record(options, mixture)
+    kept = directory / _RECORD
+    if kept.is_file() and kept.read_text() == record:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(directory)
@@ -39,21 +42,20 @@ def load_or_train(run: Run, directory: Path) -> Any:
 
     print(f"training a tokenizer of {options.vocab_size} tokens", flush=True)
     tokenizer = train_bpe(
-        texts(run.mixture, "train"), options.vocab_size, min_frequency=options.min_frequency
+        texts(mixture, "train"), options.vocab_size, min_frequency=options.min_frequency
     )
     _publish(tokenizer, record, directory)
     return tokenizer
 
 
-def _record(run: Run, options: Any) -> str:
+def _record(options: TokenizerTraining, mixture: Mixture) -> str:
     """Everything that the tokenizer depends on, as text."""
     from ed_data.sources import open_source
     from ed_data.transforms import fingerprint
 
-    def of(informs: Any) -> list[Any]:
+    def of(informs: Sequence[Inform]) -> list[dict[str, Any]]:
         return [fingerprint(inform, open_source(inform)) for inform in informs]
 
-    mixture = run.mixture
     facts = {
         "informs": of(mixture.informs),
         "held_out": [mixture.eval_fraction, of(mixture.eval_informs)],
@@ -63,7 +65,7 @@ def _record(run: Run, options: Any) -> str:
     return json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), **facts["options"]})
 
 
-def _publish(tokenizer: Any, record: str, directory: Path) -> None:
+def _publish(tokenizer: PreTrainedTokenizerBase, record: str, directory: Path) -> None:
     """Write beside the target and rename, so that a crash leaves no half of a tokenizer."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

@@ -1,48 +1,76 @@
-"""Check one mapping against one options class, and find everything that is wrong with it."""
+"""Check one mapping against one options class, and report every mistake where the user made it."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
+import re
 import typing
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import pydantic
+from ed_infra.errors import did_you_mean
 
-from ed_elarge.errors import KeyPath, Problem, from_pydantic, keys_to_drop
+from ed_elarge.errors import KeyPath, Problem
+
+T = TypeVar("T", bound=pydantic.BaseModel)
+
+#: Kinds of pydantic errors that are about a key and not about its value.
+_ABOUT_THE_KEY = ("unknown_key", "duplicate_key", "extra_forbidden")
 
 
 def validate(
-    cls: type[pydantic.BaseModel], value: Any, path: KeyPath, *, partial: bool = False
-) -> tuple[Any | None, list[Problem]]:
+    cls: type[T], value: Any, path: KeyPath, *, partial: bool = False
+) -> tuple[T | None, list[Problem]]:
     """Build `cls` from `value`; `partial` says that missing keys may still come.
 
-    An unknown key stops pydantic before it looks at the values, so such keys are reported, taken
-    out, and the rest is checked again: a file shows all its errors at once.
+    An unknown key stops pydantic before it looks at the values. Such keys are reported and taken
+    out, and the rest is checked again, so that a file shows all its mistakes at once.
 
     Returns:
         `(instance, [])`, or `(None, problems)`.
     """
     value = {} if value is None else value
     problems: list[Problem] = []
-    rest = value
+    rest, misspelled = value, list[KeyPath]()
     while True:
         try:
             instance = cls.model_validate(rest)
         except pydantic.ValidationError as error:
-            found = from_pydantic(error, path, value, spellings(cls), partial=partial)
-            problems.extend(problem for problem in found if problem not in problems)
-            drop = keys_to_drop(error)
-            if not drop:
-                return None, problems
+            items = error.errors(include_url=False)
+            drop = [item["loc"] for item in items if item["type"] in _ABOUT_THE_KEY]
+            misspelled += drop
+            left = [i for i in items if not _follows(i, misspelled)]
+            left = [i for i in left if not (partial and i["type"] == "missing")]
+            for problem in _problems(left, value, cls):
+                problem = problem._replace(path=(*path, *problem.path))
+                if problem not in problems:
+                    problems.append(problem)
             rest, before = _without(rest, drop), rest
-            if rest == before:
+            if not drop or rest == before:
                 return None, problems
         else:
             return (None, problems) if problems else (instance, [])
 
 
-def _without(value: Any, paths: list[KeyPath]) -> Any:
+def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
+    """Whether an error only says what a mapping lacks without a misspelled key: no second mistake."""
+    for *holder, key in misspelled:
+        if item["type"] == "missing" and item["loc"][:-1] == tuple(holder):
+            return True
+        if item["type"] == "value_error" and item["loc"] == tuple(holder):
+            return True
+        if item["type"] not in _ABOUT_THE_KEY and item["loc"][:-1] == tuple(holder):
+            words = re.findall(r"\w+", item["msg"])
+            if difflib.get_close_matches(str(key).lower(), words, n=1, cutoff=0.8):
+                return True
+    return False
+
+
+def _without(value: Any, paths: Sequence[KeyPath]) -> Any:
+    """A copy of `value` in which the keys at `paths` are left out."""
     value = copy.deepcopy(value)
     for path in paths:
         holder = value
@@ -56,6 +84,106 @@ def _without(value: Any, paths: list[KeyPath]) -> Any:
             by_text = {str(key): key for key in holder}
             holder.pop(by_text.get(str(path[-1])), None)
     return value
+
+
+def _problems(items: Sequence[Any], value: Any, cls: type[pydantic.BaseModel]) -> list[Problem]:
+    """Translate pydantic's errors; paths start at `value`."""
+    problems: list[Problem] = []
+    for item in items:
+        loc, kind = item["loc"], item["type"]
+        if kind == "too_short" and any(
+            len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in items
+        ):
+            continue  # too short only because its wrong items were not counted
+        path, message = typed_path(loc, value, cls), _words(item)
+        if kind == "value_error":
+            path += _key_of(message, value_at(value, path), cls)
+        inside = value_at(value, path)
+        if isinstance(inside, Mapping) and kind not in ("missing", *_ABOUT_THE_KEY):
+            path += tuple(k for k in inside if f"{k!r}" in message)[:1]
+        problems.append(Problem(path, message, kind in ("missing", *_ABOUT_THE_KEY)))
+    return _one_for_each_place(problems)
+
+
+def _one_for_each_place(problems: list[Problem]) -> list[Problem]:
+    """The alternatives of a union each say what they would have taken: one sentence is enough."""
+    by_place: dict[KeyPath, list[Problem]] = {}
+    for problem in problems:
+        others = by_place.setdefault(problem.path, [])
+        if problem not in others:
+            others.append(problem)
+    out = []
+    for group in by_place.values():
+        parts = [problem.message.partition(", got ") for problem in group]
+        if len(group) > 1 and all(head.startswith("must be ") for head, _, _ in parts):
+            heads = [head.removeprefix("must be ") for head, _, _ in parts]
+            message = f"must be {' or '.join(dict.fromkeys(heads))}, got {parts[0][2]}"
+            group = [Problem(group[0].path, message, group[0].on_key)]
+        out.extend(group)
+    return out
+
+
+def _words(item: Any) -> str:
+    """pydantic's message in the words of this project."""
+    kind, message, value = item["type"], item["msg"], item["input"]
+    if kind == "missing":
+        return f"the key {str(item['loc'][-1])!r} is missing"
+    if kind == "extra_forbidden":
+        return f"unknown key {str(item['loc'][-1])!r}"
+    if kind == "value_error":
+        return str(item.get("ctx", {}).get("error", message))
+    if kind.startswith(("model_", "dict_")):
+        return f"must be a mapping of keys to values, got {_short(value)}"
+    if not message.startswith("Input should be"):
+        return message  # written by this project: it says all there is to say
+    message = f"{message.replace('Input should be', 'must be')}, got {_short(value)}"
+    if kind in ("literal_error", "enum") and isinstance(value, str):
+        expected = str(item["ctx"]["expected"]).replace(" or ", ", ")
+        message += did_you_mean(value, [word.strip("'") for word in expected.split(", ")])
+    return message
+
+
+def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> KeyPath:
+    """The key that a message about several keys is about, as far as its words tell.
+
+    A validator of a whole class has no place of its own; its message names the keys. Of those that
+    the user wrote it is the empty one, or one whose value the message repeats, or the first.
+    """
+    named = []
+    for words in re.findall(r"[a-z]\w*(?:\.[a-z]\w*)*", message):
+        path = typed_path(words.split("."), value, cls)
+        if len(path) == words.count(".") + 1:
+            named.append(path)
+    empty = (path for path in named if value_at(value, path) in (None, [], {}, ""))
+    told = (path for path in named if repr(value_at(value, path)) in message)
+    return next(empty, None) or next(told, None) or next(iter(named), ())
+
+
+def value_at(value: Any, path: KeyPath) -> Any:
+    """What stands at `path`, or None."""
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | None) -> KeyPath:
+    """Canonical keys as the user spelled them in `value`; parts that are not there are left out."""
+    aliases = spellings(cls) if cls is not None else {}
+    path: list[Any] = []
+    for part in loc:
+        if isinstance(value, Mapping):
+            typed = next((k for k in (part, *aliases.get(str(part), ())) if k in value), None)
+            if typed is None:
+                continue
+            value = value[typed]
+            path.append(typed)
+        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+            value = value[part]
+            path.append(part)
+    return tuple(path)
 
 
 @functools.cache
@@ -75,3 +203,8 @@ def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in _models(part)]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Protocol, cast
 
 from ed_infra.logging import get_logger, once
-from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, each
+from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, grouped
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.tokenizer import Tokenizer
@@ -43,14 +43,15 @@ def served_model(model: ServedModel) -> ServedModel:
 
 def windows_of(model: ServedModel) -> dict[str, int | None]:
     """Group of layers with keys and values -> the window that they see; None = all tokens."""
-    specs = [spec for layer in model.cache_specs() for spec in each(layer)]
-    return {spec.group: spec.window for spec in specs if isinstance(spec, LayerCacheSpec)}
+    _, groups = grouped(model.cache_specs())
+    first = {group: specs[0] for group, specs in groups.items()}
+    return {name: spec.window for name, spec in first.items() if isinstance(spec, LayerCacheSpec)}
 
 
 def is_recurrent(model: ServedModel) -> bool:
     """Whether some layer keeps a state, which pages do not restore."""
-    specs = [spec for layer in model.cache_specs() for spec in each(layer)]
-    return not all(isinstance(spec, LayerCacheSpec) for spec in specs)
+    _, groups = grouped(model.cache_specs())
+    return len(groups) > len(windows_of(model))
 
 
 def prompt_class(model: ServedModel, prompt_len: int) -> int:

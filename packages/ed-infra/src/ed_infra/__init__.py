@@ -14,11 +14,7 @@ __getattr__, __dir__, __all__ = attach(
         "AXIS_NAMES": "ed_infra.axes",
         "PARAM_AXES": "ed_infra.axes",
         "PartitionAxis": "ed_infra.axes",
-        "ModuleCaches": "ed_infra.caches",
         "EasyDeLBaseConfig": "ed_infra.config",
-        "NOT_GIVEN": "ed_infra.config_attributes",
-        "extract_commit_hash": "ed_infra.config_attributes",
-        "set_attrs_smartly": "ed_infra.config_attributes",
         "EasyDeLBaseConfigDict": "ed_infra.config_dict",
         "canonical_dtype": "ed_infra.dtypes",
         "EasyDeLBackends": "ed_infra.enums",
@@ -31,6 +27,10 @@ __getattr__, __dir__, __all__ = attach(
         "EasyDeLError": "ed_infra.errors",
         "MeshError": "ed_infra.errors",
         "RegistryError": "ed_infra.errors",
+        "ModuleCaches": "ed_infra.guide",
+        "NOT_GIVEN": "ed_infra.guide",
+        "extract_commit_hash": "ed_infra.guide",
+        "set_attrs_smartly": "ed_infra.guide",
         "MaskInfo": "ed_infra.masks",
         "create_mesh": "ed_infra.mesh",
         "Options": "ed_infra.options",
@@ -42,6 +42,7 @@ __getattr__, __dir__, __all__ = attach(
         "get_module": "ed_infra.registry",
         "register_config": "ed_infra.registry",
         "register_module": "ed_infra.registry",
+        "Rules": "ed_infra.rules",
         "AttnMaskDetail": "ed_infra.specs",
         "BaseOperationConfig": "ed_infra.specs",
         "EasyDeLQuantizationConfig": "ed_infra.specs",
@@ -51,9 +52,7 @@ __getattr__, __dir__, __all__ = attach(
 
 if TYPE_CHECKING:
     from ed_infra.axes import AXIS_NAMES, PARAM_AXES, PartitionAxis
-    from ed_infra.caches import ModuleCaches
     from ed_infra.config import EasyDeLBaseConfig
-    from ed_infra.config_attributes import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
     from ed_infra.config_dict import EasyDeLBaseConfigDict
     from ed_infra.dtypes import canonical_dtype
     from ed_infra.enums import (
@@ -70,12 +69,14 @@ if TYPE_CHECKING:
         MeshError,
         RegistryError,
     )
+    from ed_infra.guide import NOT_GIVEN, ModuleCaches, extract_commit_hash, set_attrs_smartly
     from ed_infra.masks import MaskInfo
     from ed_infra.mesh import create_mesh
     from ed_infra.options import Options
     from ed_infra.outputs import BaseModelOutput, CausalLMOutput, Metric
     from ed_infra.partition import PartitionManager
     from ed_infra.registry import get_config, get_module, register_config, register_module
+    from ed_infra.rules import Rules
     from ed_infra.specs import (
         AttnMaskDetail,
         BaseOperationConfig,

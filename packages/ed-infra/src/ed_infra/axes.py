@@ -7,13 +7,51 @@ mesh axes each meaning is split. `ed_infra.partition` joins the two.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ed_infra.errors import ConfigError, MeshError, did_you_mean
 
 #: Data, fully sharded data, expert, tensor and sequence parallelism: the axes of a mesh, in order.
 AXIS_NAMES: tuple[str, ...] = ("dp", "fsdp", "ep", "tp", "sp")
 
 #: One mesh axis, several (the dimension is split over their product), or none (replicated).
 MeshAxes = str | tuple[str, ...] | None
+
+
+def split(axes: MeshAxes) -> tuple[str, ...]:
+    """Return the mesh axes of one dimension as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def total_sizes(dims: Sequence[int], slices: Sequence[int] | None) -> list[int]:
+    """Return devices along each axis of a mesh; not positive where one of the two sizes is -1."""
+    return [i * o for i, o in zip(dims, slices or [1] * len(dims), strict=True)]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise MeshError for a name of mesh axes that is empty or occurs twice."""
+    for name in names:
+        if not name or list(names).count(name) > 1:
+            fault = "occurs twice" if name else "is empty"
+            raise MeshError(f"mesh axis names {tuple(names)}: a name {fault}")
+
+
+def check_sizes(dims: Sequence[int], names: Sequence[str] | None = None) -> None:
+    """Raise MeshError for sizes of mesh axes that no number of devices fits.
+
+    Args:
+        dims: at least 1 each; one may be -1, for the devices that the others leave.
+        names: for the message.
+    """
+    shown = ", ".join(
+        f"{n}={d}" if n else str(d) for n, d in zip(names or [""] * len(dims), dims, strict=False)
+    )
+    if any(d < 1 and d != -1 for d in dims):
+        raise MeshError(f"mesh axes ({shown}): a size is at least 1, or -1 for the rest")
+    free = list(dims).count(-1)
+    if free > 1:
+        raise MeshError(f"mesh axes ({shown}): only one axis can be -1, {free} are")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +95,13 @@ class PartitionAxis:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
+                object.__setattr__(self, field.name, value := tuple(value))
+            several = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+            if not (value is None or isinstance(value, str) or several):
+                raise ConfigError(
+                    f"partition_axis: {field.name} = {value!r}: the name of a mesh axis, several "
+                    "names, or None"
+                )
 
     def renamed(self, old: str, new: str) -> PartitionAxis:
         """Return a copy in which another mesh axis takes the place of `old`."""
@@ -69,6 +113,51 @@ class PartitionAxis:
 
         names = [field.name for field in dataclasses.fields(self)]
         return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names})  # type: ignore
+
+    def mesh_axes(self) -> set[str]:
+        """Return every mesh axis that a field names."""
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return {name for value in values for name in split(value)}
+
+    def on(
+        self, names: Sequence[str], sizes: Mapping[str, int] | Sequence[int] = ()
+    ) -> PartitionAxis:
+        """Return the axes as a mesh names them.
+
+        Five names take the places of (dp, fsdp, ep, tp, sp) in that order, unless they are among
+        these. An axis of `AXIS_NAMES` that the mesh lacks splits nothing.
+
+        Args:
+            names: of the mesh axes.
+            sizes: of the mesh axes, in the same order or by name; an axis of size 1 may be idle.
+
+        Raises:
+            ConfigError: the mesh lacks an axis that a field names, or no field names an axis of the
+                mesh: everything would be replicated along it.
+        """
+        result = self
+        if len(names) == len(AXIS_NAMES):
+            for old, new in zip(AXIS_NAMES, names, strict=True):
+                if old not in names and new not in AXIS_NAMES:
+                    result = result.renamed(old, new)
+        used = result.mesh_axes()
+        for axis in sorted(used - {*names, *AXIS_NAMES}):
+            hint = did_you_mean(axis, names)
+            raise ConfigError(
+                f"partition_axis names {axis!r}, but the mesh has no such axis{hint} "
+                f"(axes: {', '.join(names)})",
+                field="partition_axis",
+            )
+        by_name = sizes if isinstance(sizes, Mapping) else dict(zip(names, sizes, strict=False))
+        for axis in names:
+            if axis not in used and by_name.get(axis, 0) != 1:
+                raise ConfigError(
+                    f"nothing would be split over the mesh axis {axis!r}: give it a meaning in "
+                    f"partition_axis (such as head_axis={axis!r}), or name five axes, which stand "
+                    f"for {', '.join(AXIS_NAMES)} in that order",
+                    field="sharding_axis_names",
+                )
+        return result
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

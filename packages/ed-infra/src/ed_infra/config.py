@@ -1,6 +1,6 @@
 """`EasyDeLBaseConfig`: a Hugging Face configuration that also says how the model runs.
 
-A family's configuration reuses the Hugging Face class for what the model computes:
+A family's configuration takes the architecture fields from the Hugging Face class:
 
     class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig):
         model_type = "llama"
@@ -12,28 +12,30 @@ its own that calls `super().__init__(**kwargs)` works too.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
 import json
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
-from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PretrainedConfig
+from jax.sharding import Mesh, PartitionSpec
+from transformers import PretrainedConfig
 
-from ed_infra.config_attributes import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
+from ed_infra import guide, registry
+from ed_infra.axes import total_sizes
 from ed_infra.config_class import (
-    BARE_FIELDS,
     architecture_classes,
+    architecture_value,
+    as_config_error,
+    check_keywords,
     inherit_architecture,
     known_names,
+    outside,
+    set_bare_fields,
 )
-from ed_infra.config_dict import EasyDeLBaseConfigDict
-from ed_infra.config_files import FileMethods, reading_file
-from ed_infra.config_positions import PositionMethods
+from ed_infra.config_files import StoredConfig, reading_file
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import (
     FIELD_ALIASES,
@@ -41,31 +43,23 @@ from ed_infra.fields import (
     OPERATIONS,
     WITHOUT_EFFECT,
     canonical_field,
+    check_together,
     normalize,
 )
-from ed_infra.frozen import freeze, thaw
 from ed_infra.logging import get_logger, once
+from ed_infra.mesh import create_mesh
+from ed_infra.partition import PartitionManager
+from ed_infra.rope_parameters import check_parameters
+from ed_infra.sealed import MeshRecipe, Runtime, freeze, thaw
 from ed_infra.specs import EasyDeLQuantizationConfig, to_json
-
-__all__ = [
-    "NOT_GIVEN",
-    "EasyDeLBaseConfig",
-    "EasyDeLBaseConfigDict",
-    "extract_commit_hash",
-    "known_names",
-    "set_attrs_smartly",
-]
 
 logger = get_logger(__name__)
 
 _MISSING = object()
-_AXIS_FIELDS = {
-    name: FIELDS[name].default
-    for name in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name")
-}
+_MESH_FIELDS = ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims", "backend")
 
 
-class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
+class EasyDeLBaseConfig(StoredConfig):
     """Base of all configurations: the fields of `ed_infra.fields` beside Hugging Face's.
 
     Construction raises `ConfigError` for a keyword that is neither a field nor known to
@@ -91,92 +85,51 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         for name in (name for name in FIELD_ALIASES if name in kwargs):
             field, value = FIELD_ALIASES[name], kwargs.pop(name)
             if getattr(self, field) not in (FIELDS[field].default, normalize(field, value)):
-                raise ConfigError(f"{name!r} is another name of {field!r}, given too: keep one")
+                raise ConfigError(f"{name!r} is another name of {field!r}: keep one of the two")
             setattr(self, field, value)
         if not reading_file.get():
-            self._check_keywords(kwargs)
-        if not architecture_classes(type(self)):
-            self._set_bare_fields(kwargs)
-        for name in ("rope_parameters", "rope_scaling"):  # transformers writes into them
-            if isinstance(kwargs.get(name), Mapping):
-                kwargs[name] = thaw(dict(kwargs[name]))
-        if isinstance(self.__dict__.get("rope_parameters"), Mapping):
-            self.__dict__["rope_parameters"] = thaw(dict(self.__dict__["rope_parameters"]))
+            check_keywords(type(self), kwargs)
+        for values in (kwargs, self.__dict__):
+            for name in ("rope_parameters", "rope_scaling"):
+                if isinstance(values.get(name), Mapping):
+                    self._check_rope(values[name])
+                    values[name] = thaw(dict(values[name]))  # transformers writes into it
+        set_bare_fields(type(self), self.__dict__, kwargs)
         super().__post_init__(**kwargs)
         self._settle()
         if architecture_classes(type(self)):  # a class with its own __init__ is not complete yet
-            with _as_config_error(type(self)):
+            with as_config_error(type(self)):
                 self.validate()
 
-    def _set_bare_fields(self, kwargs: dict[str, Any]) -> None:
-        """Set the architecture fields that a class without a Hugging Face class knows."""
-        for name, default in BARE_FIELDS.items():
-            if name in kwargs:
-                self.__dict__[name] = kwargs.pop(name)
-            elif name not in self.__dict__ and not hasattr(type(self), name):
-                self.__dict__[name] = default
-        rope = kwargs.get("rope_scaling") or self.__dict__.get("rope_parameters") or {}
-        trained = rope.get("original_max_position_embeddings")
-        if trained and self.__dict__.get("max_position_embeddings", 0) is None:
-            self.__dict__["max_position_embeddings"] = int(trained * (rope.get("factor") or 1))
-
-    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
-        known = known_names(type(self))
-        for name in kwargs:
-            if name in known:
-                continue
-            if name in GenerationConfig._get_default_generation_params():
-                raise ConfigError(
-                    f"{type(self).__name__} got {name!r}, which says how to generate, not what the "
-                    "model is: put it into a GenerationConfig, or give it to generate()"
-                )
-            raise ConfigError(
-                f"{type(self).__name__} got an unknown field {name!r}{did_you_mean(name, known)} "
-                "(for values of your own: config.attach_custom_arguments(...))"
-            )
-
     def _settle(self) -> None:
-        """Check what involves more than one field, and expand shorthands."""
+        """Check the whole, expand shorthands, and warn of fields without effect."""
+        self._check(names=not reading_file.get())
         if self.bits is not None and self.quantization_config is None:
-            formats = {4: "nf4", 8: "int8"}
-            if self.bits not in formats:
-                raise ConfigError(
-                    f"bits = {self.bits}: 4 (nf4), 8 (int8), or a quantization_config"
-                )
-            self.quantization_config = EasyDeLQuantizationConfig(formats[self.bits])
+            self.quantization_config = EasyDeLQuantizationConfig({4: "nf4", 8: "int8"}[self.bits])
         if self.use_sharded_kv_caching and self.kv_cache_quantization_config is not None:
             warnings.warn(
                 "kv_cache_quantization_config with use_sharded_kv_caching: each shard of the cache "
                 "keeps scales of its own, which costs memory; turn one of the two off",
                 UserWarning,
-                stacklevel=_outside(),
+                stacklevel=outside(),
             )
         for name in sorted(WITHOUT_EFFECT):
-            if getattr(self, name) != FIELDS[name].default:
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if value != FIELDS[name].default:
                 once(logger, f"{name} = {value!r} has no effect in this version of EasyDeL")
-        for operation in sorted(set(self.operation_configs or ()) - OPERATIONS):
-            once(
-                logger, f"operation_configs[{operation!r}] has no effect in this version of EasyDeL"
-            )
-        names = self.sharding_axis_names
-        for field in ("sharding_axis_dims", "sharding_dcn_axis_dims"):
-            dims = getattr(self, field)
-            if dims is not None and len(dims) != len(names):
-                raise ConfigError(
-                    f"{field} = {dims} has {len(dims)} sizes for {len(names)} axes {names}"
-                )
-        for field, default in _AXIS_FIELDS.items():
-            value = getattr(self, field)
-            for axis in (value,) if isinstance(value, str) else value:
-                if axis not in names and value != default:
-                    hint = did_you_mean(axis, names)
-                    raise ConfigError(f"{field}: the mesh has no axis {axis!r}{hint} ({names})")
-        if not 0.0 <= self.fcm_min_ratio <= max(self.fcm_max_ratio, self.fcm_min_ratio) <= 1.0:
-            raise ConfigError(
-                f"fcm_min_ratio = {self.fcm_min_ratio}, fcm_max_ratio = {self.fcm_max_ratio}: "
-                "both lie between 0 and 1"
-            )
+        for name in sorted(set(self.operation_configs or ()) - OPERATIONS):
+            once(logger, f"operation_configs[{name!r}] has no effect in this version of EasyDeL")
+
+    def _check(self, names: bool) -> None:
+        """Raise ConfigError for values that contradict each other, or that changed in place."""
+        check_together({name: getattr(self, name) for name in FIELDS})
+        self._check_rope(self.__dict__.get("rope_parameters"), names)
+
+    def _check_rope(self, parameters: Any, names: bool | None = None) -> None:
+        if isinstance(parameters, Mapping):
+            names = not reading_file.get() if names is None else names
+            known = self.ignore_keys_at_rope_validation
+            check_parameters(parameters, names=names, known=known)
 
     # --- attributes -------------------------------------------------------------------------------
 
@@ -184,6 +137,10 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         key = canonical_field(key)
         if key in FIELDS:
             value = normalize(key, value)
+        elif key == "rope_parameters" and self.__dict__.get("_post_init_done"):
+            self._check_rope(value)
+        else:
+            value = architecture_value(key, value, from_file=reading_file.get())
         if not key.startswith("_") and self.is_sealed:
             current = getattr(self, key, _MISSING)
             if current is value or current == value:
@@ -192,7 +149,7 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
                 f"{type(self).__name__}.{key} cannot be changed: a model was built from this "
                 f"configuration. Make a new one with config.replace({key}={value!r})"
             )
-        with _as_config_error(type(self)):
+        with as_config_error(type(self)):
             super().__setattr__(key, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -219,8 +176,8 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
 
         Args:
             name: `"attn_dtype"`, `"kvdtype"` or `"attn_softmax_dtype"`.
-            default: what the model computes in; an unset field follows it (`kvdtype` follows
-                `attn_dtype` first).
+            default: dtype of the model's computations, for a field that is not set (`kvdtype`
+                takes `attn_dtype` first).
         """
         value = getattr(self, name)
         if value is None and name == "kvdtype":
@@ -244,7 +201,7 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         """Copy all execution fields from another configuration, and a mesh that was set on it."""
         for name in FIELDS:
             setattr(self, name, getattr(config, name))
-        if config._own.explicit_mesh:
+        if config._own.custom:
             self.set_model_mesh(config.mesh)
 
     def add_basic_configurations(self, **kwargs: Any) -> None:
@@ -257,23 +214,103 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         Raises:
             ConfigError: a name is no field; values of your own go to `attach_custom_arguments`.
         """
-        given = {name: value for name, value in kwargs.items() if value is not NOT_GIVEN}
+        values = {n: value for n, value in kwargs.items() if value is not guide.NOT_GIVEN}
         known = known_names(type(self))
-        for name in given:
+        for name in values:
             if name not in known:
                 raise ConfigError(f"unknown execution field {name!r}{did_you_mean(name, known)}")
-        execution = {n: value for n, value in given.items() if canonical_field(n) in FIELDS}
-        for name, value in given.items():
+        execution = {n: value for n, value in values.items() if canonical_field(n) in FIELDS}
+        for name, value in values.items():
             setattr(self, name, value)
-        for value in list(self.__dict__.values()):
-            if isinstance(value, EasyDeLBaseConfig):
-                value.add_basic_configurations(**execution)
+        for inner in list(self.__dict__.values()):
+            if isinstance(inner, EasyDeLBaseConfig):
+                inner.add_basic_configurations(**execution)
+
+    # --- placement --------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh: the one that was set, else one made from the sharding fields."""
+        own = self._own
+        if own.mesh is None and own.custom:
+            own.mesh = own.custom.build()
+        elif own.mesh is None:
+            dims, names, slices, backend = (getattr(self, name) for name in _MESH_FIELDS)
+            own.mesh = create_mesh(dims, names, slices, backend=backend)
+        return own.mesh
+
+    def set_model_mesh(self, mesh: Mesh) -> None:
+        """Use this mesh instead of making one from the sharding fields.
+
+        Raises:
+            ConfigError: a model was built from this configuration on another mesh, or
+                `partition_axis` does not fit the names of the axes.
+        """
+        own = self._own
+        lost = own.mesh is None and own.custom  # pickled in another process
+        if self.is_sealed and own.mesh != mesh and not lost:
+            raise ConfigError(
+                "the mesh cannot be changed: a model was built from this configuration. "
+                "Set it on config.replace(), and build a model from that"
+            )
+        self.partition_axis.on(mesh.axis_names, mesh.shape)
+        own.mesh, own.custom = mesh, MeshRecipe.of(mesh)
+
+    @property
+    def partition_manager(self) -> PartitionManager:
+        """Resolves names of axes into partition specs, by `partition_axis` as the mesh names it.
+
+        A `sequence_axis_name` other than the default takes the place of the sequence-parallel axis,
+        `kv_cache_sharding_sequence_axis_name` that of the keys' sequence in decoding.
+        """
+        custom = self._own.custom
+        if custom:
+            axis = self.partition_axis.on(custom.names, custom.shape)
+        else:
+            sizes = total_sizes(self.sharding_axis_dims, self.sharding_dcn_axis_dims)
+            axis = self.partition_axis.on(self.sharding_axis_names, sizes)
+        if self.sequence_axis_name != FIELDS["sequence_axis_name"].default:
+            axis = axis.renamed(axis.sequence_parallel_axis, self.sequence_axis_name)
+        cache = self.kv_cache_sharding_sequence_axis_name
+        if cache != FIELDS["kv_cache_sharding_sequence_axis_name"].default:
+            axis = dataclasses.replace(axis, decode_key_sequence_axis=cache)
+        return PartitionManager(axis)
+
+    def get_partition_rules(
+        self, fully_sharded: bool = True
+    ) -> tuple[tuple[str, PartitionSpec], ...] | None:
+        """Return (regular expression, `PartitionSpec`) pairs, or None for unregistered model types.
+
+        A family does not override this: parameters say their logical axes where they are made, and
+        these are the rules that follow. Rules returned by a class of yours are used instead: they
+        are matched against canonical names, the first match deciding.
+
+        Args:
+            fully_sharded: False leaves out the fully-sharded axis.
+        """
+        return registry.partition_rules(self, fully_sharded)
+
+    def own_partition_rules(self) -> tuple[tuple[str, PartitionSpec], ...] | None:
+        """Return `get_partition_rules()` of a class that overrides it, else None."""
+        overridden = type(self).get_partition_rules is not EasyDeLBaseConfig.get_partition_rules
+        return self.get_partition_rules() if overridden else None
 
     # --- sealing, copies, equality ----------------------------------------------------------------
 
+    @property
+    def _own(self) -> Runtime:
+        return self.__dict__.setdefault("_runtime", Runtime())
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether a module holds this configuration, so that it cannot change."""
+        runtime = self.__dict__.get("_runtime")
+        return runtime is not None and runtime.sealed
+
     def seal(self) -> Self:
-        """Make the configuration and what it nests immutable; returns it. Sealing twice is fine."""
+        """Make the configuration and those nested in it immutable; return it."""
         if not self.is_sealed:
+            self._check(names=False)  # names that are not known may come from a file
             for name, value in list(self.__dict__.items()):
                 if isinstance(value, EasyDeLBaseConfig):
                     value.seal()
@@ -287,7 +324,7 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         """Return an unsealed copy with some fields changed, checked like a new configuration.
 
         Values that the first construction derived from others (`head_dim`) stay as they are unless
-        given too. A mesh set by `set_model_mesh` is kept unless the sharding axes change.
+        changed too. A mesh set by `set_model_mesh` is kept unless the sharding axes change.
 
         Raises:
             ConfigError: a name is not a field, or a value is not allowed.
@@ -299,10 +336,8 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         }
         data = {**self.to_dict(), **{name: copy.deepcopy(value) for name, value in kept.items()}}
         result = type(self).from_dict(data, **changes)
-        axes = ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims", "backend")
-        if all(getattr(self, name) == getattr(result, name) for name in axes):
-            result._own.mesh = self._own.mesh
-            result._own.explicit_mesh = self._own.explicit_mesh
+        if all(getattr(self, name) == getattr(result, name) for name in _MESH_FIELDS):
+            result._own.mesh, result._own.custom = self._own.mesh, self._own.custom
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -342,33 +377,23 @@ class EasyDeLBaseConfig(PositionMethods, FileMethods, PretrainedConfig):
         if type(self) is not type(other):
             return NotImplemented
         assert isinstance(other, EasyDeLBaseConfig)
-        mine = self._own.mesh if self._own.explicit_mesh else None
-        theirs = other._own.mesh if other._own.explicit_mesh else None
-        return mine == theirs and self._key() == other._key()
+        return self._own.custom == other._own.custom and self._key() == other._key()
 
+    # --- methods of EasyDeL's guide ---------------------------------------------------------------
 
-def _outside() -> int:
-    """Stack level of the code that made the configuration, for a warning from two calls down."""
-    level, frame = 1, sys._getframe(2)
-    while frame is not None and (
-        frame.f_globals.get("__name__", "").split(".")[0]
-        in ("ed_infra", "transformers", "huggingface_hub")
-        or frame.f_code.co_filename == "<string>"
-    ):
-        level, frame = level + 1, frame.f_back
-    return level + 1
-
-
-@contextlib.contextmanager
-def _as_config_error(cls: type) -> Iterator[None]:
-    """Turn transformers' validation errors into ours."""
-    try:
-        yield
-    except StrictDataclassError as error:
-        raise ConfigError(f"{cls.__name__}: {_cause(error)}") from None
-
-
-def _cause(error: BaseException) -> str:
-    inner = error.__cause__ or error
-    field = getattr(error, "field", None)
-    return f"{field}: {inner}" if field else str(inner)
+    jax_mesh = guide.jax_mesh
+    create_mesh = staticmethod(guide.create_mesh)
+    expert_mesh = property(guide.expert_mesh)
+    auto_expert_mesh = property(guide.auto_expert_mesh)
+    expert_abstract_mesh = property(guide.expert_abstract_mesh)
+    get_axis_dims = guide.get_axis_dims
+    get_axis_names = guide.get_axis_names
+    get_backend = guide.get_backend
+    get_mask_details = guide.get_mask_details
+    granted_freq_max_position_embedding = property(guide.granted_freq_max_position_embedding)
+    granted_mask_max_position_embedding = property(guide.granted_mask_max_position_embedding)
+    get_basic_inv_frequencies = guide.get_basic_inv_frequencies
+    get_basic_frequencies = guide.get_basic_frequencies
+    get_basic_rope = guide.get_basic_rope
+    get_basic_causal_mask = guide.get_basic_causal_mask
+    get_fcm_mask = guide.get_fcm_mask

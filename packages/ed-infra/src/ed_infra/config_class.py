@@ -1,15 +1,22 @@
-"""How a configuration class joins the execution fields with a Hugging Face class."""
+"""Execution fields and a Hugging Face class in one: fields, keywords, values, errors."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from transformers import PretrainedConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig, PretrainedConfig
 
+from ed_infra.dtypes import canonical_dtype
+from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELD_ALIASES, ExecutionFields
 
 #: Architecture fields that a class without a Hugging Face class knows, and their defaults.
@@ -20,6 +27,8 @@ BARE_FIELDS: dict[str, Any] = {
     "max_position_embeddings": None,
     "rope_parameters": None,
 }
+
+_DROPOUT = re.compile(r"(?:dropout(?:_rate|_prob)?|pdrop)$")
 
 # Keywords that transformers reads out of **kwargs in one place or another.
 _COMMON = frozenset(
@@ -62,9 +71,9 @@ def inherit_architecture(cls: type) -> None:
     """Let `cls` take its fields from the Hugging Face class where both of its bases declare them.
 
     `class LlamaConfig(EasyDeLBaseConfig, transformers.LlamaConfig)`: dataclasses collect fields
-    from base to base, the first one last. So what the common `PretrainedConfig` declares would
-    arrive through `EasyDeLBaseConfig` and undo what the Hugging Face class changed
-    (`is_encoder_decoder = True`). This declares such fields again on `cls`.
+    from base to base, the first one last. So a field of the common `PretrainedConfig` would arrive
+    through `EasyDeLBaseConfig` and undo the change that the Hugging Face class made to it
+    (`is_encoder_decoder = True`). This function declares such fields again on `cls`.
 
     Args:
         cls: the class that is being made, before it becomes a dataclass.
@@ -93,7 +102,7 @@ def known_names(cls: type) -> frozenset[str]:
     """Return every keyword that a configuration class knows.
 
     Its fields, their aliases, the parameters of each `__init__` and `__post_init__` that it
-    inherits, and what transformers reads from the keywords of any configuration.
+    inherits, and the keywords that transformers reads for any configuration.
     """
     names = {f.name for f in dataclasses.fields(cls)} | _COMMON | set(FIELD_ALIASES)
     names |= set(getattr(cls, "known_keywords", ())) | set(getattr(cls, "attribute_map", ()))
@@ -111,3 +120,95 @@ def known_names(cls: type) -> frozenset[str]:
                     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
                 }
     return frozenset(names - {"self"})
+
+
+def check_keywords(cls: type, names: Iterable[str]) -> None:
+    """Raise ConfigError for a keyword that a configuration class does not know."""
+    known = known_names(cls)
+    for name in names:
+        if name in known:
+            continue
+        if name in GenerationConfig._get_default_generation_params():
+            raise ConfigError(
+                f"{cls.__name__} got {name!r}, an option of generation and not of the model: "
+                "put it into a GenerationConfig, or pass it to generate()"
+            )
+        raise ConfigError(
+            f"{cls.__name__} got an unknown field {name!r}{did_you_mean(name, known)} "
+            "(for values of your own: config.attach_custom_arguments(...))"
+        )
+
+
+def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any]) -> None:
+    """Move the architecture fields of a class without a Hugging Face class out of its keywords.
+
+    Args:
+        cls: nothing happens for a class that has a Hugging Face class.
+        values: attributes of the new object.
+        keywords: those that are no fields of its dataclass.
+    """
+    if architecture_classes(cls):
+        return
+    for name, default in BARE_FIELDS.items():
+        if name in keywords:
+            values[name] = keywords.pop(name)
+        elif name not in values and not hasattr(cls, name):
+            values[name] = default
+    rope = keywords.get("rope_scaling") or values.get("rope_parameters") or {}
+    trained = rope.get("original_max_position_embeddings")
+    if trained and values.get("max_position_embeddings", 0) is None:
+        values["max_position_embeddings"] = int(trained * (rope.get("factor") or 1))
+
+
+def architecture_value(name: str, value: Any, *, from_file: bool) -> Any:
+    """Return the value of an architecture field, checked beyond its type.
+
+    Args:
+        name: of the field.
+        value: of any type; transformers checks the type.
+        from_file: keep the name of a dtype that is not known here.
+
+    Raises:
+        ConfigError: a dropout that is no probability, or a dtype that does not exist.
+    """
+    if _DROPOUT.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
+        if not 0 <= value < 1:
+            raise ConfigError(
+                f"{name} = {value!r} is not a probability of at least 0 and below 1", field=name
+            )
+    elif name == "dtype" and isinstance(value, str):
+        try:
+            return canonical_dtype(value)
+        except ConfigError as error:
+            if not from_file:
+                raise ConfigError(f"dtype: {error}", field=name) from None
+    return value
+
+
+def outside() -> int:
+    """Stack level of the code that made the configuration, for a warning from two calls down."""
+    level, frame = 1, sys._getframe(2)
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").split(".")[0]
+        in ("ed_infra", "transformers", "huggingface_hub")
+        or frame.f_code.co_filename == "<string>"
+    ):
+        level, frame = level + 1, frame.f_back
+    return level + 1
+
+
+@contextlib.contextmanager
+def as_config_error(cls: type) -> Iterator[None]:
+    """Turn transformers' validation errors into ours."""
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise ConfigError(f"{cls.__name__}: {_cause(error)}") from None
+    except KeyError as error:  # a parameter that its kind of rope needs
+        raise ConfigError(f"{cls.__name__}: {error.args[0]}") from None
+
+
+def _cause(error: BaseException) -> str:
+    inner = error.__cause__ or error
+    field = getattr(error, "field", None)
+    return f"{field}: {inner}" if field else str(inner)

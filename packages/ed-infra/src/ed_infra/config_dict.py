@@ -52,7 +52,7 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     gradient_checkpointing_targets: tuple[AVAILABLE_GRADIENT_CHECKPOINT_TARGETS, ...] | None
     quantization_config: EasyDeLQuantizationConfig | dict[str, Any] | None
     kv_cache_quantization_config: EasyDeLQuantizationConfig | None
-    bits: int | None
+    bits: Literal[4, 8] | None
     use_sharded_kv_caching: bool
     kv_cache_sharding_sequence_axis_name: str | tuple[str, ...]
     moe_method: AVAILABLE_MOE_METHODS

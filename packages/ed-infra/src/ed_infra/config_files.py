@@ -1,4 +1,4 @@
-"""The part of a configuration that is written and read: dictionaries and config.json."""
+"""A configuration as dictionaries and files: reading and writing config.json."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import fsspec
+from transformers import PretrainedConfig
 
 from ed_infra.config_class import known_names
-from ed_infra.config_runtime import Held
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.fields import FIELDS, canonical_field
-from ed_infra.frozen import thaw
+from ed_infra.fields import FIELDS, ExecutionFields, canonical_field
 from ed_infra.logging import get_logger, once
+from ed_infra.rope_parameters import check_parameters
+from ed_infra.sealed import thaw
 from ed_infra.specs import to_json
 
 logger = get_logger(__name__)
@@ -24,7 +25,7 @@ logger = get_logger(__name__)
 #: Key of config.json under which execution fields are saved, apart from Hugging Face's own.
 SECTION = "easydel"
 
-# Spellings of older files for what is in rope_parameters now.
+# Keys of older files whose values are in rope_parameters now.
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 
 # Keywords of from_pretrained that say how the hub is read.
@@ -34,37 +35,22 @@ _HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "token", "re
 reading_file: contextvars.ContextVar[bool] = contextvars.ContextVar("reading_file", default=False)
 
 
-class FileMethods(Held):
-    """Methods of `EasyDeLBaseConfig` about dictionaries and files."""
+class StoredConfig(ExecutionFields, PretrainedConfig):
+    """The part of `EasyDeLBaseConfig` that is about dictionaries and files."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, execution fields among them."""
-        data = super().to_dict()  # type: ignore[misc]
+        data = super().to_dict()
         data.pop("_runtime", None)
         return {name: to_json(value) for name, value in data.items()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved: Hugging Face's keys, and changed execution fields in a section."""
-        data = super().to_diff_dict()  # type: ignore[misc]
-        data = {name: to_json(value) for name, value in data.items()}
-        section = {}
-        for name, field in FIELDS.items():
-            value = data.pop(name, None)
-            if (
-                name == "quantization_config"
-                and isinstance(value, dict)
-                and "quant_method" in value
-            ):
-                data[name] = value  # of the checkpoint, and read by transformers
-            elif value != to_json(field.default):
-                section[name] = value
-        if section:
-            data[SECTION] = section
-        return data
+        """Return the content of config.json: Hugging Face's keys, and a section of our own."""
+        return _with_section(super().to_diff_dict())
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        """Make a configuration of the keys of a file, with fields given as keywords on top.
+        """Make a configuration of the keys of a file, with keywords in place of some of them.
 
         Keys of `config_dict` that are not known are kept; keywords are checked.
 
@@ -74,19 +60,16 @@ class FileMethods(Held):
         unused_wanted = kwargs.pop("return_unused_kwargs", False)
         for name in ("_from_auto", "_from_pipeline"):
             kwargs.pop(name, None)
-        data = dict(config_dict)
-        section = dict(data.pop(SECTION, None) or {})
-        for name in section:
-            if name not in FIELDS:
-                hint = did_you_mean(name, FIELDS)
-                raise ConfigError(f"config.json: unknown key {name!r} in {SECTION!r}{hint}")
-        data.update(section)
-        data.pop("model_type", None)
+        data = _keys(config_dict)
         known = known_names(cls) | set(data)
         unused = {name: value for name, value in kwargs.items() if name not in known}
         if unused and not unused_wanted:
             name = next(iter(unused))
             raise ConfigError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(kwargs.get(name), Mapping):
+                extra = cls.ignore_keys_at_rope_validation
+                check_parameters(kwargs[name], names=True, known=extra)
         _merge(cls, data, {k: v for k, v in kwargs.items() if k not in unused})
         token = reading_file.set(True)
         try:
@@ -104,24 +87,10 @@ class FileMethods(Held):
         Returns:
             The keys of the file, and the keywords that are not about reading it.
         """
-        address = str(pretrained_model_name_or_path)
-        if kwargs.pop("proxies", None) is not None:
-            raise ConfigError(
-                "proxies is not a keyword of huggingface_hub any more: set the environment "
-                "variables HTTP_PROXY and HTTPS_PROXY"
-            )
-        if kwargs.pop("resume_download", None) is not None:
-            once(logger, "resume_download has no effect: downloads are always resumed")
-        if "://" not in address:
-            return super().get_config_dict(address, **kwargs)  # type: ignore[misc]
-        for name in _HUB_KEYWORDS:
-            kwargs.pop(name, None)
-        folder = kwargs.pop("subfolder", None)
-        if not address.endswith(".json"):
-            parts = [address.rstrip("/"), *([folder.strip("/")] if folder else []), "config.json"]
-            address = "/".join(parts)
-        with fsspec.open(address, "rt") as file:
-            return json.load(file), kwargs  # type: ignore[arg-type]
+        address, kwargs = str(pretrained_model_name_or_path), _hub_keywords(kwargs)
+        if "://" in address:
+            return _read_remote(address, kwargs)
+        return super().get_config_dict(address, **kwargs)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
@@ -129,27 +98,95 @@ class FileMethods(Held):
         """Write config.json into a directory, or to an fsspec address (`gs://bucket/model`)."""
         address = str(save_directory)
         if "://" not in address:
-            super().save_pretrained(address, push_to_hub, **kwargs)  # type: ignore[misc]
-            return
-        if push_to_hub:
+            super().save_pretrained(address, push_to_hub, **kwargs)
+        elif push_to_hub:
             raise ConfigError(f"push_to_hub needs a local directory, not {address!r}")
-        with fsspec.open(f"{address.rstrip('/')}/config.json", "wt") as file:
-            file.write(self.to_json_string())  # type: ignore[attr-defined]
+        else:
+            _write(f"{address.rstrip('/')}/config.json", self.to_json_string())
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """Write one JSON file, to a path or an fsspec address.
 
         Args:
             json_file_path: where to.
-            use_diff: leave out what is at its default.
+            use_diff: leave out values that are at their defaults.
         """
-        with fsspec.open(str(json_file_path), "wt", encoding="utf-8") as file:
-            file.write(self.to_json_string(use_diff=use_diff))  # type: ignore
+        _write(str(json_file_path), self.to_json_string(use_diff=use_diff))
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> Self:
         """Make a configuration of a JSON file."""
-        return cls.from_dict(cls._dict_from_json_file(json_file))  # type: ignore[attr-defined]
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+
+def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file, those of our own section among the others.
+
+    Raises:
+        ConfigError: the section has a key that is no execution field.
+    """
+    data = dict(config_dict)
+    section = dict(data.pop(SECTION, None) or {})
+    for name in section:
+        if name not in FIELDS:
+            hint = did_you_mean(name, FIELDS)
+            raise ConfigError(f"config.json: unknown key {name!r} in {SECTION!r}{hint}")
+    data.update(section)
+    data.pop("model_type", None)
+    return data
+
+
+def _with_section(diff: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys with the execution fields that are not at their defaults in a section."""
+    data = {name: to_json(value) for name, value in diff.items()}
+    section = {}
+    for name, field in FIELDS.items():
+        value = data.pop(name, None)
+        if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
+            data[name] = value  # of the checkpoint, and read by transformers
+        elif value != to_json(field.default):
+            section[name] = value
+    if section:
+        data[SECTION] = section
+    return data
+
+
+def _read_remote(address: str, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read config.json from an fsspec address, of the file or of its directory.
+
+    Returns:
+        The keys of the file, and the keywords that are not about reading it.
+    """
+    keywords = {name: value for name, value in keywords.items() if name not in _HUB_KEYWORDS}
+    folder = keywords.pop("subfolder", None)
+    if not address.endswith(".json"):
+        parts = [address.rstrip("/"), *([folder.strip("/")] if folder else []), "config.json"]
+        address = "/".join(parts)
+    with fsspec.open(address, "rt") as file:
+        return json.load(file), keywords  # type: ignore[arg-type]
+
+
+def _write(address: str, text: str) -> None:
+    """Write a text file, to a path or an fsspec address."""
+    with fsspec.open(address, "wt", encoding="utf-8") as file:
+        file.write(text)  # type: ignore[attr-defined]
+
+
+def _hub_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords of `from_pretrained` without two that huggingface_hub no longer has.
+
+    Raises:
+        ConfigError: `proxies` is set.
+    """
+    keywords = dict(keywords)
+    if keywords.pop("proxies", None) is not None:
+        raise ConfigError(
+            "proxies is not a keyword of huggingface_hub any more: set the environment "
+            "variables HTTP_PROXY and HTTPS_PROXY"
+        )
+    if keywords.pop("resume_download", None) is not None:
+        once(logger, "resume_download has no effect: downloads are always resumed")
+    return keywords
 
 
 def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -173,7 +210,7 @@ def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
     if "rope_scaling" in rope:
         kept = {n: parameters[n] for n in ("rope_theta",) if n in parameters}
         parameters = {**kept, **(rope.pop("rope_scaling") or {})}
-    # One entry for each layer type: a base given now goes into all of them.
+    # One entry for each layer type: a new base goes into all of them.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for target in nested or [parameters]:
         target.update(rope)

@@ -32,7 +32,7 @@ def initialize(
     """Join the other processes of the run, where there are any.
 
     Without arguments the cluster is detected (SLURM, Open MPI, GKE, TPU pods); a lone process is
-    left alone. Joining twice is fine. From here on only process 0 logs what is not an error.
+    left alone. Joining twice is fine. From then on the other processes log errors only.
 
     Args:
         coordinator_address: `host:port` of process 0; or `JAX_COORDINATOR_ADDRESS`.
@@ -43,24 +43,24 @@ def initialize(
         Whether this process is part of a run of several.
 
     Raises:
-        ConfigError: some of the three are given and others are missing.
+        ConfigError: one or two of the three are missing.
     """
     if jax.distributed.is_initialized():
         return _joined()
     env = os.environ
-    given = {
+    settings = {
         "coordinator_address": coordinator_address or env.get("JAX_COORDINATOR_ADDRESS"),
         "num_processes": _number(num_processes, env, "JAX_NUM_PROCESSES"),
         "process_id": _number(process_id, env, "JAX_PROCESS_ID"),
     }
-    missing = [name for name, value in given.items() if value is None]
+    missing = [name for name, value in settings.items() if value is None]
     if not missing:
-        if given["num_processes"] == 1:
+        if settings["num_processes"] == 1:
             return False
-        jax.distributed.initialize(**given)  # type: ignore[arg-type]
+        jax.distributed.initialize(**settings)  # type: ignore[arg-type]
         return _joined()
-    if len(missing) < len(given):
-        present = [name for name in given if name not in missing]
+    if len(missing) < len(settings):
+        present = [name for name in settings if name not in missing]
         raise ConfigError(
             f"distributed.initialize: {', '.join(present)} given, {', '.join(missing)} missing: "
             "give all three, or none to detect the cluster"
@@ -135,10 +135,10 @@ def broadcast_bytes(data: bytes | None = None) -> bytes:
     """Return process 0's bytes on every process; collective.
 
     Args:
-        data: what process 0 says; ignored on the others.
+        data: of process 0; the others may pass None.
 
     Raises:
-        ConfigError: process 0 gives none. The others then get no bytes, rather than wait forever.
+        ConfigError: process 0 passes None. The others then raise too, rather than wait forever.
     """
     size = int(broadcast(np.int64(-1 if data is None else len(data))))
     if size < 0:

@@ -68,3 +68,16 @@ def canonical_dtype(value: object) -> str:
         hint = did_you_mean(name, [*DTYPES, *DTYPE_ALIASES])
         raise ConfigError(f"unknown dtype {name!r}{hint} (known: {', '.join(DTYPES)})")
     return spelling
+
+
+def canonical_float(value: object) -> str:
+    """Return the canonical name of a floating-point dtype; see `canonical_dtype`.
+
+    Raises:
+        ConfigError: not a dtype that is known here, or one of integers.
+    """
+    name = canonical_dtype(value)
+    if "float" not in name:
+        floats = ", ".join(dtype for dtype in DTYPES if "float" in dtype)
+        raise ConfigError(f"{name!r} is not a floating-point dtype (those are {floats})")
+    return name

@@ -15,7 +15,7 @@ from ed_infra.errors import unknown_name
 
 
 class TaskType(StrEnum):
-    """What a module is for; the first half of a registry key."""
+    """The task of a module; the first half of a registry key."""
 
     CAUSAL_LM = "causal-language-model"
     VISION_LM = "vision-language-model"
@@ -65,7 +65,7 @@ class EasyDeLPlatforms(StrEnum):
 
 
 class EasyDeLGradientCheckPointers(StrEnum):
-    """What the backward pass keeps and what it computes again (`gradient_checkpointing`)."""
+    """Which values the backward pass keeps; it computes the others again."""
 
     NONE = ""
     EVERYTHING_SAVEABLE = "everything_saveable"

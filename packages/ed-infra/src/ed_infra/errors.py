@@ -1,4 +1,4 @@
-"""Errors that teach: what was given, what is allowed, how to go on. Imports nothing heavy."""
+"""Errors that teach: the value, what is allowed, how to go on. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ class EasyDeLError(Exception):
 
 
 class ConfigError(EasyDeLError, ValueError):
-    """A value in a configuration is unknown, of the wrong kind, or contradicts another."""
+    """A value in a configuration is unknown, of the wrong kind, or contradicts another.
+
+    Attributes:
+        field: the key to change, where the error is about several; a caller who knows the source
+            (YAML) points at its line.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None):
+        super().__init__(message)
+        self.field = field
 
 
 class MeshError(ConfigError):
@@ -27,9 +36,13 @@ class CheckpointError(EasyDeLError, ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
+
+    Capitals do not count: `SEED` is near `seed`.
+    """
+    spelling = {str(k).lower(): str(k) for k in known}
+    near = difflib.get_close_matches(str(name).lower(), spelling, n=1, cutoff=0.6)
+    return f"; did you mean {spelling[near[0]]!r}?" if near else ""
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
@@ -37,7 +50,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
 
     Args:
         kind: what the name names, in words (`"attention mechanism"`).
-        name: what was given.
+        name: the name that is not known.
         known: every allowed name.
     """
     known = sorted({str(k) for k in known})

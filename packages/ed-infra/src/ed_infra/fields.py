@@ -14,11 +14,10 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field as Constraint
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ed_infra.axes import AXIS_NAMES, PartitionAxis
-from ed_infra.dtypes import DTYPE_ALIASES, DTYPES, canonical_dtype
+from ed_infra.axes import AXIS_NAMES, PartitionAxis, check_names, check_sizes, split, total_sizes
+from ed_infra.dtypes import canonical_float
 from ed_infra.enums import (
     AVAILABLE_ATTENTION_MECHANISMS,
     AVAILABLE_GRADIENT_CHECKPOINT_TARGETS,
@@ -29,32 +28,16 @@ from ed_infra.enums import (
     EasyDeLGradientCheckPointers,
     EasyDeLPlatforms,
 )
-from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.errors import ConfigError, MeshError, did_you_mean, unknown_name
+from ed_infra.options import Count, Fraction, NumbersAreNumbers
 from ed_infra.specs import (
     KV_CACHE_FORMATS,
+    OPERATION_FIELD_ALIASES,
     QUANTIZATION_FIELD_ALIASES,
     BaseOperationConfig,
     EasyDeLQuantizationConfig,
     from_mapping,
 )
-
-__all__ = [
-    "DTYPES",
-    "DTYPE_ALIASES",
-    "FIELDS",
-    "FIELD_ALIASES",
-    "OPERATIONS",
-    "WITHOUT_EFFECT",
-    "ExecutionFields",
-    "Field",
-    "canonical_dtype",
-    "canonical_field",
-    "normalize",
-]
-
-
-#: An int of at least 1.
-Count = Annotated[int, Constraint(ge=1)]
 
 
 def option(default: Any, doc: str) -> Any:
@@ -67,9 +50,14 @@ class ExecutionFields:
     """How a model is placed, computed and kept in memory; the same for every family."""
 
     sharding_axis_dims: tuple[int, ...] = option(
-        (1, -1, 1, 1, 1), "devices along (dp, fsdp, ep, tp, sp); one -1 takes what remains"
+        (1, -1, 1, 1, 1),
+        "devices along (dp, fsdp, ep, tp, sp); one -1 takes the remaining ones",
     )
-    sharding_axis_names: tuple[str, ...] = option(AXIS_NAMES, "names of the mesh axes")
+    sharding_axis_names: tuple[str, ...] = option(
+        AXIS_NAMES,
+        "names of the mesh axes; other names stand for dp, fsdp, ep, tp, sp in this order, or for "
+        "the dimensions that partition_axis gives them",
+    )
     sharding_dcn_axis_dims: tuple[int, ...] | None = option(
         None, "slices along each axis, for meshes over a data-centre network"
     )
@@ -90,7 +78,7 @@ class ExecutionFields:
         "where attn_mechanism has none; None = the best there is",
     )
     easy_method: Literal["train", "serve", "convert"] = option(
-        "train", "what the configuration is for; serve and convert keep nothing for gradients"
+        "train", "workflow of the model; serve and convert keep nothing for gradients"
     )
 
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option("vanilla", "attention mechanism")
@@ -121,15 +109,21 @@ class ExecutionFields:
     freq_max_position_embeddings: Count | None = option(
         None, "positions that rotary tables cover; None = max_position_embeddings"
     )
-    fcm_min_ratio: float = option(0.0, "least share of keys dropped by forgetful causal masking")
-    fcm_max_ratio: float = option(0.0, "greatest share of keys dropped; 0 = no such masking")
+    fcm_min_ratio: Fraction = option(
+        0.0, "least share of keys, between 0 and 1, that forgetful causal masking drops"
+    )
+    fcm_max_ratio: Fraction = option(
+        0.0, "greatest share of keys, between 0 and 1, that such masking drops; 0 = no masking"
+    )
 
     scan_layers: bool = option(
         True, "run layers of equal structure as one compiled body over stacked parameters"
     )
     use_scan_mlp: bool = option(False, "compute the MLP in chunks of the sequence")
     scan_mlp_chunk_size: Count = option(1024, "positions of a chunk of the MLP")
-    gradient_checkpointing: str = option("", "what the backward pass keeps; empty = everything")
+    gradient_checkpointing: str = option(
+        "", "policy for the values that the backward pass keeps; empty = all"
+    )
     gradient_checkpointing_targets: tuple[AVAILABLE_GRADIENT_CHECKPOINT_TARGETS, ...] | None = (
         option(None, "names that the policies by name save, or do not save")
     )
@@ -140,7 +134,9 @@ class ExecutionFields:
     kv_cache_quantization_config: EasyDeLQuantizationConfig | None = option(
         None, "quantization of the KV cache: int8 or fp8"
     )
-    bits: int | None = option(None, "shorthand for quantization_config: 4 = nf4, 8 = int8")
+    bits: Literal[4, 8] | None = option(
+        None, "shorthand for quantization_config: 4 = nf4, 8 = int8"
+    )
     use_sharded_kv_caching: bool = option(False, "shard the KV cache along the sequence too")
     kv_cache_sharding_sequence_axis_name: str | tuple[str, ...] = option(
         "sp", "mesh axes along which the sequence of a sharded KV cache is split"
@@ -232,6 +228,8 @@ OPERATIONS: frozenset[str] = frozenset(
     }
 )
 
+_AXIS_SIZES = ("sharding_axis_dims", "sharding_dcn_axis_dims")
+_SEQUENCE_AXES = ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name")
 _DTYPE_FIELDS = frozenset({"attn_dtype", "attn_softmax_dtype", "kvdtype"})
 _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {
     "attn_mechanism": (
@@ -250,7 +248,7 @@ _NAMES: dict[str, tuple[str, list[str], Mapping[str, str]]] = {
     "easy_method": ("workflow", ["train", "serve", "convert"], {"eval": "serve"}),
 }
 _NAMES["decode_attn_mechanism"] = _NAMES["attn_mechanism"]
-# Fields for which an empty value means "not given", as the original's documents write it.
+# Fields that an empty value leaves unset, as EasyDeL's documents write it.
 _EMPTY_IS_NONE = frozenset({"backend", "platform", "decode_attn_mechanism"})
 
 
@@ -259,7 +257,7 @@ def canonical_field(name: str) -> str:
     return FIELD_ALIASES.get(name, name)
 
 
-def normalize(name: str, value: Any) -> Any:
+def normalize(name: str, value: object) -> Any:
     """Return the canonical form of a field's value.
 
     Names lose their aliases, dtypes become strings, lists tuples, mappings the dataclasses of
@@ -267,7 +265,7 @@ def normalize(name: str, value: Any) -> Any:
 
     Args:
         name: a key of `FIELDS`.
-        value: what was given.
+        value: in any form that the field accepts.
 
     Raises:
         ConfigError: the value is of the wrong kind or not one of the allowed names.
@@ -277,13 +275,11 @@ def normalize(name: str, value: Any) -> Any:
     if value is None:
         pass
     elif name in _DTYPE_FIELDS:
-        dtype = canonical_dtype(value)
-        if "float" not in dtype:
-            raise ConfigError(
-                f"{name} = {dtype!r} is not a floating-point dtype ({FIELDS[name].doc}); for a "
-                "quantized cache set kv_cache_quantization_config"
-            )
-        return dtype
+        try:
+            return canonical_float(value)
+        except ConfigError as error:
+            cache = "; for a quantized cache set kv_cache_quantization_config"
+            raise ConfigError(f"{name}: {error}{cache if name == 'kvdtype' else ''}") from None
     elif name in _NAMES:
         kind, known, aliases = _NAMES[name]
         plain = getattr(value, "value", value)
@@ -310,23 +306,79 @@ def normalize(name: str, value: Any) -> Any:
     elif name == "operation_configs":
         if not isinstance(value, Mapping):
             raise ConfigError(f"operation_configs maps operations to settings, got {value!r}")
-        known, aliases = _NAMES["attn_mechanism"][1:]
-        for key in value:
-            if aliases.get(key, key) not in known:
-                raise unknown_name("operation in operation_configs", key, known)
-        return {aliases.get(k, k): from_mapping(BaseOperationConfig, v) for k, v in value.items()}
+        return _operations(value)
     try:
-        return _adapter(name).validate_python(value)
+        result = _adapter(name).validate_python(value)
+        if name == "sharding_axis_names":
+            check_names(result)
+        elif name in _AXIS_SIZES and result is not None:
+            check_sizes(result)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
         message = problem["msg"]
         raise ConfigError(f"{name}{where} = {value!r}: {message} ({FIELDS[name].doc})") from None
+    except MeshError as error:
+        raise MeshError(f"{name}: {error}") from None
+    return result
+
+
+def check_together(values: Mapping[str, Any]) -> None:
+    """Check fields against each other.
+
+    Args:
+        values: field -> value in canonical form; a field that is missing is at its default.
+
+    Raises:
+        ConfigError: two fields contradict each other; `field` says which of them to change.
+    """
+    settings = {name: values.get(name, field.default) for name, field in FIELDS.items()}
+    names = settings["sharding_axis_names"]
+    for field in _AXIS_SIZES:
+        dims = settings[field]
+        if dims is not None and len(dims) != len(names):
+            raise ConfigError(
+                f"{field} = {dims} has {len(dims)} sizes for {len(names)} axes {names}",
+                field=field,
+            )
+    sizes = total_sizes(*(settings[field] for field in _AXIS_SIZES))
+    settings["partition_axis"].on(names, sizes)
+    for field in _SEQUENCE_AXES:
+        for axis in split(settings[field]):
+            # The default stands for whichever axis has its place.
+            if axis not in names and settings[field] != FIELDS[field].default:
+                raise ConfigError(
+                    f"{field}: the mesh has no axis {axis!r}{did_you_mean(axis, names)} ({names})",
+                    field=field,
+                )
+    low, high = settings["fcm_min_ratio"], settings["fcm_max_ratio"]
+    if low > high:
+        raise ConfigError(
+            f"fcm_min_ratio = {low} is above fcm_max_ratio = {high}: each batch draws between the "
+            "two",
+            field="fcm_min_ratio",
+        )
 
 
 @functools.cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(FIELDS[name].type)
+    kind: Any = Annotated[FIELDS[name].type, NumbersAreNumbers()]
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+
+
+def _operations(value: object) -> dict[str, BaseOperationConfig]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"operation_configs maps operations to settings, got {value!r}")
+    known, aliases = _NAMES["attn_mechanism"][1:]
+    result: dict[str, BaseOperationConfig] = {}
+    for key, settings in value.items():
+        name = aliases.get(key, key)
+        if name not in known:
+            raise unknown_name("operation in operation_configs", key, known)
+        if name in result:
+            raise ConfigError(f"operation_configs: {key!r} is another name of {name!r}: keep one")
+        result[name] = from_mapping(BaseOperationConfig, settings, OPERATION_FIELD_ALIASES)
+    return result
 
 
 def _rules(value: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:

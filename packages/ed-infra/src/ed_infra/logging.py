@@ -41,7 +41,7 @@ def once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> 
 
 
 def forget_said() -> None:
-    """Let `once` say again what it said; for tests."""
+    """Let `once` repeat its messages; for tests."""
     _said.clear()
 
 

@@ -6,15 +6,18 @@ Shapes: `b` batch, `s` query positions, `t` key positions, `n` segments.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, Int
 
+#: A window or a chunk, in positions: fixed, or traced (0 = none).
+Limit = int | jax.Array | None
 
-def segment_index(segment_ids: Any) -> Int[jax.Array, "b s"]:
+
+def segment_index(segment_ids: ArrayLike) -> Int[jax.Array, "b s"]:
     """Return each position's place inside its segment: int32 [b, s], from 0.
 
     Padding (segment 0) inside a segment counts, so that order is kept; ids are expected to grow
@@ -56,25 +59,25 @@ class MaskInfo:
     in_order: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
-    def from_segments(cls, segment_ids: Any, causal: bool = True) -> MaskInfo:
+    def from_segments(cls, segment_ids: ArrayLike, causal: bool = True) -> MaskInfo:
         """Make the mask of self-attention over packed rows, from int [b, s], 0 = padding."""
         segments = jnp.asarray(segment_ids, jnp.int32)
         index = segment_index(segments)
         return cls(segments, segments, index, index, causal, in_order=True)
 
     @classmethod
-    def from_attention_mask(cls, mask: Any, causal: bool = True) -> MaskInfo:
+    def from_attention_mask(cls, mask: ArrayLike, causal: bool = True) -> MaskInfo:
         """Make the mask of self-attention from Hugging Face's [b, s] mask, nonzero = a token."""
         return cls.from_segments(jnp.asarray(mask) != 0, causal)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Any, total: int, causal: bool = True) -> MaskInfo:
+    def from_cu_seqlens(cls, cu_seqlens: ArrayLike, total: int, causal: bool = True) -> MaskInfo:
         """Make the mask of one flat row, from the offsets of its segments.
 
         Args:
             cu_seqlens: int [n + 1], 0 first; equal neighbours are empty segments.
             total: tokens of the row; those from `cu_seqlens[-1]` on are padding.
-            causal: whether a token sees only itself and what precedes it.
+            causal: whether a token sees only itself and the tokens before it.
         """
         offsets = jnp.asarray(cu_seqlens, jnp.int32)
         places = jnp.arange(total, dtype=jnp.int32)
@@ -87,7 +90,7 @@ class MaskInfo:
         """Make the mask of self-attention over rows without padding."""
         return cls.from_segments(jnp.ones((batch, length), jnp.int32), causal)
 
-    def forgetful(self, key: jax.Array, min_ratio: Any, max_ratio: Any) -> MaskInfo:
+    def forgetful(self, key: jax.Array, min_ratio: ArrayLike, max_ratio: ArrayLike) -> MaskInfo:
         """Hide keys at random from all queries of their row (forgetful causal masking, Liu et al.,
         2022); the first key of a segment stays, so that no query sees nothing.
 
@@ -103,7 +106,7 @@ class MaskInfo:
         segments = jnp.where(keep, self.kv_segment_ids, 0)
         return dataclasses.replace(self, kv_segment_ids=segments, in_order=False)
 
-    def allowed(self, window: Any = None, chunk: Any = None) -> Bool[jax.Array, "b s t"]:
+    def allowed(self, window: Limit = None, chunk: Limit = None) -> Bool[jax.Array, "b s t"]:
         """Return the mask as bool [b, s, t], True where attention is allowed.
 
         Args:
@@ -125,13 +128,13 @@ class MaskInfo:
         return mask
 
     def create_bias(
-        self, dtype: Any = jnp.float32, window: Any = None, chunk: Any = None
+        self, dtype: DTypeLike = jnp.float32, window: Limit = None, chunk: Limit = None
     ) -> Float[jax.Array, "b 1 s t"]:
         """Return the mask as an additive bias [b, 1, s, t]: 0, or the least finite number."""
         return to_bias(self.allowed(window, chunk)[:, None], dtype)
 
 
-def to_bias(mask: Any, dtype: Any = jnp.float32) -> Float[jax.Array, ...]:
+def to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[jax.Array, ...]:
     """Turn a boolean mask into an additive bias: 0 where True, else the least finite number."""
     return jnp.where(mask, jnp.zeros((), dtype), jnp.finfo(dtype).min)
 
@@ -142,7 +145,7 @@ def causal_mask(length: int) -> Bool[np.ndarray, "1 1 s s"]:
 
 
 def forgetful_mask(
-    key: jax.Array, shape: tuple[int, ...], ratio: Any
+    key: jax.Array, shape: tuple[int, ...], ratio: ArrayLike
 ) -> Bool[jax.Array, "b ... s t"]:
     """Return a forgetful causal mask: bool of `shape`, True where attention is kept.
 

@@ -1,4 +1,4 @@
-"""Device meshes: five named axes over the devices, with `-1` for what remains."""
+"""Device meshes: five named axes over the devices, with `-1` for the devices that remain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ed_infra.axes import AXIS_NAMES
+from ed_infra.axes import AXIS_NAMES, check_names, check_sizes
 from ed_infra.errors import MeshError
 
 # jax.Device is a variable to type checkers.
@@ -23,7 +23,7 @@ __all__ = ["AXIS_NAMES", "create_mesh", "resolve_axis_dims"]
 def resolve_axis_dims(
     dims: Sequence[int], device_count: int, names: Sequence[str] = AXIS_NAMES
 ) -> tuple[int, ...]:
-    """Replace `-1` in `dims` by what the other axes leave of `device_count`.
+    """Replace `-1` in `dims` by the number of devices that the other axes leave.
 
     A product smaller than `device_count` is allowed without a `-1`: the mesh then takes the first
     devices.
@@ -39,14 +39,10 @@ def resolve_axis_dims(
             "give one size for each name"
         )
     shown = ", ".join(f"{n}={d}" for n, d in zip(names, dims, strict=True))
-    if any(d < 1 and d != -1 for d in dims):
-        raise MeshError(f"mesh axes ({shown}): a size is at least 1, or -1 for what remains")
-    free = [i for i, d in enumerate(dims) if d == -1]
-    if len(free) > 1:
-        raise MeshError(f"mesh axes ({shown}): only one axis can be -1, {len(free)} are")
+    check_sizes(dims, names)
     fixed = math.prod(d for d in dims if d != -1)
     product = " × ".join(str(d) for d in dims if d != -1)
-    if not free:
+    if -1 not in dims:
         if fixed > device_count:
             raise MeshError(
                 f"mesh axes ({shown}) take {product} = {fixed} devices, but there are "
@@ -60,9 +56,7 @@ def resolve_axis_dims(
             f"{device_count / fixed:g} is not whole, so -1 cannot be resolved: the other sizes "
             f"must multiply to one of {', '.join(map(str, divisors))}"
         )
-    resolved = list(dims)
-    resolved[free[0]] = device_count // fixed
-    return tuple(resolved)
+    return tuple(device_count // fixed if d == -1 else d for d in dims)
 
 
 def create_mesh(
@@ -84,7 +78,7 @@ def create_mesh(
         dcn_dims: slices along each axis. The mesh's axis `i` has `dcn_dims[i] * dims[i]` entries,
             neighbours inside a slice first. Slices are TPU slices, else processes, else (one
             process, for trying it out) equal parts of the devices in order.
-        devices: what to use; all devices of `backend` by default.
+        devices: of the mesh; all devices of `backend` by default.
         backend: `"cpu"`, `"gpu"` or `"tpu"`; None = the default backend.
         process_is_granule: `dcn_dims` count processes, even where there are TPU slices.
         should_sort_granules_by_key: order slices (or processes) by their number, instead of by
@@ -95,8 +89,7 @@ def create_mesh(
     Raises:
         MeshError: the sizes do not fit the devices, or the backend is not there.
     """
-    if len(set(names)) != len(names):
-        raise MeshError(f"mesh axis names {tuple(names)}: a name occurs twice")
+    check_names(names)
     devices = list(devices) if devices is not None else _devices(backend)
     if dcn_dims is not None and math.prod(dcn_dims) != 1:
         granules = _granules(

@@ -14,6 +14,7 @@ from ed_infra.axes import (
     PARAM_AXES,
     MeshAxes,
     PartitionAxis,
+    split,
 )
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
 
@@ -47,7 +48,7 @@ class PartitionManager:
             axes: for each dimension a key of `ACTIVATION_AXES`, a mesh axis, or None.
             mode: `"train"` or `"prefill"` (whole sequences), or `"decode"` (one token each).
             shape: with `mesh`, dimensions that do not divide are replicated.
-            mesh: what the spec is for; axes that it lacks are dropped.
+            mesh: of the array; axes that it lacks are dropped.
 
         Raises:
             ConfigError: an axis or the mode is not known.
@@ -67,22 +68,15 @@ class PartitionManager:
         if name in table:
             field = table[name]
             return None if field is None else getattr(self.axis, field)
-        if name in self._mesh_axes():
+        if name in self.axis.mesh_axes():
             return name
         field = name if name.endswith("_axis") else f"{name}_axis"
         if field in PartitionAxis.__dataclass_fields__:
             return getattr(self.axis, field)
-        known = ", ".join([*table, *sorted(self._mesh_axes())])
+        known = ", ".join([*table, *sorted(self.axis.mesh_axes())])
         raise ConfigError(
             f"unknown {kind} axis {name!r}{did_you_mean(name, table)} (known: {known})"
         )
-
-    def _mesh_axes(self) -> set[str]:
-        names: set[str] = set()
-        for field in dataclasses.fields(self.axis):
-            value = getattr(self.axis, field.name)
-            names.update(value if isinstance(value, tuple) else [value] if value else [])
-        return names
 
 
 def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
@@ -90,7 +84,7 @@ def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
     used: set[str] = set()
     result: list[MeshAxes] = []
     for entry in axes:
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        names = split(entry)
         kept = tuple(n for n in names if n not in used)
         used.update(kept)
         result.append(kept[0] if len(kept) == 1 else kept or None)
@@ -100,7 +94,7 @@ def _distinct(axes: list[MeshAxes]) -> list[MeshAxes]:
 def fit_spec(
     spec: PartitionSpec, shape: Sequence[int] | None, mesh: Mesh | AbstractMesh
 ) -> tuple[PartitionSpec, list[str]]:
-    """Drop from a spec what a mesh or a shape cannot hold.
+    """Drop the axes from a spec that a mesh lacks, or by which a shape does not divide.
 
     Mesh axes of size 1 are dropped too, so that equal placements have equal specs.
 
@@ -124,8 +118,7 @@ def fit_spec(
     entries: list[MeshAxes] = []
     notes: list[str] = []
     for i, entry in enumerate(spec):
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        names = tuple(n for n in names if mesh.shape.get(n, 1) > 1)
+        names = tuple(n for n in split(entry) if mesh.shape.get(n, 1) > 1)
         ways = math.prod(mesh.shape[n] for n in names)
         if shape is not None and shape[i] % ways:
             notes.append(

@@ -11,8 +11,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ed_infra import sharding
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import RegistryError, did_you_mean
 
@@ -21,9 +25,19 @@ C = TypeVar("C", bound=type)
 GROUP = "easydel.models"
 
 
+class Registered(sharding.Placement, Protocol):
+    """A configuration, as far as the registry looks at it."""
+
+    model_type: ClassVar[str]
+
+    def replace(self) -> sharding.Placement:
+        """Return a copy that a module may seal."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ModuleRegistration:
-    """A module class, and what belongs to it.
+    """A module class with its configuration class.
 
     Attributes:
         module: the class.
@@ -36,6 +50,14 @@ class ModuleRegistration:
     config: type
     embedding_layer_names: tuple[str, ...] = ()
     layernorm_names: tuple[str, ...] = ()
+
+    def partition_rules(
+        self, config: Registered, fully_sharded: bool = True
+    ) -> tuple[tuple[str, PartitionSpec], ...]:
+        """Return the sharding rules of the module, from its shapes alone: no array is made."""
+        own = config.replace()
+        module = nnx.eval_shape(lambda: self.module(own, rngs=nnx.Rngs(0)))
+        return sharding.partition_rules(module, own, fully_sharded=fully_sharded)
 
 
 _configs: dict[str, type] = {}
@@ -137,7 +159,7 @@ def get_config(model_type: str) -> Any:
 
 
 def get_module_registration(task_type: TaskType | str, model_type: str) -> ModuleRegistration:
-    """Return what is registered for a task and model type.
+    """Return the registration of a task and model type.
 
     Raises:
         RegistryError: no installed package provides the model type, or not for this task.
@@ -164,6 +186,22 @@ def tasks_of(model_type: str) -> list[TaskType]:
     """Return the tasks that a model type has modules for."""
     _load(model_type)
     return [task for task, name in _modules if name == model_type]
+
+
+def partition_rules(
+    config: Registered, fully_sharded: bool = True
+) -> tuple[tuple[str, PartitionSpec], ...] | None:
+    """Return the sharding rules that follow from a configuration alone.
+
+    Args:
+        config: of a registered model type; the result is None for others.
+        fully_sharded: False leaves the fully-sharded axis out.
+    """
+    tasks = tasks_of(config.model_type)
+    if not tasks:
+        return None
+    registration = get_module_registration(tasks[0], config.model_type)
+    return registration.partition_rules(config, fully_sharded)
 
 
 def _unknown(model_type: str) -> RegistryError:

@@ -1,16 +1,16 @@
-"""Rotary position embeddings: inverse frequencies of every scaling, and the tables they make.
+"""Frequencies of rotary position embeddings, of every kind of scaling.
 
-The formulas are those of `transformers/modeling_rope_utils.py`, and the results are compared with
-them in the tests. Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `r2` = r / 2,
-`s` positions, `h` query heads, `g` key heads.
+The formulas are those of `transformers/modeling_rope_utils.py`; tests compare the results with
+theirs. `ed_infra.rotary` makes tables of the frequencies.
+
+Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `r2` = r / 2, `p` any leading
+dimensions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,112 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ed_infra.errors import ConfigError, unknown_name
-from ed_infra.rope_sections import select_axis
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeSettings:
-    """What the frequencies of one kind of layer depend on.
-
-    Attributes:
-        parameters: Hugging Face's `rope_parameters` of the layer kind, new spellings.
-        head_dim: k.
-        max_position_embeddings: positions that the model was configured for, or None.
-    """
-
-    parameters: Mapping[str, Any]
-    head_dim: int
-    max_position_embeddings: int | None = None
-
-    @property
-    def rope_type(self) -> str:
-        """Kind of scaling: a key of `ROPE_TYPES`."""
-        return self.parameters.get("rope_type", "default")
-
-    @property
-    def theta(self) -> float:
-        """Base of the frequencies."""
-        return float(self.parameters.get("rope_theta") or 10_000.0)
-
-    @property
-    def rotary_dim(self) -> int:
-        """r: how many of the k dimensions turn."""
-        return int(self.head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter, or `default` where it is missing or None."""
-        value = self.parameters.get(name)
-        return default if value is None else value
-
-    def need(self, name: str) -> Any:
-        """Return a parameter that this kind of scaling cannot do without."""
-        value = self.parameters.get(name)
-        if value is None and name == "original_max_position_embeddings":
-            value = self.max_position_embeddings
-        if value is None:
-            raise ConfigError(f"rope_parameters of rope_type {self.rope_type!r} need {name!r}")
-        return value
-
-
-def standard_parameters(
-    parameters: Mapping[str, Any] | None,
-    *,
-    rope_theta: float | None = None,
-    partial_rotary_factor: float | None = None,
-) -> dict[str, Any]:
-    """Return `rope_parameters` in new spelling: `type` becomes `rope_type`, the base goes inside.
-
-    Args:
-        parameters: `rope_parameters`, or the `rope_scaling` of an older file, or None.
-        rope_theta: base, where the mapping has none.
-        partial_rotary_factor: share of dimensions that turn, where the mapping has none.
-    """
-    result = dict(parameters or {})
-    legacy = result.pop("type", None)
-    result.setdefault("rope_type", legacy or "default")
-    if result["rope_type"] in ("su", "mrope"):  # names in the first Phi-3 and Qwen2-VL files
-        result["rope_type"] = {"su": "longrope", "mrope": "default"}[result["rope_type"]]
-    if result.get("rope_theta") is None:
-        result["rope_theta"] = 10_000.0 if rope_theta is None else rope_theta
-    if result.get("partial_rotary_factor") is None and partial_rotary_factor is not None:
-        result["partial_rotary_factor"] = partial_rotary_factor
-    return result
-
-
-def settings(
-    config: Any, head_dim: int | None = None, layer_type: str | None = None
-) -> RopeSettings:
-    """Read the settings out of a configuration.
-
-    Args:
-        config: a configuration, or a mapping of rope parameters.
-        head_dim: k; by default the configuration's, else hidden size over heads.
-        layer_type: which entry, where `rope_parameters` has one for each layer type.
-
-    Raises:
-        ConfigError: the head dimension or the layer type cannot be found.
-    """
-    if isinstance(config, Mapping):
-        parameters, positions = config, config.get("max_position_embeddings")
-    else:
-        parameters = getattr(config, "rope_parameters", None) or {}
-        positions = getattr(config, "max_position_embeddings", None)
-        head_dim = head_dim or getattr(config, "head_dim", None)
-        if head_dim is None and getattr(config, "hidden_size", None):
-            head_dim = config.hidden_size // config.num_attention_heads
-    if head_dim is None:
-        raise ConfigError("rotary embeddings need head_dim, or hidden_size and num_attention_heads")
-    nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-    if nested:
-        if layer_type not in nested:
-            raise unknown_name("layer type of rope_parameters", layer_type, nested)
-        parameters = nested[layer_type]
-    standard = standard_parameters(
-        parameters,
-        rope_theta=getattr(config, "rope_theta", None),
-        partial_rotary_factor=getattr(config, "partial_rotary_factor", None),
-    )
-    return RopeSettings(standard, head_dim, positions)
+from ed_infra.rope_parameters import RopeSettings, settings
 
 
 def _periods(theta: float, dim: int) -> np.ndarray:
@@ -151,7 +46,7 @@ def _linear(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
 
 
 def _dynamic(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
-    """Dynamic NTK: the base grows with the length beyond what the model was trained for."""
+    """Dynamic NTK: the base grows with the length, beyond the trained length."""
     trained = trained_length(s)
     factor, dim = float(s.need("factor")), s.rotary_dim
     reach = factor * max(length or trained, trained) / trained - (factor - 1)
@@ -216,7 +111,7 @@ def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     factor, trained = s.need("factor"), s.need("original_max_position_embeddings")
     low, high = s.need("low_freq_factor"), s.need("high_freq_factor")
     plain = _plain(s.theta, s.rotary_dim)
-    # Reciprocals, then products: what torch makes of a number over a tensor.
+    # Reciprocals, then products: torch divides a number by a tensor so.
     wavelength = (1 / plain) * np.float32(2 * math.pi)
     smooth = ((1 / wavelength) * trained - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain
@@ -233,7 +128,7 @@ def _proportional(s: RopeSettings, length: int | None) -> tuple[np.ndarray, floa
     return np.where(still, 0.0, plain / s.get("factor", 1.0)).astype(np.float32), 1.0
 
 
-#: Kind of scaling -> its formula.
+#: Kind of scaling -> its formula; the parameters that it reads are in `rope_parameters.READS`.
 ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -246,7 +141,7 @@ ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, flo
 
 
 def _settings_of(
-    config: Any, head_dim: int | None = None, layer_type: str | None = None
+    config: object, head_dim: int | None = None, layer_type: str | None = None
 ) -> RopeSettings:
     """Return the settings of a configuration, a mapping or settings, of a kind that is known."""
     if not isinstance(config, RopeSettings):
@@ -257,7 +152,7 @@ def _settings_of(
 
 
 def inv_frequencies(
-    config: Any,
+    config: object,
     head_dim: int | None = None,
     seq_len: int | None = None,
     layer_type: str | None = None,
@@ -281,7 +176,7 @@ def inv_frequencies(
     return np.asarray(frequencies, np.float32), float(attention)
 
 
-def depends_on_length(config: Any) -> bool:
+def depends_on_length(config: object) -> bool:
     """Return whether the rotary factors change with the length of a sequence.
 
     Args:
@@ -290,7 +185,7 @@ def depends_on_length(config: Any) -> bool:
     return _settings_of(config).rope_type in ("dynamic", "longrope")
 
 
-def trained_length(config: Any) -> int:
+def trained_length(config: object) -> int:
     """Return the length up to which the rotary factors are those of training.
 
     `dynamic` reads `max_position_embeddings` for that, `longrope` its
@@ -307,7 +202,7 @@ def trained_length(config: Any) -> int:
     return s.max_position_embeddings
 
 
-def length_class(config: Any, prompt_len: int) -> int:
+def length_class(config: object, prompt_len: int) -> int:
     """Return a number that two prompts share only if their rotary factors are equal.
 
     Keys and values may be shared between prompts of one class. The class is 0 up to the trained
@@ -325,7 +220,7 @@ def length_class(config: Any, prompt_len: int) -> int:
 
 
 def inv_frequencies_at(
-    config: Any, lengths: Int[jax.Array, "*p"]
+    config: object, lengths: Int[jax.Array, "*p"]
 ) -> tuple[Float[jax.Array, "*p r2"], float]:
     """Return the inverse frequencies of tokens whose sequences have different lengths.
 
@@ -359,100 +254,3 @@ def inv_frequencies_at(
     excess = jnp.maximum(lengths - trained, 0).astype(jnp.float32)
     growth = jnp.log1p(excess * np.float32(float(s.need("factor")) / trained))
     return jnp.exp(-growth * exponents.astype(np.float32)) * frequencies, attention
-
-
-def angles(
-    positions: Any, frequencies: Any, attention_scaling: float = 1.0, dtype: Any = jnp.float32
-) -> tuple[Float[jax.Array, "*p r2"], Float[jax.Array, "*p r2"]]:
-    """Return cos and sin of positions.
-
-    Args:
-        positions: int [...].
-        frequencies: float32 [r / 2].
-        attention_scaling: factor of both.
-        dtype: of the result; the angles themselves are float32.
-
-    Returns:
-        cos and sin, each [..., r / 2].
-    """
-    turned = jnp.asarray(positions, jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
-    return (
-        (jnp.cos(turned) * attention_scaling).astype(dtype),
-        (jnp.sin(turned) * attention_scaling).astype(dtype),
-    )
-
-
-def rotate(
-    x: Float[jax.Array, "*p k"], cos: jax.Array, sin: jax.Array, interleaved: bool = False
-) -> Float[jax.Array, "*p k"]:
-    """Turn the first r dimensions of the last axis; the rest pass unchanged.
-
-    Args:
-        x: [..., k].
-        cos: [..., r / 2], broadcast against `x` but for the last axis.
-        sin: as `cos`.
-        interleaved: pairs are neighbours (GPT-J) instead of the halves (NeoX, Hugging Face Llama).
-
-    Returns:
-        As `x`; computed in float32.
-    """
-    r = 2 * cos.shape[-1]
-    turning, rest = x[..., :r].astype(jnp.float32), x[..., r:]
-    cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
-    if interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turning.shape)
-    else:
-        a, b = jnp.split(turning, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    turned = turned.astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
-
-
-@dataclasses.dataclass(frozen=True)
-class RotaryTable:
-    """Rotary embedding of one configuration: callable on queries and keys, or `sin, cos` tables.
-
-    `rope(query, key, positions)` turns both, with heads on the axis before the last;
-    `sin, cos = rope` unpacks the tables, each [s, r / 2], in the table's dtype.
-
-    Attributes:
-        axis: which axis of positions turns each frequency (`ed_infra.rope_sections`), where a model
-            has several; positions are then [a, ..., s].
-    """
-
-    frequencies: np.ndarray
-    attention_scaling: float = 1.0
-    length: int = 0
-    interleaved: bool = False
-    dtype: Any = jnp.float32
-    axis: np.ndarray | None = None
-
-    def tables(self) -> tuple[jax.Array, jax.Array]:
-        """Return sin and cos of positions 0 … length - 1, each [s, r / 2]."""
-        cos, sin = angles(
-            jnp.arange(self.length), self.frequencies, self.attention_scaling, self.dtype
-        )
-        return sin, cos
-
-    def __iter__(self) -> Any:
-        return iter(self.tables())
-
-    def __call__(
-        self, query: jax.Array, key: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Turn query and key.
-
-        Args:
-            query: [..., s, h, k].
-            key: [..., s, g, k].
-            positions: int [..., s], or [a, ..., s] where there are several axes.
-        """
-        cos, sin = angles(positions, self.frequencies, self.attention_scaling)
-        if self.axis is not None and jnp.ndim(positions) == query.ndim - 1:
-            cos, sin = select_axis(cos, self.axis), select_axis(sin, self.axis)
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        return (
-            rotate(query, cos, sin, self.interleaved),
-            rotate(key, cos, sin, self.interleaved),
-        )

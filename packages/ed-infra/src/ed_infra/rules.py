@@ -1,21 +1,26 @@
 """Ordered rules over the names of parameters: `pattern -> value`, the first match decides.
 
-One dialect for all that is said about parameters by name: sharding, weight decay, learning rates,
-what is trained, LoRA targets, quantization. A pattern is a regular expression that is searched in
-the canonical name of each layer's parameter (`model.layers.3.self_attn.q_proj.kernel`, its parts
-joined by `.` or `/`).
+Everything that selects parameters by name uses them: sharding, weight decay, learning rates,
+trainable parameters, LoRA targets, quantization. A pattern is a regular expression, searched in the
+canonical name of each layer's parameter (`model.layers.3.self_attn.q_proj.kernel`, its parts joined
+by `.` or `/`).
+
+    decay = Rules([(r"bias$|norm", 0.0), (".*", 0.1)], kind="weight decay rule")
+    decay.match("model.layers.3.self_attn.q_proj.kernel")  # (".*", 0.1)
+    rates = decay.tree(params)                             # params, with a number for each array
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ed_infra import paths
 from ed_infra.errors import ConfigError, did_you_mean
 
 V = TypeVar("V")
+D = TypeVar("D")
 
 
 class Rules(Generic[V]):
@@ -23,31 +28,38 @@ class Rules(Generic[V]):
 
     Args:
         rules: (pattern, value) pairs, in order.
-        kind: what a rule is called in messages (`"sharding rule"`).
+        kind: name of such a rule in messages (`"sharding rule"`).
 
     Raises:
-        ConfigError: a pattern is no regular expression.
+        ConfigError: a pattern is no regular expression, or `rules` are not pairs.
     """
 
     def __init__(self, rules: Iterable[tuple[str, V]], *, kind: str):
         self.kind = kind
         self._rules: list[tuple[str, re.Pattern[str], V]] = []
-        for pattern, value in rules:
+        for rule in rules:
             try:
+                pattern, value = rule
                 self._rules.append((pattern, re.compile(pattern), value))
             except re.error as error:
-                raise ConfigError(f"{kind} {pattern!r} is not a pattern: {error}") from None
+                raise ConfigError(f"{kind} {rule[0]!r} is not a pattern: {error}") from None
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"a {kind} is a pair of a regular expression and a value, got {rule!r}"
+                ) from None
         self._used: set[int] = set()
-        self._seen: list[str] = []
+        self._seen: dict[str, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._rules)
 
     def match(self, name: str) -> tuple[str, V] | None:
-        """Return the pattern and value of the first rule that matches a canonical name."""
-        self._seen.append(name)
+        """Return the pattern and value of the first rule that matches a canonical name.
+
+        Every rule that matches counts as used, those after the first one too.
+        """
+        self._seen[name] = None
         slashed = name.replace(".", "/")
-        # Two rules may match; both count as used, the first decides.
         hits = [
             i
             for i, (_, regex, _) in enumerate(self._rules)
@@ -56,31 +68,69 @@ class Rules(Generic[V]):
         self._used.update(hits)
         return (self._rules[hits[0]][0], self._rules[hits[0]][2]) if hits else None
 
-    def at(self, path: Sequence[Any], default: Any = None) -> V | Any:
+    def at(self, path: Sequence[Any], default: D = None) -> V | D:
         """Return the value for the variable stored at a path; `default` where no rule matches.
 
         Raises:
-            ConfigError: the rules differ between layers that are stored as one array.
+            ConfigError: the values differ between layers that are stored as one array.
         """
         names = paths.canonical(path)
-        found = [self.match(name) for name in names]
-        for name, hit in zip(names, found, strict=True):
-            if (hit and hit[1]) != (found[0] and found[0][1]):
-                first = found[0][0] if found[0] else "no rule"
-                other = hit[0] if hit else "no rule"
+        matches = [self.match(name) for name in names]
+        values = [default if match is None else match[1] for match in matches]
+        for i, value in enumerate(values):
+            if value != values[0]:
+                first, other = (m[0] if m else "no rule" for m in (matches[0], matches[i]))
                 raise ConfigError(
-                    f"{self.kind}s give {names[0]} {first!r} and {name} {other!r}, but these "
-                    "layers are one stacked array: write one rule for both, or set "
-                    "scan_layers: false"
+                    f"{self.kind}s give {names[0]} {values[0]} ({first!r}) and {names[i]} {value} "
+                    f"({other!r}), but these layers are one stacked array: write one rule for "
+                    "both, or set scan_layers: false"
                 )
-        return default if found[0] is None else found[0][1]
+        return values[0]
+
+    def tree(self, state: Any, default: object = None) -> Any:
+        """Return `state` with the value of each leaf's rule in the place of the leaf.
+
+        Args:
+            state: any pytree whose paths are those of a model: `nnx.State`, a dict of arrays.
+            default: where no rule matches.
+
+        Returns:
+            The structure of `state`: a mask or labels for optax, or whatever else the values are.
+
+        Raises:
+            ConfigError: as `at`; or a rule matches nothing in `state`.
+        """
+        import jax
+
+        result = jax.tree_util.tree_map_with_path(lambda path, _: self.at(path, default), state)
+        self.check_used()
+        return result
+
+    def filter(self, default: object = None) -> Callable[[Sequence[Any], Any], bool]:
+        """Return a filter of flax's nnx: the variables whose rule has a true value.
+
+        `nnx.split(model, rules.filter(), ...)` takes them apart from the rest; `check_used`
+        afterwards says whether each rule matched something.
+        """
+        return lambda path, _: bool(self.at(path, default))
 
     def check_used(self) -> None:
         """Raise ConfigError for a rule that has matched nothing, with the nearest name."""
         for i, (pattern, _, _) in enumerate(self._rules):
             if i not in self._used:
-                example = self._seen[0] if self._seen else "(there are no parameters)"
+                example = next(iter(self._seen), "(there are no parameters)")
                 raise ConfigError(
-                    f"{self.kind} {pattern!r} matches no parameter"
-                    f"{did_you_mean(pattern, self._seen)}. Names look like {example}"
+                    f"{self.kind} {pattern!r} matches no parameter{self._nearest(pattern)}. "
+                    f"Names look like {example}"
                 )
+
+    def _nearest(self, pattern: str) -> str:
+        """Return a hint: the part of a name that is nearest to a pattern without its wildcards."""
+        plain = re.sub(r"\\[dws]|[\\^$*+?()\[\]|]|\.(?=[*+])", "", pattern).replace("/", ".")
+        words = [word for word in plain.split(".") if word]
+        near: dict[str, None] = {}
+        for name in self._seen:
+            parts = [part for part in name.split(".") if not part.isdigit() or part in words]
+            for i in range(len(parts) - len(words) + 1):
+                near[".".join(parts[i : i + len(words)])] = None
+        return did_you_mean(".".join(words), near) if words else ""

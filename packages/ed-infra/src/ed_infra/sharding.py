@@ -1,6 +1,6 @@
 """Where parameters live: from logical axes to shardings, and modules that are created sharded.
 
-A parameter declares what its dimensions mean where it is made, for one layer:
+A parameter declares the meaning of its dimensions where it is made, for one layer:
 `nnx.Param(value, axes=("embed", "heads"))`. Everything here is a function of a module's (abstract)
 state and a configuration; nothing reads a global mesh.
 """
@@ -9,28 +9,54 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from ed_infra import paths
+from ed_infra.axes import split
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
 from ed_infra.logging import get_logger, once
 from ed_infra.partition import PartitionManager, fit_spec
-
-if TYPE_CHECKING:
-    from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.rules import Rules
 
 M = TypeVar("M", bound=nnx.Module)
-Rules = Sequence[tuple[str, Any]]
+State = nnx.State | nnx.Module
+Path = tuple[Any, ...]
+#: (regular expression over canonical names, spec of one layer) pairs, the first match deciding.
+Overrides = Sequence[tuple[str, Any]]
 
 logger = get_logger(__name__)
 
 
-def _leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+class Placement(Protocol):
+    """A configuration, as far as sharding looks at it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        ...
+
+    @property
+    def partition_manager(self) -> PartitionManager:
+        """From the meaning of dimensions to mesh axes."""
+        ...
+
+    @property
+    def sharding_rules(self) -> Overrides | None:
+        """Overrides that a user wrote."""
+        ...
+
+    def own_partition_rules(self) -> Overrides | None:
+        """Overrides of the class."""
+        ...
+
+
+def _leaves(state: State) -> list[tuple[Path, Any]]:
     """Variables of a state (or module) with their storage paths."""
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
@@ -41,33 +67,33 @@ def _array(variable: Any) -> Any:
     return variable.get_value() if isinstance(variable, nnx.Variable) else variable
 
 
-def logical_axes(state: Any) -> dict[tuple[Any, ...], tuple[str | None, ...] | None]:
+def _axes(variable: Any) -> tuple[str | None, ...] | None:
+    axes = variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
+    return None if axes is None else tuple(axes)
+
+
+def logical_axes(state: State) -> dict[Path, tuple[str | None, ...] | None]:
     """Return the logical axes of each variable by storage path, for one layer.
 
     None where a variable declares none; it is then replicated.
     """
-    result = {}
-    for path, variable in _leaves(state):
-        axes = variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
-        result[path] = None if axes is None else tuple(axes)
-    return result
+    return {path: _axes(variable) for path, variable in _leaves(state)}
 
 
 def specs(
-    state: Any,
-    config: EasyDeLBaseConfig | PartitionManager,
+    state: State,
+    config: Placement | PartitionManager,
     mesh: Mesh | AbstractMesh | None = None,
-    overrides: Rules | None = None,
+    overrides: Overrides | None = None,
 ) -> Any:
     """Return the `PartitionSpec` of each variable, in the structure of `state`.
 
     Args:
         state: `nnx.State` or module, abstract or not.
-        config: gives the rules, and the mesh and overrides where they are not given.
-        mesh: what to place on; an abstract one will do.
-        overrides: (regular expression, spec) pairs that are tried in order on the canonical name of
-            each layer's parameter (`/` or `.` between its parts) before the logical axes. The specs
-            are those of one layer.
+        config: says what each axis means; its mesh and its overrides are the defaults.
+        mesh: where the arrays go; an abstract one will do.
+        overrides: rules (`ed_infra.rules`) that are tried before the logical axes. The specs are
+            those of one layer.
 
     Returns:
         A state of the same structure. A dimension that does not divide by its mesh axes is
@@ -78,17 +104,11 @@ def specs(
             layers that are stored as one array.
     """
     manager, place, overrides = _settings(config, mesh, overrides)
-    rules = _Rules(overrides, place)
+    rules = _rules(overrides, place)
     flat = []
     for path, variable in _leaves(state):
-        array = _array(variable)
-        shape = tuple(getattr(array, "shape", ()))
-        spec = rules.match(path)
-        if spec is None:
-            axes = (
-                variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
-            )
-            spec = manager.param(axes) if axes is not None else PartitionSpec()
+        shape = tuple(getattr(_array(variable), "shape", ()))
+        spec = _layer_spec(path, variable, rules, manager)
         if len(spec) and paths.is_stacked(path):
             spec = PartitionSpec(None, *spec)
         name = paths.canonical(path)[0]
@@ -104,10 +124,10 @@ def specs(
 
 
 def shardings(
-    state: Any,
-    config: EasyDeLBaseConfig | PartitionManager,
+    state: State,
+    config: Placement | PartitionManager,
     mesh: Mesh | None = None,
-    overrides: Rules | None = None,
+    overrides: Overrides | None = None,
 ) -> Any:
     """Return the `NamedSharding` of each variable, in the structure of `state`; see `specs`."""
     place = _settings(config, mesh, overrides)[1]
@@ -116,23 +136,26 @@ def shardings(
 
 
 def partition_rules(
-    state: Any, config: EasyDeLBaseConfig, mesh: Mesh | None = None
+    state: State, config: Placement, mesh: Mesh | None = None, fully_sharded: bool = True
 ) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the sharding as (regular expression, spec) rules, one for each kind of parameter.
 
-    The rules are what `specs` gives, before dimensions are checked against sizes; given back as
-    overrides they change nothing.
+    The rules are what `specs` returns, before dimensions are checked against sizes; as overrides
+    they change nothing.
+
+    Args:
+        state: as in `specs`.
+        config: as in `specs`.
+        mesh: as in `specs`.
+        fully_sharded: False leaves the fully-sharded axis out, as for serving with tensor
+            parallelism alone.
     """
     manager, place, overrides = _settings(config, mesh, None)
-    matcher = _Rules(overrides, place)
+    matcher = _rules(overrides, place)
+    omitted = None if fully_sharded else manager.axis.fully_sharded_data_parallel_axis
     rules: dict[str, PartitionSpec] = {}
     for path, variable in _leaves(state):
-        spec = matcher.match(path)
-        if spec is None:
-            axes = (
-                variable.get_metadata().get("axes") if isinstance(variable, nnx.Variable) else None
-            )
-            spec = manager.param(axes) if axes is not None else PartitionSpec()
+        spec = _without(omitted, _layer_spec(path, variable, matcher, manager))
         for name in paths.canonical(path):
             pattern = "^" + re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) + "$"
             if rules.setdefault(pattern, spec) != spec:
@@ -142,7 +165,7 @@ def partition_rules(
     return tuple(ordered)
 
 
-def create_sharded(build: Callable[[], M], config: EasyDeLBaseConfig, **settings: Any) -> M:
+def create_sharded(build: Callable[[], M], config: Placement, **settings: Any) -> M:
     """Build a module whose parameters are made on the devices that keep them.
 
     No device or host ever holds a parameter that is not its own: `build` is traced for shapes, then
@@ -168,7 +191,7 @@ def create_sharded(build: Callable[[], M], config: EasyDeLBaseConfig, **settings
         return nnx.merge(graphdef, _filled(abstract_state, values))
 
 
-def _filled(state: Any, values: Iterable[Any]) -> Any:
+def _filled(state: nnx.State, values: Iterable[Any]) -> Any:
     """Put arrays, in flat order, into the variables of a state."""
     flat = []
     for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
@@ -178,21 +201,23 @@ def _filled(state: Any, values: Iterable[Any]) -> Any:
     return nnx.from_flat_state(flat)
 
 
-def shard(module: M, config: EasyDeLBaseConfig, **settings: Any) -> M:
+def shard(module: M, config: Placement, **settings: Any) -> M:
     """Return the module with its parameters placed by the configuration; see `specs`."""
     graphdef, state = nnx.split(module)
     by_path = dict(nnx.to_flat_state(shardings(state, config, **settings)))
     return _placed(graphdef, state, lambda path: by_path[path])
 
 
-def gather(module: M, config: EasyDeLBaseConfig, mesh: Mesh | None = None) -> M:
+def gather(module: M, config: Placement, mesh: Mesh | None = None) -> M:
     """Return the module with each parameter whole on each device of the mesh."""
     everywhere = NamedSharding(_settings(config, mesh, None)[1], PartitionSpec())
     graphdef, state = nnx.split(module)
     return _placed(graphdef, state, lambda path: everywhere)
 
 
-def _placed(graphdef: Any, state: Any, where: Callable[[tuple[Any, ...]], NamedSharding]) -> Any:
+def _placed(
+    graphdef: nnx.GraphDef, state: nnx.State, where: Callable[[Path], NamedSharding]
+) -> Any:
     flat = nnx.to_flat_state(state)
     arrays = [_array(variable) for _, variable in flat]
     moved = jax.device_put(arrays, [where(path) for path, _ in flat])
@@ -203,7 +228,7 @@ def _placed(graphdef: Any, state: Any, where: Callable[[tuple[Any, ...]], NamedS
 def constrain(
     x: jax.Array,
     axes: Sequence[str | None],
-    config: EasyDeLBaseConfig,
+    config: Placement,
     mode: str = "train",
 ) -> jax.Array:
     """Tell the compiler how an activation is split; a no-op on one device.
@@ -223,10 +248,10 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def make_global(batch: Any, sharding: NamedSharding | Any, *, rows: int | None = None) -> Any:
+def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
     """Turn a batch of numpy arrays on each process into global arrays.
 
-    Each process copies to its devices only what they hold.
+    Each process copies to its devices only the parts that they hold.
 
     Args:
         batch: pytree of numpy arrays. Without `rows` they are the whole batch, equal on all
@@ -239,7 +264,7 @@ def make_global(batch: Any, sharding: NamedSharding | Any, *, rows: int | None =
         ConfigError: a process gives a number of rows that is not the one it should.
     """
 
-    def place(array: Any, where: NamedSharding) -> jax.Array:
+    def place(array: ArrayLike, where: NamedSharding) -> jax.Array:
         array = np.asarray(array)
         first, shape = 0, array.shape
         if rows is not None:
@@ -287,15 +312,35 @@ def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _settings(
-    config: EasyDeLBaseConfig | PartitionManager, mesh: Any, overrides: Rules | None
-) -> tuple[PartitionManager, Any, Rules]:
+    config: Placement | PartitionManager,
+    mesh: Mesh | AbstractMesh | None,
+    overrides: Overrides | None,
+) -> tuple[PartitionManager, Any, Overrides]:
     if isinstance(config, PartitionManager):
         if mesh is None:
-            raise ConfigError("a PartitionManager has no mesh: give mesh=...")
+            raise ConfigError("a PartitionManager has no mesh: pass mesh=...")
         return config, mesh, overrides or ()
     if overrides is None:
         overrides = (*(config.sharding_rules or ()), *(config.own_partition_rules() or ()))
     return config.partition_manager, mesh if mesh is not None else config.mesh, overrides
+
+
+def _layer_spec(
+    path: Path, variable: Any, rules: Rules[PartitionSpec], manager: PartitionManager
+) -> PartitionSpec:
+    """Return the spec of one layer's parameter: of its rule, else of its logical axes."""
+    spec = rules.at(path)
+    if spec is not None:
+        return spec
+    axes = _axes(variable)
+    return manager.param(axes) if axes is not None else PartitionSpec()
+
+
+def _without(axis: str | None, spec: PartitionSpec) -> PartitionSpec:
+    if axis is None:
+        return spec
+    kept = [tuple(name for name in split(entry) if name != axis) for entry in spec]
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
 
 
 def _family(name: str) -> str:
@@ -303,75 +348,20 @@ def _family(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _checked(pattern: str, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Return the spec of a rule, all of whose axes the mesh has, each used once."""
-    used: list[str] = []
-    for entry in spec:
-        used += [entry] if isinstance(entry, str) else entry or ()
-    for axis in used:
-        if axis not in mesh.axis_names:
-            raise ConfigError(
-                f"sharding rule {pattern!r} names the mesh axis {axis!r}"
-                f"{did_you_mean(axis, mesh.axis_names)} (axes: {', '.join(mesh.axis_names)})"
-            )
-        if used.count(axis) > 1:
-            raise ConfigError(
-                f"sharding rule {pattern!r} uses the mesh axis {axis!r} twice in {spec}: the "
-                "devices along an axis can split one dimension only"
-            )
-    return spec
-
-
-class _Rules:
-    """Regular expressions over canonical names; each must match something."""
-
-    def __init__(self, rules: Rules, mesh: Mesh | AbstractMesh):
-        self.rules: list[tuple[str, re.Pattern[str], PartitionSpec]] = []
-        for pattern, spec in rules:
-            try:
-                compiled = re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"sharding rule {pattern!r} is not a pattern: {error}") from None
-            spec = _checked(pattern, PartitionSpec(*spec), mesh)
-            self.rules.append((pattern, compiled, spec))
-        self.used: set[int] = set()
-        self.seen: list[str] = []
-
-    def match(self, path: tuple[Any, ...]) -> PartitionSpec | None:
-        """Return the spec of the first rule that matches, for one layer; None if none does."""
-        if not self.rules:
-            return None
-        names = paths.canonical(path)
-        self.seen.append(names[0])
-        found = [self._first(name) for name in names]
-        chosen = {spec for _, spec in found}
-        if len(chosen) > 1:
-            a = found[0]
-            i = next(i for i, b in enumerate(found) if b[1] != a[1])
-            raise ConfigError(
-                f"sharding rules give {names[0]} {a[1] or 'no rule'} ({a[0]!r}) and {names[i]} "
-                f"{found[i][1] or 'no rule'} ({found[i][0]!r}), but these layers are one stacked "
-                "array: write one rule for both, or set scan_layers: false"
-            )
-        return found[0][1]
-
-    def _first(self, name: str) -> tuple[str | None, PartitionSpec | None]:
-        slashed = name.replace(".", "/")
-        # Two rules may match; both count as used, the first decides.
-        matches = [
-            (i, rule)
-            for i, rule in enumerate(self.rules)
-            if rule[1].search(slashed) or rule[1].search(name)
-        ]
-        self.used.update(i for i, _ in matches)
-        return (matches[0][1][0], matches[0][1][2]) if matches else (None, None)
-
-    def check_used(self) -> None:
-        """Raise for a rule that matched no parameter."""
-        for i, (pattern, _, _) in enumerate(self.rules):
-            if i not in self.used:
-                hint = did_you_mean(pattern, self.seen)
+def _rules(overrides: Overrides, mesh: Mesh | AbstractMesh) -> Rules[PartitionSpec]:
+    """Return the rules; the mesh has all of their axes, and each spec uses an axis once."""
+    for pattern, spec in overrides:
+        used = [axis for entry in spec for axis in split(entry)]
+        for axis in used:
+            if axis not in mesh.axis_names:
                 raise ConfigError(
-                    f"sharding rule {pattern!r} matches no parameter{hint}. Names look like "
-                    f"{self.seen[0] if self.seen else '(there are no parameters)'}"
+                    f"sharding rule {pattern!r} names the mesh axis {axis!r}"
+                    f"{did_you_mean(axis, mesh.axis_names)} (axes: {', '.join(mesh.axis_names)})"
                 )
+            if used.count(axis) > 1:
+                raise ConfigError(
+                    f"sharding rule {pattern!r} uses the mesh axis {axis!r} twice in {spec}: the "
+                    "devices along an axis can split one dimension only"
+                )
+    specs = [(pattern, PartitionSpec(*spec)) for pattern, spec in overrides]
+    return Rules(specs, kind="sharding rule")

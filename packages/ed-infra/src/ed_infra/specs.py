@@ -40,6 +40,10 @@ QUANTIZATION_ALIASES: dict[str, str] = {
 }
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 @dataclasses.dataclass(frozen=True)
 class EasyDeLQuantizationConfig:
     """How the weights of linear layers, or the entries of a KV cache, are quantized.
@@ -48,7 +52,7 @@ class EasyDeLQuantizationConfig:
         dtype: format, a key of `QUANTIZATION_FORMATS` or of `QUANTIZATION_ALIASES`.
         group_size: values that share a scale along the contracted dimension; None = the whole
             dimension (one scale for each output channel).
-        pattern: regular expression over canonical names; only what it matches is quantized.
+        pattern: regular expression over canonical names; it selects the quantized parameters.
     """
 
     dtype: str = "nf4"
@@ -61,8 +65,8 @@ class EasyDeLQuantizationConfig:
             known = [*QUANTIZATION_FORMATS, *QUANTIZATION_ALIASES]
             raise unknown_name("quantization format", self.dtype, known)
         object.__setattr__(self, "dtype", name)
-        if self.group_size is not None and self.group_size < 1:
-            raise ConfigError(f"group_size must be at least 1 or None, got {self.group_size}")
+        if self.group_size is not None and not _is_count(self.group_size):
+            raise ConfigError(f"group_size must be at least 1 or None, got {self.group_size!r}")
         if self.group_size is None and name in ("nf4", "int4", "w4a8"):
             object.__setattr__(self, "group_size", 64)
 
@@ -110,12 +114,16 @@ class BaseOperationConfig:
             raise unknown_name("platform of an operation", self.platform, known)
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or size < 1):
+            if size is not None and not _is_count(size):
                 raise ConfigError(f"{name} of an operation is a number of positions, got {size!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return dataclasses.asdict(self)
+
+
+#: Other names of the fields of `BaseOperationConfig`: those of the configuration's own fields.
+OPERATION_FIELD_ALIASES: dict[str, str] = {"blocksize_q": "block_q", "blocksize_k": "block_k"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +166,8 @@ class LoraSpec:
     targets: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"LoRA rank must be at least 1, got {self.rank}")
+        if not _is_count(self.rank):
+            raise ConfigError(f"LoRA rank must be at least 1, got {self.rank!r}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"LoRA dropout must be in [0, 1), got {self.dropout}")
 
@@ -175,7 +183,8 @@ def from_mapping(
     """Make one of the dataclasses above from a mapping of its fields.
 
     Raises:
-        ConfigError: a key is not a field; the message names the nearest one.
+        ConfigError: a key is not a field (the message names the nearest one), or a field and its
+            alias stand beside each other.
     """
     if isinstance(value, cls):
         return value
@@ -188,12 +197,14 @@ def from_mapping(
         if name not in known:
             hint = did_you_mean(str(key), [*known, *(aliases or {})])
             raise ConfigError(f"{cls.__name__} has no field {key!r}{hint}")
+        if name in fields:
+            raise ConfigError(f"{cls.__name__}: {key!r} is another name of {name!r}: keep one")
         fields[name] = item
     return cls(**fields)
 
 
-def to_json(value: Any) -> Any:
-    """Turn a configuration value into what JSON can hold.
+def to_json(value: object) -> Any:
+    """Turn a configuration value into JSON values.
 
     Tuples become lists, dtypes their names, the dataclasses above mappings of their fields.
 
@@ -212,8 +223,8 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(to_json(item) for item in value)
-    if hasattr(value, "to_dict"):
-        return to_json(value.to_dict())
+    if callable(own := getattr(value, "to_dict", None)):
+        return to_json(own())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_json(dataclasses.asdict(value))
     if getattr(value, "shape", None) == ():  # a scalar of numpy or jax

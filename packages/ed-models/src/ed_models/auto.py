@@ -12,8 +12,10 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ed_models import hub
+from ed_models.loading import float_dtype
 from ed_models.module import EasyDeLBaseModule
 
 
@@ -27,34 +29,23 @@ class AutoEasyDeLConfig:
     def from_pretrained(
         cls,
         name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-        **changes: Any,
+        **options: Any,
     ) -> EasyDeLBaseConfig:
         """Read config.json from a directory or a hub repository.
 
         Args:
             name_or_path: the directory or repository.
-            revision, token, cache_dir, local_files_only, force_download: of the hub.
-            changes: fields to set instead of the file's values; unknown names are errors.
+            options: those of `ed_models.hub.HubOptions`; all others are fields to set instead of
+                the file's values, and unknown names are errors.
 
         Raises:
             CheckpointError: no readable config.json.
             RegistryError: nobody has registered its model type.
         """
-        directory = hub.resolve(
-            name_or_path,
-            weights=False,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
+        of_hub = hub.HubOptions.__annotations__
+        changes = {name: value for name, value in options.items() if name not in of_hub}
+        where = {name: value for name, value in options.items() if name in of_hub}
+        directory = hub.resolve(name_or_path, weights=False, **where)
         return hub.read_config(directory, **changes)
 
     @classmethod
@@ -84,8 +75,8 @@ class _AutoModel:
     def from_config(
         cls,
         config: EasyDeLBaseConfig,
-        dtype: Any = jnp.bfloat16,
-        param_dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.bfloat16,
         precision: jax.lax.PrecisionLike = None,
         *,
         rngs: nnx.Rngs | None = None,
@@ -108,7 +99,11 @@ class _AutoModel:
         if rngs is not None:
             seed = int(jax.random.randint(rngs.params(), (), 0, 2**31 - 1))
         return registry.get_module(cls.task, config.model_type).create(
-            config, seed=seed, dtype=dtype, param_dtype=param_dtype, precision=precision
+            config,
+            seed=seed,
+            dtype=float_dtype("dtype", dtype),
+            param_dtype=float_dtype("param_dtype", param_dtype),
+            precision=precision,
         )
 
     @classmethod

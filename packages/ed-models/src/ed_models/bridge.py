@@ -8,18 +8,25 @@ from typing import Any, Self
 
 import huggingface_hub
 import jax
+from ed_infra.config import EasyDeLBaseConfig
+from jax.typing import DTypeLike
 
 from ed_models import hub
+from ed_models.saving import Tokenizer, save
 
 
 class EasyBridgeMixin:
-    """`from_pretrained`, `save_pretrained` and `push_to_hub`; the work is in `ed_models.hub`."""
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a module that has a config."""
+
+    config: EasyDeLBaseConfig
+    # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
+    generation_json: str | None = None
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> Self:
         """Load this class from a directory or a hub repository.
 
-        Options and errors are those of `ed_models.hub.from_pretrained`.
+        `ed_models.hub.from_pretrained` lists the options and errors.
         """
         return hub.from_pretrained(name_or_path, cls, **options)
 
@@ -27,29 +34,27 @@ class EasyBridgeMixin:
         self,
         save_directory: str | Path,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         max_shard_size: int | str = "5GB",
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> None:
         """Write config, weights, generation settings and tokenizer as `transformers` reads them.
 
         See `ed_models.saving.save` for the arguments.
         """
-        hub.save(
-            self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
-        )
+        save(self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype)
 
     def push_to_hub(
         self,
         repo_id: str,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         private: bool | None = None,
         token: str | bool | None = None,
         revision: str | None = None,
         commit_message: str = "Upload model",
         max_shard_size: int | str = "5GB",
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> str:
         """Save to a hub repository, made if it is not there; returns the address of the commit."""
         api = huggingface_hub.HfApi(token=token)

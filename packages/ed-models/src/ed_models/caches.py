@@ -5,31 +5,37 @@ Legend: b batch, g kv heads, t slots, k head dim, P pages.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.partition import PartitionManager
 from ed_layers.attention import MECHANISMS
-from ed_layers.cache import DenseCache, Format, HybridCache, PagedCache
-from ed_layers.cache.spec import LayerSpecs, attention_specs
+from ed_layers.cache import Cache, ContiguousCache, Format, HybridCache, PagedCache
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.cache.storage import Layout, StorageOptions
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 
 class EasyCacheMixin:
     """Adds caches to a model that says by `cache_specs` what its layers keep."""
 
-    config: Any
-    dtype: Any
-    mesh: Any
-    layout: Any
+    config: EasyDeLBaseConfig
+    dtype: jnp.dtype
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """How the model stores its layers."""
 
     def cache_specs(self) -> Sequence[LayerSpecs]:
         """What each layer keeps: a LayerCacheSpec, a RecurrentSpec, or a tuple of several.
 
         Raises:
-            TypeError: the model keeps nothing; it is no decoder.
+            TypeError: the model keeps nothing, because it is no decoder.
         """
         raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
 
@@ -37,11 +43,11 @@ class EasyCacheMixin:
         self,
         batch_size: int,
         max_length: int,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         *,
         encoder_length: int | None = None,
-    ) -> DenseCache | HybridCache:
-        """An empty contiguous cache of `max_length` slots per row, sharded over batch and heads.
+    ) -> ContiguousCache:
+        """An empty contiguous cache for `max_length` tokens per row, sharded over batch and heads.
 
         With `use_sharded_kv_caching` also over slots, along `kv_cache_sharding_sequence_axis_name`;
         in 8 bits with `kv_cache_quantization_config`.
@@ -50,68 +56,57 @@ class EasyCacheMixin:
             encoder_length: positions of the encoder that cross-attention reads.
 
         Returns:
-            a DenseCache where all layers keep everything and are alike, else a HybridCache.
+            a HybridCache; where every layer has one memory and all are alike, a DenseCache or a
+            WindowCache.
 
         Raises:
             ConfigError: the quantization is not for caches, or `encoder_length` is missing.
         """
-        specs, options = self.cache_specs(), self._cache_options(dtype)
-        alike = attention_specs(specs)
-        if alike is None or len(set(alike)) > 1 or alike[0].group != "full":
-            return HybridCache.create(
-                specs,
-                batch_size=batch_size,
-                capacity=max_length,
-                cross_capacity=encoder_length,
-                place=self._place,
-                **options,
-            )
-        shape = (batch_size, alike[0].num_kv_heads, max_length, alike[0].head_dim)
-        return DenseCache.create(
-            alike,
+        cache = HybridCache.create(
+            self.cache_specs(),
             batch_size=batch_size,
             capacity=max_length,
-            sharding=self._place(("batch", "kv_heads", "key_sequence", None), shape),
-            **options,
-        )
+            cross_capacity=encoder_length,
+            **self._cache_options(dtype),
+        ).simplest()
+        assert not isinstance(cache, PagedCache), "no pages were asked for"
+        return cache
 
     def init_paged_cache(
         self,
         num_pages: int | Mapping[str, int],
         page_size: int,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         *,
         num_states: int | None = None,
-    ) -> PagedCache | HybridCache:
+    ) -> Cache:
         """An empty pool of pages, sharded over heads; quantized as `init_cache`.
 
         Args:
             num_pages: pages of the pool; for layers of several groups one number for all, or
                 group -> number.
             page_size: tokens per page.
-            num_states: recurrent states that sequences can lease.
+            num_states: state slots that sequences can lease, for recurrent layers.
+
+        Returns:
+            a HybridCache; where every layer has one memory and all are alike, a PagedCache.
         """
-        specs, options = self.cache_specs(), self._cache_options(dtype)
-        alike = attention_specs(specs)
-        sizes: Any = {"num_pages": num_pages, "page_size": page_size}
-        if alike is None or len(set(alike)) > 1 or not isinstance(num_pages, int):
-            return HybridCache.create_paged(
-                specs, num_states=num_states, place=self._place, **sizes, **options
-            )
-        width = max(alike[0].head_dim, alike[0].values)
-        shape = (num_pages, page_size, alike[0].num_kv_heads, 2, width)
-        return PagedCache.create(
-            alike,
+        return HybridCache.create_paged(
+            self.cache_specs(),
             num_pages=num_pages,
             page_size=page_size,
-            sharding=self._place((None, None, "kv_heads", None, None), shape),
-            group=alike[0].group,
-            **options,
-        )
+            num_states=num_states,
+            **self._cache_options(dtype),
+        ).simplest()
 
     def init_operations_cache(
-        self, batch_size: int, max_length: int, *, page_size: int = 128, dtype: Any = None
-    ) -> DenseCache | HybridCache | PagedCache:
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        page_size: int = 128,
+        dtype: DTypeLike | None = None,
+    ) -> Cache:
         """The cache that the model's layers and its attention mechanism need.
 
         Pages, enough for `batch_size` sequences of `max_length` tokens, where `attn_mechanism` or
@@ -126,33 +121,34 @@ class EasyCacheMixin:
                 return self.init_paged_cache(pages, page_size, dtype, num_states=batch_size)
         return self.init_cache(batch_size, max_length, dtype)
 
-    def cache_dtype(self, dtype: Any = None) -> jnp.dtype:
+    def cache_dtype(self, dtype: DTypeLike | None = None) -> jnp.dtype:
         """`dtype`, else the config's `kvdtype`, else `attn_dtype`, else the compute dtype."""
         chosen = dtype or self.config.kvdtype or self.config.attn_dtype or self.dtype
         return jnp.dtype(chosen)
 
     def cache_sharding(
         self, axes: tuple[str | None, ...], shape: tuple[int, ...]
-    ) -> jax.sharding.Sharding | None:
-        """Where one layer's cache goes; a dimension that does not divide is replicated."""
-        if self.mesh.size == 1:
+    ) -> NamedSharding | None:
+        """Where one layer's cache goes; a dimension that does not divide is replicated.
+
+        Slots are split over devices only where `use_sharded_kv_caching` asks for it.
+        """
+        config = self.config
+        if config.mesh.size == 1:
             return None
-        sequence = self.config.kv_cache_sharding_sequence_axis_name
-        axis = replace(self.config.partition_manager.axis, decode_key_sequence_axis=sequence)
-        spec = PartitionManager(axis).resolve(axes, mode="decode", shape=shape, mesh=self.mesh)
-        return jax.sharding.NamedSharding(self.mesh, spec)
-
-    def _place(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...]
-    ) -> jax.sharding.Sharding | None:
-        """`cache_sharding`, with slots split only where `use_sharded_kv_caching` asks for it."""
-        if not self.config.use_sharded_kv_caching:
+        if not config.use_sharded_kv_caching:
             axes = tuple(None if axis == "key_sequence" else axis for axis in axes)
-        return self.cache_sharding(axes, shape)
+        sequence = config.kv_cache_sharding_sequence_axis_name
+        manager = PartitionManager(
+            replace(config.partition_manager.axis, decode_key_sequence_axis=sequence)
+        )
+        spec = manager.resolve(axes, mode="decode", shape=shape, mesh=config.mesh)
+        return NamedSharding(config.mesh, spec)
 
-    def _cache_options(self, dtype: Any) -> dict[str, Any]:
+    def _cache_options(self, dtype: DTypeLike | None) -> StorageOptions:
         return {
             "dtype": self.cache_dtype(dtype),
             "layout": self.layout,
+            "sharding": self.cache_sharding,
             "format": Format.of(self.config.kv_cache_quantization_config),
         }

@@ -199,10 +199,10 @@ def gradients(subject: Subject) -> float:
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
     worst = _near(np.asarray(ours), theirs.detach().numpy(), LOGITS)
     by_name = _per_layer(ours_grads)
-    table = weight_map(subject.module_class, ours_grads)
+    table = weight_map(subject.module_class, ours_grads, subject.model.config)
     for name in table.hf_shapes:
         expected = grads[name].numpy()
-        got = table.save(name, by_name.__getitem__)
+        got = table.save(name, lambda ours, at: by_name[ours][at])
         scale = max(float(np.abs(expected).max()), 1e-6)
         worst = max(worst, _near(got / scale, expected / scale, GRADIENTS, name))
     return worst

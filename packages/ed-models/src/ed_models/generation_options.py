@@ -1,7 +1,7 @@
-"""What `generate` was asked for, and where each answer comes from.
+"""The options of `generate`, and where each one comes from.
 
 For every option the first that says something counts: the call's arguments, the
-`generation_config` given to it, the checkpoint's generation_config.json and config.json (special
+`generation_config` of the call, the checkpoint's generation_config.json and config.json (special
 tokens only), the default.
 """
 
@@ -10,24 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
-from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
-from ed_models.sampling import Sampling
+from ed_models.sampling import TokenChoice
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+FILE_NAME = "generation_config.json"
 DEFAULT_NEW_TOKENS = 128
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # only where tokens are drawn
-_KNOWN = (
-    "max_new_tokens",
-    "max_length",
-    "do_sample",
-    *_SAMPLING,
-    "repetition_penalty",
-    "eos_token_id",
-    "pad_token_id",
-    "bos_token_id",
-)
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DRAWING = ("temperature", "top_k", "top_p", "min_p")  # only where tokens are drawn
+_CHOICE = (*_DRAWING, "repetition_penalty")
+_KNOWN = ("max_new_tokens", "max_length", "do_sample", *_CHOICE, *_SPECIAL)
 # Entries of a GenerationConfig that say nothing about which tokens come out here.
 _NEUTRAL = {"transformers_version", "_from_model_config", "use_cache", "return_dict_in_generate"}
 
@@ -41,30 +41,30 @@ class GenerationOptions:
         eos_token_id: tokens that end a row; may be empty.
         pad_token_id: fills rows that ended.
         pad_is_known: somebody named the padding token; otherwise it is a stand-in.
-        sampling: how tokens are chosen.
+        choice: how tokens are chosen.
     """
 
     max_new_tokens: int
     eos_token_id: tuple[int, ...]
     pad_token_id: int
     pad_is_known: bool
-    sampling: Sampling
+    choice: TokenChoice
 
     @classmethod
     def resolve(
         cls,
         *,
-        given: Mapping[str, Any],
-        generation_config: Any,
+        arguments: Mapping[str, object],
+        generation_config: GenerationConfig | Mapping[str, object] | None,
         checkpoint: str | None,
-        model_config: Any,
+        model_config: EasyDeLBaseConfig,
         prompt_length: int,
     ) -> GenerationOptions:
         """Merge the sources.
 
         Args:
-            given: the call's arguments; None means not given.
-            generation_config: a `transformers.GenerationConfig`, a mapping, or None.
+            arguments: of the call; None means that the caller left it out.
+            generation_config: with the names of `transformers.GenerationConfig`.
             checkpoint: text of generation_config.json, or None.
             model_config: gives special tokens where nothing else does.
             prompt_length: turns a `max_length` into new tokens.
@@ -72,11 +72,12 @@ class GenerationOptions:
         Raises:
             ConfigError: an option is unknown, unsupported, out of range or without effect.
         """
-        given = {name: value for name, value in given.items() if value is not None}
-        configured = _entries(generation_config)
-        options = configured | given
-        do_sample = bool(options.get("do_sample", False))
-        idle = [name for name in _SAMPLING if name in given and not do_sample]
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        options = _entries(generation_config) | arguments
+        do_sample = options.get("do_sample", False)
+        if not isinstance(do_sample, bool):
+            raise ConfigError(f"do_sample is {do_sample!r}; it must be True or False")
+        idle = [name for name in _DRAWING if name in arguments and not do_sample]
         if idle:
             raise ConfigError(
                 f"{', '.join(idle)} has no effect while the likeliest token is taken; "
@@ -84,40 +85,71 @@ class GenerationOptions:
             )
         stored = json.loads(checkpoint) if checkpoint else {}
 
-        def special(name: str) -> Any:
+        def special(name: str) -> tuple[int, ...]:
             for source in (options, stored):
                 if source.get(name) is not None:
-                    return source[name]
-            return getattr(model_config, name, None)
+                    return token_ids(name, source[name])
+            return token_ids(name, getattr(model_config, name, None))
 
         eos = special("eos_token_id")
-        eos = eos if isinstance(eos, list | tuple) else [eos]
-        eos = tuple(int(e) for e in eos if e is not None)
-        pad = special("pad_token_id")
-        pad = None if pad is None or pad < 0 else int(pad)
-        sampling = {k: options[k] for k in (*_SAMPLING, "repetition_penalty") if k in options}
-        if not sampling.get("top_k", 1):  # Hugging Face writes 0 for "no limit"
-            sampling["top_k"] = None
+        pad = [token for token in special("pad_token_id") if token >= 0]
+        values = {name: options[name] for name in _CHOICE if name in options}
+        values["top_k"] = values.get("top_k") or None  # Hugging Face writes 0 for "no limit"
         return cls(
             max_new_tokens=_new_tokens(options, prompt_length),
             eos_token_id=eos,
-            pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
-            pad_is_known=pad is not None,
-            # Greedy decoding compiles once, whatever a configuration says about drawing.
-            sampling=Sampling(do_sample=True, **sampling)
-            if do_sample
-            else Sampling(repetition_penalty=sampling.get("repetition_penalty", 1.0)),
+            pad_token_id=[*pad, *eos, 0][0],
+            pad_is_known=bool(pad),
+            choice=TokenChoice(do_sample=do_sample, **values),  # type: ignore[arg-type]
         )
 
 
-def special_tokens(model_config: Any) -> dict[str, Any]:
+def token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Read a special token of a configuration: a token id, several, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    ids = tuple(int(token) for token in several if _is_whole(token))
+    if len(ids) < len(several):
+        raise ConfigError(f"{name} is {value!r}; it must be a token id, or several in a list")
+    return ids
+
+
+def read_settings(directory: Path) -> str | None:
+    """Return the text of a checkpoint's generation_config.json, or None where there is none.
+
+    Raises:
+        CheckpointError: it is no JSON object, or its special tokens are no token ids.
+    """
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return None
+    text = path.read_text(errors="replace")
+    try:
+        settings = json.loads(text)
+        if not isinstance(settings, dict):
+            raise ConfigError("it is no JSON object")
+        for name in _SPECIAL:
+            token_ids(name, settings.get(name))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} cannot be used: {error}; mend it, or delete it, and the special tokens of "
+            "config.json count"
+        ) from error
+    return text
+
+
+def special_tokens(model_config: EasyDeLBaseConfig) -> dict[str, object]:
     """The generation_config.json of a model that came without one."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    found = {name: getattr(model_config, name, None) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    tokens = {name: getattr(model_config, name, None) for name in _SPECIAL}
+    return {name: value for name, value in tokens.items() if value is not None}
 
 
-def _entries(generation_config: Any) -> dict[str, Any]:
+def _entries(
+    generation_config: GenerationConfig | Mapping[str, object] | None,
+) -> dict[str, object]:
     if generation_config is None:
         return {}
     if isinstance(generation_config, Mapping):
@@ -141,15 +173,20 @@ def _entries(generation_config: Any) -> dict[str, Any]:
     return entries
 
 
-def _new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
-    count = options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    if "max_length" in options and "max_new_tokens" not in options:
-        count = options["max_length"] - prompt_length
-        if count < 1:
-            raise ConfigError(
-                f"max_length={options['max_length']} counts the prompt, which has {prompt_length} "
-                "tokens already; raise it, or give max_new_tokens"
-            )
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"max_new_tokens is {count!r}; it must be a whole number of at least 1")
-    return count
+def _new_tokens(options: Mapping[str, object], prompt_length: int) -> int:
+    name = "max_new_tokens" if "max_new_tokens" in options else "max_length"
+    count = options.get(name, prompt_length + DEFAULT_NEW_TOKENS)
+    if not _is_whole(count) or count < 1:
+        raise ConfigError(f"{name} is {count!r}; it must be a whole number of at least 1")
+    if name == "max_new_tokens":
+        return int(count)
+    if count <= prompt_length:
+        raise ConfigError(
+            f"max_length={count} counts the prompt, which has {prompt_length} tokens already; "
+            "raise it, or give max_new_tokens"
+        )
+    return int(count) - prompt_length
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -6,10 +6,11 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
@@ -25,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.module import EasyDeLBaseModule
 from ed_models.weights import STANDARD
 
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
@@ -180,20 +182,21 @@ class CausalLM(EasyDeLBaseModule):
 
 
 def next_token_targets(
-    labels: Int[Array, "b s"],
-    segment_ids: Int[Array, "b s"] | None = None,
-    attention_mask: Int[Array, "b s"] | None = None,
-) -> tuple[Int[Array, "b s"], Float[Array, "b s"]]:
+    labels: ArrayT, segment_ids: ArrayT | None = None, attention_mask: ArrayT | None = None
+) -> tuple[ArrayT, ArrayT]:
     """Shift labels by one: the target of position i is the label of i + 1.
+
+    All arrays are int [b, s]. Numpy arrays give numpy arrays: nothing goes to a device.
 
     Returns:
         targets (0 where ignored) and weights (1 or 0). The last position of a row, ends of
         segments, padding and labels of -100 have weight 0.
     """
-    targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    xp = np if isinstance(labels, np.ndarray) else jnp
+    targets = xp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
     keep = targets != -100
     segments = attention_mask if segment_ids is None else segment_ids
     if segments is not None:
-        following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+        following = xp.pad(segments[:, 1:], ((0, 0), (0, 1)))
         keep &= (segments == following) & (segments != 0)
-    return jnp.where(keep, targets, 0), keep.astype(jnp.float32)
+    return xp.where(keep, targets, 0), keep.astype(xp.float32)  # type: ignore[return-value]

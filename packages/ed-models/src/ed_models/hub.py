@@ -1,7 +1,6 @@
-"""Hugging Face directories and hub repositories: find, load, save.
+"""Hugging Face directories and hub repositories: where a model's files are, and a model from them.
 
-`resolve` finds the files; `load` and `save` (modules of their own) move weights between safetensors
-and devices; `from_pretrained` puts configuration and weights together.
+`resolve` finds the files, `read_config` makes the configuration, `from_pretrained` the model.
 """
 
 from __future__ import annotations
@@ -9,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 from ed_infra import registry
+from ed_infra.axes import PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -24,14 +25,29 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from ed_models.loading import load as load
-from ed_models.saving import save as save
+from ed_models.generation_options import read_settings
+from ed_models.loading import load
+from ed_models.saving import Saved
 
 #: Files of a repository that a model is made of; other copies of the weights stay where they are.
 SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 WEIGHTS = ("*.safetensors",)
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
+
+ModuleT = TypeVar("ModuleT", bound=Saved)
+
+
+class HubOptions(TypedDict, total=False):
+    """Which files of the hub, and how to reach them: options of `huggingface_hub`."""
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
 
 
 def resolve(
@@ -87,7 +103,7 @@ def resolve(
     return Path(folder)
 
 
-def read_config(directory: Path, **changes: Any) -> EasyDeLBaseConfig:
+def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
     """Read config.json as the class that its model type names.
 
     Args:
@@ -113,35 +129,31 @@ def read_config(directory: Path, **changes: Any) -> EasyDeLBaseConfig:
 
 def from_pretrained(
     name_or_path: str | Path,
-    module_class: type[Any] | None = None,
-    task: Any = None,
+    module_class: type[ModuleT] | None = None,
+    task: TaskType | str = TaskType.CAUSAL_LM,
     *,
-    dtype: Any = jnp.float32,
-    param_dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
     precision: jax.lax.PrecisionLike = None,
     sharding_axis_dims: Sequence[int] = (1, -1, 1, 1, 1),
     sharding_dcn_axis_dims: Sequence[int] | None = None,
     sharding_axis_names: Sequence[str] | None = None,
-    partition_axis: Any = None,
+    partition_axis: PartitionAxis | Mapping[str, object] | None = None,
     backend: str | None = None,
     platform: str | None = None,
-    config_kwargs: Mapping[str, Any] | None = None,
+    config_kwargs: Mapping[str, object] | None = None,
     auto_shard_model: bool = True,
-    partition_rules: Sequence[tuple[str, Any]] | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-) -> Any:
+    partition_rules: Sequence[tuple[str, PartitionSpec | Sequence[object]]] | None = None,
+    **hub: Unpack[HubOptions],
+) -> ModuleT:
     """Load a model in Hugging Face's layout straight onto its devices.
 
     Args:
         name_or_path: a directory or a hub repository.
         module_class: what to build; None = what the registry has for `task` and the model type.
-        task: an `ed_infra.enums.TaskType`, where `module_class` is None.
-        dtype, param_dtype: of computation and of stored parameters; the file's dtype does not
-            matter, values are converted once.
+        task: where `module_class` is None.
+        dtype, param_dtype: of computation and of stored parameters, floating-point; the file's
+            dtype does not matter, values are converted once.
         precision: of matrix products.
         sharding_axis_dims: devices along (dp, fsdp, ep, tp, sp); one -1 takes what remains.
         sharding_dcn_axis_dims, sharding_axis_names, partition_axis, backend, platform: execution
@@ -149,20 +161,13 @@ def from_pretrained(
         config_kwargs: further fields to change, such as `{"scan_layers": False}`.
         auto_shard_model: False puts every parameter whole on the mesh's first device.
         partition_rules: (regular expression, spec) pairs that override the derived sharding.
-        revision, token, cache_dir, local_files_only, force_download: of the hub.
+        hub: see `resolve`.
 
     Raises:
-        CheckpointError: the files are not there, or do not fit the model.
+        CheckpointError: the files are not there, are damaged, or do not fit the model.
         ConfigError: a field is unknown or wrong, or the mesh does not fit the devices.
     """
-    directory = resolve(
-        name_or_path,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        force_download=force_download,
-    )
+    directory = resolve(name_or_path, **hub)
     changes = {
         "sharding_dcn_axis_dims": sharding_dcn_axis_dims,
         "sharding_axis_names": sharding_axis_names,
@@ -174,9 +179,9 @@ def from_pretrained(
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
     config = read_config(directory, **changes)
-    chosen: type[Any] = module_class or registry.get_module(task, config.model_type)
+    settings = read_settings(directory)
     module = load(
-        chosen,
+        cast("type[ModuleT]", module_class or registry.get_module(task, config.model_type)),
         config,
         directory,
         dtype=dtype,
@@ -184,7 +189,5 @@ def from_pretrained(
         precision=precision,
         shard=auto_shard_model,
     )
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        module.generation_json = generation.read_text()
+    module.generation_json = settings
     return module

@@ -6,38 +6,60 @@ read, and no host ever holds more than one parameter besides its own shards.
 
 from __future__ import annotations
 
-import re
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra import paths, sharding
-from ed_infra.errors import CheckpointError, did_you_mean
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.dtypes import canonical_dtype
+from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
+from ed_infra.logging import get_logger, once
 from flax import nnx
 from huggingface_hub.utils import tqdm
+from jax.typing import DTypeLike
 
 from ed_models.tensor_files import TensorFiles
-from ed_models.weights import IGNORED, STANDARD, Shape, WeightMap, window_of
+from ed_models.weight_map import WeightMap, window_of
+from ed_models.weights import STANDARD, TIED, Shape
 
-ModuleT = TypeVar("ModuleT", bound=nnx.Module)
+ModuleT = TypeVar("ModuleT")
+
+logger = get_logger(__name__)
+_BLOCK = 2**22  # elements of a head that are compared at a time
+
+
+class Draft(NamedTuple):
+    """A module without values, and where its values lie."""
+
+    graphdef: nnx.GraphDef
+    state: nnx.State
+    weights: WeightMap
 
 
 def load(
     cls: type[ModuleT],
-    config: Any,
+    config: EasyDeLBaseConfig,
     directory: str | Path,
     *,
-    dtype: Any = jnp.float32,
-    param_dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
     shard: bool = True,
 ) -> ModuleT:
     """Build `cls(config)` with the weights of a local directory in Hugging Face's layout.
 
+    A head that `config` says is tied, but that the files hold with other values than the
+    embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
+    does the same. A body that was saved alone loads although its names lack the first part.
+
     Args:
-        cls: a module class; its `WEIGHTS` table, if any, says where its parameters lie.
+        cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, and its
+            `TIED_WEIGHTS` which head is which embedding.
         config: its configuration; gives the mesh and the sharding.
         dtype: what the module computes in.
         param_dtype: what parameters are kept in, whatever the file's dtype; None = `dtype`. Values
@@ -46,17 +68,36 @@ def load(
         shard: place the parameters as the config's rules say; otherwise whole on one device.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, or of another shape; all are listed.
+        CheckpointError: a tensor is missing, left over, of another shape or kind; all are listed.
+        ConfigError: a dtype is unknown or no floating-point one.
     """
-    param_dtype = dtype if param_dtype is None else param_dtype
-    with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(
-            lambda: cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
-        )
-    graphdef, state = nnx.split(abstract)
-    files = TensorFiles.open(directory)
-    weights = weight_map(cls, state)
-    check(weights, files, directory, tied=bool(getattr(config, "tie_word_embeddings", False)))
+    dtype = float_dtype("dtype", dtype)
+    param_dtype = dtype if param_dtype is None else float_dtype("param_dtype", param_dtype)
+
+    def draft(config: EasyDeLBaseConfig) -> Draft:
+        def build() -> ModuleT:
+            return cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
+
+        with nnx.use_eager_sharding(False):
+            graphdef, state = nnx.split(nnx.eval_shape(build))
+        return Draft(graphdef, state, weight_map(cls, state, config))
+
+    made = draft(config)
+    files = _with_prefix(TensorFiles.open(directory), made.weights.hf_shapes)
+    if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
+        untied = config.replace(tie_word_embeddings=False)
+        other = draft(untied)
+        merged = _with_one_matrix(cls, other.weights, files, param_dtype)
+        if merged is None:
+            once(
+                logger,
+                f"{directory}: tie_word_embeddings is true, but the files hold a head that differs "
+                "from the embedding; it is loaded as a head of its own (tie_word_embeddings=False)",
+            )
+            made, config = other, untied
+        files = merged or files
+    graphdef, state, weights = made
+    check(weights, state, files, directory)
 
     variables = nnx.to_flat_state(state)
     if shard:
@@ -75,42 +116,62 @@ def load(
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def weight_map(cls: type, state: nnx.State) -> WeightMap:
+def float_dtype(option: str, value: object) -> np.dtype:
+    """Read a dtype of parameters or activations; every spelling of `canonical_dtype` will do.
+
+    Raises:
+        ConfigError: it is unknown, or no floating-point dtype.
+    """
+    dtype = jnp.dtype(canonical_dtype(value))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"{option} is {dtype.name}; it must be a floating-point dtype, such as 'bfloat16'"
+        )
+    return dtype
+
+
+def weight_map(cls: type, state: nnx.State, config: EasyDeLBaseConfig) -> WeightMap:
     """Apply a class's rules to the parameters of its (possibly abstract) state."""
     shapes: dict[str, Shape] = {}
     for path, variable in nnx.to_flat_state(state):
         shape = variable.get_value().shape
         shape = shape[1:] if paths.is_stacked(path) else shape
         shapes |= dict.fromkeys(paths.canonical(path), tuple(shape))
-    return WeightMap(getattr(cls, "WEIGHTS", STANDARD), shapes)
+    return WeightMap(getattr(cls, "WEIGHTS", STANDARD), shapes, config)
 
 
-def check(weights: WeightMap, files: TensorFiles, directory: Any, *, tied: bool) -> None:
+def check(weights: WeightMap, state: nnx.State, files: TensorFiles, directory: str | Path) -> None:
     """Compare what the model wants with what the files hold.
-
-    Args:
-        tied: the head is the embedding; a copy of it in the files is then no leftover.
 
     Raises:
         CheckpointError: they differ.
     """
     wanted = weights.hf_shapes
     missing = [name for name in wanted if name not in files]
-    extra = [
-        name
-        for name in files
-        if name not in wanted
-        and not any(re.search(pattern, name) for pattern in IGNORED)
-        and not (tied and name == "lm_head.weight")
-    ]
+    extra = _left_over(weights, files)
+    both = [(name, files[name]) for name in wanted if name in files]
     shapes = [
-        f"{name}: the file has {list(files[name].shape)}, the model {list(shape)}"
-        for name, shape in wanted.items()
-        if name in files and files[name].shape != shape
+        f"{name}: the file has {list(entry.shape)}, the model {list(wanted[name])}"
+        for name, entry in both
+        if entry.shape != wanted[name]
+    ]
+    dtypes = {
+        name: variable.get_value().dtype
+        for path, variable in nnx.to_flat_state(state)
+        for name in paths.canonical(path)
+    }
+    kinds = [
+        f"{name}: {entry.file.name} has {entry.format}, the model {own}"
+        for name, entry in both
+        for own in [dtypes[weights.by_hf[name][0].ours]]
+        if _kind(entry.dtype) != _kind(own)
     ]
     parts = _listing("missing", [n + did_you_mean(n, extra) for n in missing])
     parts += _listing("not in the model", [n + did_you_mean(n, missing) for n in extra])
     parts += _listing("of another shape", shapes)
+    parts += _listing(
+        "of another kind, as the codes of a quantized checkpoint are, which is not read", kinds
+    )
     if parts:
         raise CheckpointError(
             f"the weights in {directory} do not fit the model that its configuration describes "
@@ -118,11 +179,75 @@ def check(weights: WeightMap, files: TensorFiles, directory: Any, *, tied: bool)
         )
 
 
+def _left_over(weights: WeightMap, files: TensorFiles) -> list[str]:
+    return [n for n in files if n not in weights.hf_shapes and not weights.ignores(n)]
+
+
+def _kind(dtype: np.dtype) -> str:
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    return next((k.__name__ for k in kinds if jnp.issubdtype(dtype, k)), dtype.name)
+
+
 def _listing(what: str, entries: list[str], limit: int = 12) -> list[str]:
     if not entries:
         return []
     rest = [f"    … and {len(entries) - limit} more"] if len(entries) > limit else []
     return [f"  {what} ({len(entries)}):", *(f"    {e}" for e in entries[:limit]), *rest]
+
+
+def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+    """Put the model's first part before all names where none has it: `h.0.…`, `transformer.h.0.…`.
+
+    Such are the files of a body that was saved without its head; `transformers` reads them too.
+    """
+    ((prefix, _),) = Counter(name.partition(".")[0] for name in wanted).most_common(1)
+    if any(name.startswith(f"{prefix}.") for name in files):
+        return files
+    return files.renamed({n: f"{prefix}.{n}" for n in files if f"{prefix}.{n}" in wanted})
+
+
+def _with_one_matrix(
+    cls: type, untied: WeightMap, files: TensorFiles, dtype: np.dtype
+) -> TensorFiles | None:
+    """Leave one matrix for each head and its embedding, under the embedding's name.
+
+    Args:
+        untied: the tensors of the model with heads of their own.
+        dtype: of the parameters; values count as equal if they are in it.
+
+    Returns:
+        None if the files hold two matrices, and they differ.
+    """
+    for head, embedding in getattr(cls, "TIED_WEIGHTS", TIED).items():
+        names, of_embedding = ({p.hf for p in untied.by_ours.get(n, [])} for n in (head, embedding))
+        if not names or not names <= files.keys():
+            continue
+        if files.keys().isdisjoint(of_embedding):
+            files = files.renamed(dict(zip(names, of_embedding, strict=True)))
+        elif _equal(untied, files, head, embedding, dtype):
+            files = files.renamed(dict.fromkeys(names))
+        else:
+            return None
+    return files
+
+
+def _equal(
+    weights: WeightMap, files: TensorFiles, head: str, embedding: str, dtype: np.dtype
+) -> bool:
+    """Compare a head [d, v] with an embedding [v, d], block by block."""
+    names = [p.hf for name in (head, embedding) for p in weights.by_ours[name]]
+    if any(n not in files or files[n].shape != weights.hf_shapes[n] for n in names):
+        return False
+    d, v = weights.shapes[head]
+    rows = max(1, _BLOCK // d)
+    for start in range(0, v, rows):
+        window = range(start, min(v, start + rows))
+        a, b = np.empty((2, len(window), d), dtype)
+        weights.load(embedding, [window, range(d)], files.read, a)
+        weights.load(head, [range(d), window], files.read, b.T)
+        if not np.array_equal(a, b):
+            return False
+    return True
 
 
 def _fill(
@@ -137,7 +262,8 @@ def _fill(
     stacked = paths.is_stacked(path)
     slices: dict[tuple, np.ndarray] = {}  # replicas ask for the same slice
 
-    def read(index: Any) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         window = window_of(index, leaf.shape)
         key = tuple((w.start, w.stop) for w in window)
         if key not in slices:

@@ -10,28 +10,43 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
 from ed_infra import paths
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 from flax import nnx
+from jax.typing import DTypeLike
 
-from ed_models.generation_options import special_tokens
-from ed_models.loading import weight_map
+from ed_models import generation_options
+from ed_models.loading import float_dtype, weight_map
 from ed_models.tensor_writer import TensorSpec, write_order, write_tensors
 
 _WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 
+class Saved(Protocol):
+    """A module, as far as saving goes: its config, and the generation_config.json it came with."""
+
+    config: EasyDeLBaseConfig
+    generation_json: str | None
+
+
+class Tokenizer(Protocol):
+    """What writes itself into a directory."""
+
+    def save_pretrained(self, save_directory: Path, /) -> object: ...
+
+
 def save(
-    module: Any,
+    module: Saved,
     directory: str | Path,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     max_shard_size: int | str = "5GB",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> None:
     """Save configuration, weights, generation settings and, where given, the tokenizer.
 
@@ -42,23 +57,27 @@ def save(
         module: an `EasyDeLBaseModule`.
         directory: made if it is not there. In one that exists, a model in it is replaced and other
             files stay.
-        tokenizer: anything with `save_pretrained(directory)`.
         max_shard_size: bytes, or `"5GB"`; a larger model is split into files with an index.
-        dtype: convert floating-point weights to it in the file; None keeps them.
+        dtype: floating-point weights are converted to it in the file; None keeps them.
+
+    Raises:
+        CheckpointError: `directory` is a file.
+        ConfigError: `max_shard_size` is no size, or `dtype` no floating-point dtype.
     """
+    wanted = None if dtype is None else float_dtype("dtype", dtype)
     directory = Path(directory)
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; save_pretrained writes a directory")
     state = nnx.state(module)
-    weights = weight_map(type(module), state)
+    weights = weight_map(type(module), state, module.config)
     leaves = _by_name(state)
     specs = {
-        name: TensorSpec(shape, _stored_dtype(leaves[weights.by_hf[name][0].ours][0].dtype, dtype))
+        name: TensorSpec(shape, _stored_dtype(leaves[weights.by_hf[name][0].ours][0].dtype, wanted))
         for name, shape in weights.hf_shapes.items()
     }
 
     def read(name: str) -> np.ndarray:
-        value = weights.save(name, lambda ours: _layer(*leaves[ours]))
+        value = weights.save(name, lambda ours, at: _at(*leaves[ours], at))
         return value.astype(specs[name].dtype, copy=False)
 
     if jax.process_index() != 0:
@@ -81,25 +100,25 @@ def save(
         multihost_utils.sync_global_devices(f"saved {directory.name}")
 
 
-def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, int | None]]:
+def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, tuple[int, ...]]]:
     """Map each canonical name to its leaf, and to its place in it where layers are stacked."""
-    found: dict[str, tuple[jax.Array, int | None]] = {}
+    leaves: dict[str, tuple[jax.Array, tuple[int, ...]]] = {}
     for path, variable in nnx.to_flat_state(state):
         stacked = paths.is_stacked(path)
         for i, name in enumerate(paths.canonical(path)):
-            found[name] = (variable.get_value(), i if stacked else None)
-    return found
+            leaves[name] = (variable.get_value(), (i,) if stacked else ())
+    return leaves
 
 
 @jax.jit
-def _take(leaf: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
+def _take(leaf: jax.Array, entry: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, entry, 0, keepdims=False)
 
 
-def _layer(leaf: jax.Array, layer: int | None) -> np.ndarray:
-    """Bring one layer's tensor to the host, whole."""
-    if layer is not None:
-        leaf = _take(leaf, np.int32(layer))
+def _at(leaf: jax.Array, layer: tuple[int, ...], at: tuple[int, ...]) -> np.ndarray:
+    """Bring one layer's tensor to the host, or one expert of it."""
+    for entry in (*layer, *at):
+        leaf = _take(leaf, np.int32(entry))
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
     from jax.experimental import multihost_utils
@@ -107,14 +126,11 @@ def _layer(leaf: jax.Array, layer: int | None) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
-def _stored_dtype(own: Any, wanted: Any) -> np.dtype:
-    own = np.dtype(own)
-    if wanted is None or not jax.numpy.issubdtype(own, jax.numpy.floating):
-        return own
-    return np.dtype(wanted)
+def _stored_dtype(own: np.dtype, wanted: np.dtype | None) -> np.dtype:
+    return own if wanted is None or not jax.numpy.issubdtype(own, jax.numpy.floating) else wanted
 
 
-def _write_settings(module: Any, directory: Path, specs: dict[str, TensorSpec]) -> None:
+def _write_settings(module: Saved, directory: Path, specs: dict[str, TensorSpec]) -> None:
     """Write config.json and generation_config.json."""
     floats = [s.dtype for s in specs.values() if jax.numpy.issubdtype(s.dtype, jax.numpy.floating)]
     widest = max(floats, key=lambda d: d.itemsize).name if floats else "float32"
@@ -122,8 +138,9 @@ def _write_settings(module: Any, directory: Path, specs: dict[str, TensorSpec]) 
     config.save_pretrained(directory)
     text = module.generation_json
     if text is None:
-        text = json.dumps(special_tokens(module.config), indent=2, sort_keys=True) + "\n"
-    (directory / "generation_config.json").write_text(text)
+        tokens = generation_options.special_tokens(module.config)
+        text = json.dumps(tokens, indent=2, sort_keys=True) + "\n"
+    (directory / generation_options.FILE_NAME).write_text(text)
 
 
 def _publish(staging: Path, directory: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -111,6 +112,11 @@ class TensorFiles(Mapping[str, TensorEntry]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
+        """The same files, with other names for some tensors; None drops a tensor."""
+        new = ((names.get(name, name), entry) for name, entry in self._entries.items())
+        return TensorFiles({name: entry for name, entry in new if name is not None})
+
     def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         """Return `tensor[index]` as a read-only view of the mapped file (no bytes are read yet).
 
@@ -159,13 +165,24 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file}: the safetensors header is damaged ({error})") from error
-    for name, entry in entries.items():
+    last, end = "", 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         bits = math.prod(entry.shape) * (PACKED_BITS.get(entry.format) or entry.dtype.itemsize * 8)
-        if entry.stop > size or bits != 8 * (entry.stop - entry.start):
+        if (
+            not 8 + length <= entry.start <= entry.stop <= size
+            or min(entry.shape, default=0) < 0
+            or bits != 8 * (entry.stop - entry.start)
+        ):
             raise CheckpointError(
                 f"{file}: tensor {name!r} ({entry.format} {list(entry.shape)}) does not fit its "
                 f"bytes {entry.start}..{entry.stop} of {size}; the file is damaged or cut short"
             )
+        if entry.start < end:
+            raise CheckpointError(
+                f"{file}: tensors {last!r} and {name!r} overlap at bytes {entry.start}..{end}; the "
+                "file is damaged; download or save it again"
+            )
+        last, end = name, entry.stop
     return entries
 
 
@@ -174,19 +191,19 @@ def _entry(file: Path, offset: int, value: Mapping) -> TensorEntry:
         raise CheckpointError(
             f"{file}: unknown safetensors dtype {value['dtype']!r} (known: {', '.join(DTYPES)})"
         )
-    start, stop = (int(x) for x in value["data_offsets"])
-    shape = tuple(int(x) for x in value["shape"])
+    start, stop = (operator.index(x) for x in value["data_offsets"])
+    shape = tuple(operator.index(x) for x in value["shape"])
     return TensorEntry(file, value["dtype"], shape, offset + start, offset + stop)
 
 
 def _read_index(directory: Path) -> dict[str, TensorEntry]:
     path = directory / INDEX_NAME
     try:
-        weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        names = sorted(set(weight_map.values()))
+        absent = [name for name in names if not (directory / name).is_file()]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r})") from error
-    names = sorted(set(weight_map.values()))
-    absent = [name for name in names if not (directory / name).is_file()]
     if absent:
         raise CheckpointError(
             f"{path} names {len(names)} files, of which {len(absent)} are not there: "

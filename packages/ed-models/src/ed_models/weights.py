@@ -1,59 +1,96 @@
-"""How our parameters lie in Hugging Face checkpoints: a table of rules, read in both directions.
+"""How our parameters lie in Hugging Face checkpoints: the language of a family's `WEIGHTS` table.
 
-A family states `WEIGHTS`, a sequence of rules `(ours, hf, transform)`; the first rule whose pattern
-fits a canonical name holds. `{path}` in a pattern stands for any dotted path:
+A table is a sequence of rules `Rule(ours, theirs, layout)`, read in both directions. The first rule
+whose pattern fits a parameter's canonical name holds. A name in braces stands for one or more parts
+of a dotted name. `STANDARD` is the table of a family that has Hugging Face's names and torch's
+layout; other tables put their rules in front of it.
 
-    Rule("{path}.kernel", "{path}.weight", transpose)
+One tensor for one parameter:
 
-A transform does not touch values. It says which block of which Hugging Face tensor is which block
-of ours (`Piece`), so one table serves loading any slice of ours, saving any tensor of theirs, and
-checking shapes before a byte is read.
+    Rule("{path}.kernel", "{path}.weight", transpose)     [in, out] of [out, in], [e, in, out] too
+    Rule("{path}.kernel", "{path}.weight", equal)         GPT-2's Conv1D, which is [in, out]
+    Rule("{path}.conv1.kernel", "{path}.conv1.weight", permute(2, 1, 0))          [k, in, out]
+    Rule("{path}.embed_positions.embedding", "{path}.embed_positions.weight", padded(0, before=2))
+                                                          OPT: two rows that no position uses
+
+Several parameters in one tensor, kernels and biases:
+
+    *fused(("q_proj", "k_proj", "v_proj"), "qkv_proj")    Phi-3: all q, all k, all v
+    *fused(("q_proj", "k_proj", "v_proj"), "c_attn", layout=equal)                GPT-2: the same
+    *fused(("q_proj", "k_proj", "v_proj"), "query_key_value", groups="num_attention_heads")
+                                                          GPT-NeoX: q, k, v of head 0, of head 1, …
+    *fused(("q_proj", "k_proj", "v_proj"), "wqkv", groups="num_key_value_heads")
+                                                          InternLM2: a group's queries, its k, its v
+    Rule(("{path}.gate_proj.kernel", "{path}.up_proj.kernel"), "{path}.gate_up_proj",
+         split(-1, equal))                                Llama 4: [e, in, gate and up]
+    Rule(("{path}.gate_proj.kernel", "{path}.up_proj.kernel"), "{path}.gate_up_proj",
+         interleave(-1, equal))                           gpt-oss: gate, up, gate, up, …
+
+Experts, which we stack along a leading dimension:
+
+    Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.weight", stack())
+                                                          Qwen2-MoE: a tensor for each expert
+    Rule("{path}.experts.up_proj.kernel", "{path}.experts.mlp.v1", concat(0))
+                                                          DBRX: [e * out, in], one after another
+
+Names:
+
+    renamed({"model": "transformer", "layers": "h", "self_attn": "attn"}, *STANDARD)
+    ignore("model.layers.61.{path}")                      DeepSeek-V3: a layer that nobody loads
+
+A layout touches no values. It says which block of which of their tensors is which block of ours
+(`Piece`), so that one table serves loading any slice of ours, saving any tensor of theirs, and
+checking shapes before a byte is read. A norm that adds one to its weight (Gemma) says so in its
+layer; its tensor is `equal`. A function of your own that satisfies `Layout` is as good as these.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from ed_infra.errors import ConfigError
 
 Shape = tuple[int, ...]
-Region = tuple[int | range, ...]  # per dimension: one position, or several
 
 
 @dataclass(frozen=True)
 class Piece:
     """A block that two tensors share: `hf[hf_region].transpose(perm) == ours[our_region]`.
 
-    Dimensions that a region indexes with an int are gone from the block.
+    A region has an entry for each dimension: the positions, or one position of ours. A dimension
+    of ours with one position is gone from the block; the others are `perm` of theirs.
     """
 
     ours: str
     hf: str
-    our_region: Region
-    hf_region: Region
+    our_region: tuple[int | range, ...]
+    hf_region: tuple[range, ...]
     perm: tuple[int, ...]
 
 
 class Relation(NamedTuple):
-    """What a transform answers: the tensors that must be on the other side, and their blocks."""
+    """What a layout answers: the tensors of the checkpoint, and their blocks."""
 
     hf_shapes: dict[str, Shape]
     pieces: list[Piece]
 
 
-class Transform(Protocol):
+class Layout(Protocol):
     """Relate our tensors (name -> shape, those that the rule names) to Hugging Face's.
 
-    `hf(**more)` gives the Hugging Face name; `more` fills placeholders that only it has.
+    `hf(**more)` is the Hugging Face name; `more` fills placeholders that only that name has.
+    `config` is the model's configuration.
     """
 
-    def __call__(self, ours: Mapping[str, Shape], hf: Callable[..., str]) -> Relation: ...
+    def __call__(
+        self, ours: Mapping[str, Shape], hf: Callable[..., str], config: object
+    ) -> Relation: ...
+
+
+#: A number, a field of the configuration (`"vision_config.num_heads"`), or a function of it.
+Number = int | str | Callable[..., int]
 
 
 class Rule(NamedTuple):
@@ -61,242 +98,293 @@ class Rule(NamedTuple):
 
     ours: str | tuple[str, ...]
     hf: str
-    transform: Transform
+    layout: Layout
 
 
-def equal(ours: Mapping[str, Shape], hf: Callable[..., str]) -> Relation:
-    """The same tensor under another name."""
-    ((name, shape),) = ours.items()
-    whole = tuple(range(n) for n in shape)
-    piece = Piece(name, hf(), whole, whole, tuple(range(len(shape))))
-    return Relation({hf(): shape}, [piece])
+# One tensor for one parameter.
 
 
-def transpose(ours: Mapping[str, Shape], hf: Callable[..., str]) -> Relation:
+def permute(*axes: int) -> Layout:
+    """Dimension `i` of ours is dimension `axes[i]` of theirs."""
+
+    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+        ((name, shape),) = ours.items()
+        if sorted(axes) != list(range(len(shape))):
+            raise ConfigError(f"permute{axes} does not order the dimensions of {name} {shape}")
+        theirs = tuple(shape[axes.index(d)] for d in range(len(shape)))
+        regions = tuple(map(range, shape)), tuple(map(range, theirs))
+        return Relation({hf(): theirs}, [Piece(name, hf(), *regions, axes)])
+
+    return relate
+
+
+def equal(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    """The same tensor, perhaps under another name."""
+    (shape,) = ours.values()
+    return permute(*range(len(shape)))(ours, hf, config)
+
+
+def transpose(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
     """Last two dimensions swapped: our kernels are [.., in, out], torch's weights [.., out, in]."""
     ((name, shape),) = ours.items()
-    perm = _swap_last_two(len(shape))
-    turned = tuple(shape[p] for p in perm)
-    regions = tuple(range(n) for n in shape), tuple(range(n) for n in turned)
-    return Relation({hf(): turned}, [Piece(name, hf(), *regions, perm)])
+    if len(shape) < 2:
+        raise ConfigError(f"{name} {shape} has too few dimensions to be a transposed weight")
+    *leading, a, b = range(len(shape))
+    return permute(*leading, b, a)(ours, hf, config)
 
 
-def split(axis: int, then: Transform = transpose) -> Transform:
-    """Several of ours lie one after another along `axis` of one of theirs (a fused `qkv_proj`).
+def padded(axis: int, *, before: int = 0, after: int = 0, then: Layout = equal) -> Layout:
+    """Their tensor has further entries along `axis`: skipped when read, zero when written."""
+
+    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+        name, shape, pieces = _one_tensor(then(ours, hf, config))
+        size = shape[axis]
+        moved = [q for p in pieces for q in _lay_out(p, axis % len(shape), size, size, before)]
+        return Relation({name: _resized(shape, axis, before + size + after)}, moved)
+
+    return relate
+
+
+# Several parameters in one tensor.
+
+
+def split(axis: int, then: Layout = transpose, *, groups: Number = 1) -> Layout:
+    """Ours lie one after another along `axis` of theirs, in so many groups.
+
+    Each of ours is cut into `groups` equal shares; the first shares of all come first, then the
+    second shares. With one group each parameter is in one block.
 
     Args:
         axis: dimension of *their* tensor.
-        then: how each part lies within its share.
+        then: how each of ours would lie in a tensor of its own.
+        groups: how many, such as the key-value heads where queries, key and value of each lie
+            together.
     """
+    return _fused(axis, then, lambda config, size: _number(groups, config))
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str]) -> Relation:
-        pieces: list[Piece] = []
-        total: list[int] = []
-        offset = 0
-        for name, shape in ours.items():
-            part = then({name: shape}, hf)
-            ((hf_name, hf_shape),) = part.hf_shapes.items()
-            at = axis % len(hf_shape)
-            for p in part.pieces:
-                pieces.append(_moved(p, at, offset))
-            offset += hf_shape[at]
-            total = [*hf_shape[:at], offset, *hf_shape[at + 1 :]]
-        return Relation({hf_name: tuple(total)}, pieces)
+
+def interleave(axis: int, then: Layout = transpose) -> Layout:
+    """Ours alternate along `axis` of theirs: entry 0 of each, entry 1 of each, and so on."""
+    return _fused(axis, then, lambda config, size: size)
+
+
+def _fused(axis: int, then: Layout, count: Callable[[object, int], int]) -> Layout:
+    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+        parts = [_one_tensor(then({n: s}, hf, config)) for n, s in ours.items()]
+        if len({_resized(shape, axis, 0) for _, shape, _ in parts}) > 1:
+            raise ConfigError(
+                f"{', '.join(ours)} cannot lie in {hf()!r}, one after another along dimension "
+                f"{axis}: their shapes {[s for _, s, _ in parts]} differ in another one"
+            )
+        name, shape, _ = parts[0]
+        sizes = [shape[axis] for _, shape, _ in parts]
+        groups = count(config, sizes[0])
+        if groups < 1 or any(size % groups for size in sizes):
+            raise ConfigError(
+                f"{', '.join(ours)} lie in {hf()!r} in {groups} groups, which do not divide "
+                f"their sizes {sizes}"
+            )
+        period = sum(sizes) // groups
+        pieces, offset = [], 0
+        for (_, _, of_part), size in zip(parts, sizes, strict=True):
+            for p in of_part:
+                pieces += _lay_out(p, axis % len(shape), size // groups, period, offset)
+            offset += size // groups
+        return Relation({name: _resized(shape, axis, sum(sizes))}, pieces)
 
     return relate
 
 
-def stack(placeholder: str = "expert", then: Transform = transpose) -> Transform:
-    """Entry `e` of our leading dimension is their tensor with `{placeholder}` = e (experts)."""
+def fused(
+    parts: Sequence[str], whole: str, *, groups: Number = 1, layout: Layout = transpose
+) -> tuple[Rule, Rule]:
+    """Rules for linear layers `parts` that are one layer `whole` in the checkpoint.
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str]) -> Relation:
-        ((name, shape),) = ours.items()
-        shapes: dict[str, Shape] = {}
-        pieces: list[Piece] = []
-        for e in range(shape[0]):
-            part = then({name: shape[1:]}, lambda e=e, **more: hf(**{placeholder: e}, **more))
-            shapes |= part.hf_shapes
-            pieces += [
-                Piece(name, p.hf, (e, *p.our_region), p.hf_region, p.perm) for p in part.pieces
-            ]
-        return Relation(shapes, pieces)
+    Args:
+        parts, whole: names of layers under one path, such as `"q_proj"`.
+        groups: see `split`.
+        layout: of a kernel: `transpose`, or `equal` where theirs is [in, out] too.
+
+    Returns:
+        the rules of the kernels and of the biases.
+    """
+    kernels = tuple(f"{{path}}.{part}.kernel" for part in parts)
+    biases = tuple(f"{{path}}.{part}.bias" for part in parts)
+    features = -2 if layout is transpose else -1
+    return (
+        Rule(kernels, f"{{path}}.{whole}.weight", split(features, layout, groups=groups)),
+        Rule(biases, f"{{path}}.{whole}.bias", split(-1, equal, groups=groups)),
+    )
+
+
+# Experts.
+
+
+def stack(placeholder: str = "expert", then: Layout = transpose) -> Layout:
+    """Entry `e` of our leading dimension is their tensor with `{placeholder}` = e."""
+
+    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+        result = Relation({}, [])
+        for e in range(_leading(ours)):
+            one = then(_entry(ours), lambda e=e, **more: hf(**{placeholder: e}, **more), config)
+            result.hf_shapes.update(one.hf_shapes)
+            result.pieces.extend(replace(p, our_region=(e, *p.our_region)) for p in one.pieces)
+        return result
 
     return relate
+
+
+def concat(axis: int, then: Layout = transpose) -> Layout:
+    """The entries of our leading dimension lie one after another along `axis` of one of theirs."""
+
+    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+        name, shape, pieces = _one_tensor(then(_entry(ours), hf, config))
+        size, count = shape[axis], _leading(ours)
+        laid = [
+            replace(q, our_region=(e, *q.our_region))
+            for e in range(count)
+            for p in pieces
+            for q in _lay_out(p, axis % len(shape), size, size, e * size)
+        ]
+        return Relation({name: _resized(shape, axis, count * size)}, laid)
+
+    return relate
+
+
+# Names.
+
+
+def renamed(names: Mapping[str, str], *rules: Rule) -> tuple[Rule, ...]:
+    """The rules, with parts of their Hugging Face names replaced.
+
+    A name is read part by part from the left. Where several entries of `names` fit, the first one
+    counts; what it wrote is not read again. A key may span parts (`"mlp.up_proj"`), and `{i}` in it
+    is any one part, which the value may repeat; an empty value drops the parts.
+    """
+    table = [(key.split("."), value) for key, value in names.items()]
+
+    def rename(name: str) -> str:
+        parts, result = name.split("."), []
+        while parts:
+            for key, value in table:
+                bound = _bind(key, parts)
+                if bound is not None:
+                    result.append(value.format(**bound))
+                    parts = parts[len(key) :]
+                    break
+            else:
+                result.append(parts.pop(0))
+        return ".".join(filter(None, result))
+
+    def under_new_names(layout: Layout) -> Layout:
+        return lambda ours, hf, config: layout(ours, lambda **more: rename(hf(**more)), config)
+
+    return tuple(Rule(r.ours, r.hf, under_new_names(r.layout)) for r in rules)
+
+
+def ignore(hf: str) -> Rule:
+    """Tensors of a checkpoint that no model needs; their names as the checkpoint has them."""
+    return Rule((), hf, equal)
 
 
 STANDARD: tuple[Rule, ...] = (
     Rule("{path}.kernel", "{path}.weight", transpose),
     Rule("{path}.embedding", "{path}.weight", equal),
     Rule("{path}", "{path}", equal),
+    # Values that the configuration determines, in old checkpoints.
+    ignore("{path}.rotary_emb.inv_freq"),
+    ignore("{path}.attn.bias"),
+    ignore("{path}.attn.masked_bias"),
 )
 
-#: Tensors that old checkpoints hold and nobody needs: values that the config determines.
-IGNORED: tuple[str, ...] = (r"(^|\.)rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
+#: Head -> embedding, of models whose head is the embedding where `tie_word_embeddings` says so. A
+#: class with other names has a `TIED_WEIGHTS` of its own.
+TIED: Mapping[str, str] = {"lm_head.kernel": "model.embed_tokens.embedding"}
 
 
-class WeightMap:
-    """The rules, applied to the tensors that one model has.
+# Pieces.
 
-    Args:
-        rules: a family's table.
-        shapes: canonical name -> shape of one layer's tensor.
 
-    Attributes:
-        hf_shapes: the tensors that a checkpoint of this model holds.
-        by_ours, by_hf: the blocks that make up one tensor.
+def positions_between(region: range, start: int, stop: int) -> slice:
+    """Which entries of an ascending range lie in [start, stop)."""
+    low = max(0, -(-(start - region.start) // region.step))
+    high = min(len(region), -(-(stop - region.start) // region.step))
+    return slice(low, max(low, high))
+
+
+def _lay_out(piece: Piece, axis: int, share: int, period: int, offset: int) -> Iterator[Piece]:
+    """Move a block along one dimension of theirs: runs of `share` positions, a run each `period`.
+
+    Position `run * share + i` goes to `run * period + offset + i`.
     """
 
-    def __init__(self, rules: Sequence[Rule], shapes: Mapping[str, Shape]):
-        self.shapes = dict(shapes)
-        self.hf_shapes: dict[str, Shape] = {}
-        self.by_ours: dict[str, list[Piece]] = {}
-        self.by_hf: dict[str, list[Piece]] = {}
-        compiled = [(rule, [_pattern(p) for p in _names(rule.ours)]) for rule in rules]
-        for name in shapes:
-            if name not in self.by_ours:
-                self._add(name, compiled)
+    def moved(entries: slice, to: range) -> Piece:
+        kept = [(d, r) for d, r in enumerate(piece.our_region) if isinstance(r, range)]
+        dim, mine = kept[piece.perm.index(axis)]
+        ours, theirs = list(piece.our_region), list(piece.hf_region)
+        ours[dim], theirs[axis] = mine[entries], to
+        return replace(piece, our_region=tuple(ours), hf_region=tuple(theirs))
 
-    def _add(self, name: str, rules: list[tuple[Rule, list[re.Pattern[str]]]]) -> None:
-        for rule, patterns in rules:
-            match = next(filter(None, (p.fullmatch(name) for p in patterns)), None)
-            if match is None:
-                continue
-            bound = match.groupdict()
-            group = [pattern.format(**bound) for pattern in _names(rule.ours)]
-            if not all(n in self.shapes for n in group):
-                continue
-            ours = {n: self.shapes[n] for n in group}
-            relation = rule.transform(ours, partial(rule.hf.format, **bound))
-            clash = self.hf_shapes.keys() & relation.hf_shapes.keys()
-            if clash:
-                raise ConfigError(
-                    f"two weight rules write {sorted(clash)[0]!r}; the second: {rule}"
-                )
-            self.hf_shapes |= relation.hf_shapes
-            for piece in relation.pieces:
-                self.by_ours.setdefault(piece.ours, []).append(piece)
-                self.by_hf.setdefault(piece.hf, []).append(piece)
-            return
-        raise ConfigError(f"no weight rule fits the parameter {name!r}; add one to WEIGHTS")
-
-    def load(
-        self,
-        name: str,
-        window: Sequence[range],
-        read: Callable[[str, tuple[int | slice, ...]], np.ndarray],
-        out: np.ndarray,
-    ) -> None:
-        """Fill `out` with `ours[name][window]`, cast to its dtype.
-
-        Args:
-            window: the wanted positions of each dimension, with step 1.
-            read: `(hf name, index) -> values`; asked only for what the window needs.
-            out: array of the window's shape.
-        """
-        for piece in self.by_ours[name]:
-            hit = _intersect(piece, window)
-            if hit is not None:
-                target, source = hit
-                copy(out[(*target, ...)], read(piece.hf, source).transpose(piece.perm))
-
-    def save(self, hf_name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Return the Hugging Face tensor, built from `read(our name)`."""
-        pieces = self.by_hf[hf_name]
-        blocks = [read(p.ours)[_index(p.our_region)].transpose(np.argsort(p.perm)) for p in pieces]
-        whole = len(blocks) == 1 and blocks[0].shape == self.hf_shapes[hf_name]
-        if whole and blocks[0].flags.c_contiguous:
-            return blocks[0]
-        out = np.empty(self.hf_shapes[hf_name], blocks[0].dtype)
-        for piece, block in zip(pieces, blocks, strict=True):
-            copy(out[(*_index(piece.hf_region), ...)], block)
-        return out
-
-
-def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, converted; several times faster for transposed matrices.
-
-    Sixteen columns at a time: what is read lies together, and each write fills a cache line. Types
-    that numpy knows only through ml_dtypes are moved as integers of their size.
-    """
-    if source.ndim < 2 or abs(source.strides[-1]) <= abs(source.strides[-2]):
-        target[...] = source
+    old = piece.hf_region[axis]
+    if share == 1:
+        step = old.step * period
+        first = old.start * period + offset
+        yield moved(slice(None), range(first, first + len(old) * step, step))
         return
-    bits = f"u{target.dtype.itemsize}"
-    for start in range(0, source.shape[-1], 16):
-        band = source[..., start : start + 16].swapaxes(-1, -2).astype(target.dtype)
-        columns = target[..., start : start + 16]
-        if target.flags.c_contiguous:
-            columns = target.view(bits)[..., start : start + 16]
-            band = band.view(bits)
-        columns[...] = band.swapaxes(-1, -2)
+    for run in range(old[0] // share, old[-1] // share + 1):
+        entries = positions_between(old, run * share, (run + 1) * share)
+        part, by = old[entries], run * (period - share) + offset
+        if part:
+            yield moved(entries, range(part.start + by, part.stop + by, part.step))
 
 
-def window_of(index: Sequence[slice], shape: Shape) -> list[range]:
-    """Turn a shard's index (`slice(None)`, `slice(0, 4)`, ...) into positions of each dimension."""
-    return [range(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
+def _one_tensor(relation: Relation) -> tuple[str, Shape, list[Piece]]:
+    if len(relation.hf_shapes) != 1:
+        raise ConfigError(
+            f"a layout within one tensor cannot use several: {', '.join(relation.hf_shapes)}"
+        )
+    ((name, shape),) = relation.hf_shapes.items()
+    return name, shape, relation.pieces
 
 
-def _intersect(piece: Piece, window: Sequence[range]):
-    """Return `(index into the window, index into their tensor)`, or None: they do not meet."""
-    target: list[int | slice] = []
-    taken: list[range] = []  # positions within the block, per dimension of ours that it keeps
-    for region, want in zip(piece.our_region, window, strict=True):
-        if isinstance(region, int):
-            if region not in want:
-                return None
-            target.append(region - want.start)
-            continue
-        low = max(0, math.ceil((want.start - region.start) / region.step))
-        high = min(len(region), math.ceil((want.stop - region.start) / region.step))
-        if low >= high:
+def _resized(shape: Shape, axis: int, size: int) -> Shape:
+    resized = list(shape)
+    resized[axis] = size
+    return tuple(resized)
+
+
+def _leading(ours: Mapping[str, Shape]) -> int:
+    sizes = {shape[0] if shape else 0 for shape in ours.values()}
+    if len(sizes) != 1:
+        raise ConfigError(f"{', '.join(ours)} have leading dimensions of different size: {sizes}")
+    return sizes.pop()
+
+
+def _entry(ours: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape[1:] for name, shape in ours.items()}
+
+
+def _number(number: Number, config: object) -> int:
+    if callable(number):
+        return number(config)
+    if isinstance(number, int):
+        return number
+    value = config
+    for field in number.split("."):
+        value = getattr(value, field, None)
+    if not isinstance(value, int):
+        raise ConfigError(f"a weight rule asks for {number!r}, which the configuration lacks")
+    return value
+
+
+def _bind(key: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
+    """Fit a key of `renamed` to the first parts of a name."""
+    if len(key) > len(parts):
+        return None
+    bound: dict[str, str] = {}
+    for expected, part in zip(key, parts, strict=False):
+        if expected.startswith("{"):
+            bound[expected[1:-1]] = part
+        elif expected != part:
             return None
-        taken.append(range(low, high))
-        first = region[low] - want.start
-        target.append(slice(first, region[high - 1] - want.start + 1, region.step))
-    # Dimension d of ours is dimension perm[d] of the block as it lies in their tensor.
-    of_block = dict(zip(piece.perm, taken, strict=True))
-    source: list[int | slice] = []
-    dim = 0
-    for region in piece.hf_region:
-        if isinstance(region, int):
-            source.append(region)
-            continue
-        source.append(_slice(region[of_block[dim].start : of_block[dim].stop]))
-        dim += 1
-    return tuple(target), tuple(source)
-
-
-def _moved(piece: Piece, axis: int, offset: int) -> Piece:
-    """Shift the block by `offset` along one dimension of their tensor."""
-    region = list(piece.hf_region)
-    old = region[axis]
-    if isinstance(old, int):
-        region[axis] = old + offset
-    else:
-        region[axis] = range(old.start + offset, old.stop + offset, old.step)
-    return Piece(piece.ours, piece.hf, piece.our_region, tuple(region), piece.perm)
-
-
-def _slice(positions: range) -> slice:
-    return slice(positions.start, positions.stop, positions.step)
-
-
-def _index(region: Region) -> tuple[int | slice, ...]:
-    return tuple(r if isinstance(r, int) else _slice(r) for r in region)
-
-
-def _swap_last_two(rank: int) -> tuple[int, ...]:
-    if rank < 2:
-        raise ConfigError(f"a transposed weight has at least two dimensions, not {rank}")
-    return (*range(rank - 2), rank - 1, rank - 2)
-
-
-def _names(ours: str | Iterable[str]) -> tuple[str, ...]:
-    return (ours,) if isinstance(ours, str) else tuple(ours)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Compile `{path}.kernel` to a regular expression with one named group for each placeholder."""
-    parts = re.split(r"\{(\w+)\}", text)
-    regex = "".join(f"(?P<{p}>.+)" if i % 2 else re.escape(p) for i, p in enumerate(parts))
-    return re.compile(regex)
+    return bound

@@ -13,8 +13,12 @@ _NAMES = {
     "arguments_class": "ed_trainers.arguments",
     "Callback": "ed_trainers.callbacks",
     "TrainingDiverged": "ed_trainers.loop",
-    "Completion": "ed_trainers.rollout",
+    "Loss": "ed_trainers.contract",
+    "Models": "ed_trainers.contract",
     "Rollout": "ed_trainers.rollout",
+    "Sampled": "ed_trainers.rollout",
+    "Weights": "ed_trainers.rollout",
+    "idle_options": "ed_trainers.arguments",
     "SFTTrainer": "ed_trainers.sft",
     "EasyDeLState": "ed_trainers.state",
     "Trainer": "ed_trainers.trainer",
@@ -29,11 +33,15 @@ if TYPE_CHECKING:
     from ed_trainers.arguments import SFTArguments as SFTArguments
     from ed_trainers.arguments import TrainingArguments as TrainingArguments
     from ed_trainers.arguments import arguments_class as arguments_class
+    from ed_trainers.arguments import idle_options as idle_options
     from ed_trainers.callbacks import Callback as Callback
+    from ed_trainers.contract import Loss as Loss
+    from ed_trainers.contract import Models as Models
     from ed_trainers.loop import TrainingDiverged as TrainingDiverged
     from ed_trainers.methods import trainer_class as trainer_class
-    from ed_trainers.rollout import Completion as Completion
     from ed_trainers.rollout import Rollout as Rollout
+    from ed_trainers.rollout import Sampled as Sampled
+    from ed_trainers.rollout import Weights as Weights
     from ed_trainers.sft import SFTTrainer as SFTTrainer
     from ed_trainers.state import EasyDeLState as EasyDeLState
     from ed_trainers.trainer import Trainer as Trainer

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ed_models.protocol import LanguageModel
+
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.rollout import Weights
+
+
+class RunningTrainer(Protocol):
+    """What a callback may ask of the trainer; `ed_trainers.trainer.Trainer` is the one shipped."""
+
+    @property
+    def arguments(self) -> TrainingArguments:
+        """The options of the run."""
+        ...
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model with its present weights; the next step overwrites them."""
+        ...
+
+    def weights(self) -> Weights:
+        """The present weights, readable until the next step begins."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the present weights."""
+        ...
+
+    def save_model(self, directory: str | Path) -> None:
+        """Write the model as it is now in Hugging Face layout."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """End the run cleanly after the present step, with a checkpoint."""
+        ...
 
 
 class Callback:
     """Base of callbacks: override what is needed. Every method is called on every process.
 
-    `trainer` is the running trainer; `trainer.stop(reason)` ends the run cleanly after the present
-    step, with a checkpoint.
+    Results are read back one step late: in `on_log` the row of step n comes with the weights of
+    step n + 1, unless an evaluation, a checkpoint or the end waited for step n.
     """
 
-    def on_train_begin(self, trainer: Any, step: int) -> None:
+    def on_train_begin(self, trainer: RunningTrainer, step: int) -> None:
         """Training begins; `step` updates are done already."""
 
-    def on_log(self, trainer: Any, row: Mapping[str, Any]) -> None:
+    def on_log(self, trainer: RunningTrainer, row: Mapping[str, Any]) -> None:
         """A row of metrics was written."""
 
-    def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
 
-    def on_save(self, trainer: Any, step: int) -> None:
+    def on_save(self, trainer: RunningTrainer, step: int) -> None:
         """A checkpoint of this step was begun; it is complete when training ends at the latest."""
 
-    def on_train_end(self, trainer: Any, step: int) -> None:
+    def on_train_end(self, trainer: RunningTrainer, step: int) -> None:
         """Training ended after this many updates."""
-
-
-class CallbackList:
-    """Calls each callback in order."""
-
-    def __init__(self, callbacks: Iterable[Callback] = ()):
-        self._callbacks = tuple(callbacks)
-
-    def call(self, event: str, *arguments: Any) -> None:
-        """Call one method of every callback."""
-        for callback in self._callbacks:
-            getattr(callback, event)(*arguments)

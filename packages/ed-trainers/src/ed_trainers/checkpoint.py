@@ -17,11 +17,18 @@ import jax
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
-from ed_trainers.arguments import TrainingArguments
+from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.state import EasyDeLState, check_fit, flat_abstract, flat_arrays, from_flat
 
 #: Arguments that give another run, or another shape of optimizer state, when they change.
-MUST_MATCH = ("trainer_type", "seed", "total_batch_size", "optimizer", "master_dtype")
+MUST_MATCH = (
+    "trainer_type",
+    "seed",
+    "total_batch_size",
+    "optimizer",
+    "master_dtype",
+    "trainable_rules",
+)
 
 # Arguments that change what is computed, though a changed run can still go on from the checkpoint.
 _CHANGE_THE_COURSE = (
@@ -31,6 +38,8 @@ _CHANGE_THE_COURSE = (
     "warmup_steps",
     "optimizer_kwargs",
     "weight_decay",
+    "learning_rate_rules",
+    "weight_decay_rules",
     "clip_grad",
     "gradient_accumulation_steps",
 )
@@ -161,7 +170,7 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int, item: str, args: Any) -> Any:
+    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
     def _set_aside(self, unreadable: list[tuple[int, Exception]]) -> None:
@@ -183,10 +192,12 @@ class Checkpoints:
         difference: Callable[[Mapping[str, Any]], str],
     ) -> None:
         before, now = saved["arguments"], run["arguments"]
+        # A name that is missing is an option that did not exist when the checkpoint was written.
+        changed_names = [name for name, value in before.items() if now.get(name) != value]
         for name in MUST_MATCH:
-            if before.get(name) != now.get(name):
+            if name in changed_names:
                 raise CheckpointError(
-                    f"{where} was trained with {name} {before.get(name)!r}, now it is "
+                    f"{where} was trained with {name} {before[name]!r}, now it is "
                     f"{now.get(name)!r}: change it back, or take another save_directory "
                     "(resume_if_possible=False moves this run aside)"
                 )
@@ -197,9 +208,9 @@ class Checkpoints:
                 "(resume_if_possible=False moves this run aside)"
             )
         changed = [
-            f"{name} {before.get(name)!r} -> {now.get(name)!r}"
+            f"{name} {before[name]!r} -> {now.get(name)!r}"
             for name in _CHANGE_THE_COURSE
-            if before.get(name) != now.get(name)
+            if name in changed_names
         ]
         if saved.get("total_steps") != run.get("total_steps"):
             changed.append(f"total steps {saved.get('total_steps')} -> {run.get('total_steps')}")

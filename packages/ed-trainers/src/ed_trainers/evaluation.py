@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
 
-from ed_trainers.feed import evaluation_batches
-from ed_trainers.placement import pad_rows
+from ed_trainers.contract import Method
+from ed_trainers.feed import Dataset, evaluation_batches
+from ed_trainers.placement import Placement, pad_rows
 from ed_trainers.state import EasyDeLState
-from ed_trainers.step import build_eval_step
-
-if TYPE_CHECKING:
-    from ed_trainers.trainer import Trainer
+from ed_trainers.step import EvalStep, build_eval_step
 
 # exp of more than this is not a float.
 _LARGEST_EXPONENT = 700.0
@@ -26,14 +23,31 @@ Show = Callable[[int, int | None], None]
 
 
 class Evaluator:
-    """Evaluates states of one trainer's model; compiles once."""
+    """Evaluates states of one model; compiles once.
 
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
-        self._step: Any = None
+    Args:
+        method: its batch, its loss and its frozen models.
+        placement: puts batches on the devices.
+        dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
+        rows: sequences at once; None means as the dataset gives them.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        placement: Placement,
+        dataset: Dataset,
+        *,
+        rows: int | None,
+    ):
+        self._method = method
+        self._placement = placement
+        self._dataset = dataset
+        self._rows = rows
+        self._step: EvalStep | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
-        """Return `eval_<name>` of each metric, and `eval_perplexity`.
+        """Return `eval_<name>` of each loss and metric, and `eval_perplexity`.
 
         Args:
             state: parameters to evaluate.
@@ -43,13 +57,12 @@ class Evaluator:
             ConfigError: there is not one token to evaluate.
         """
         if self._step is None:
-            self._step = build_eval_step(state, self._trainer.loss)
+            self._step = build_eval_step(state, self._method)
         leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother)))
         sums: dict[str, list[float]] = {}
         pending: dict[str, Metric] | None = None
         for batch in self._batches(show):
-            placed = self._trainer.placement.place(batch, stacked=False)
-            result = self._step(leaves, placed)
+            result = self._step(leaves, self._placement.place(batch, stacked=False))
             if pending is not None:
                 _add(sums, pending)
             pending = result
@@ -66,12 +79,12 @@ class Evaluator:
 
     def _batches(self, show: Show | None) -> Iterator[dict[str, np.ndarray]]:
         """Prepared batches of one constant number of rows; the last ones are padded."""
-        batches, count = evaluation_batches(self._trainer.eval_dataset)
-        rows = self._trainer.arguments.eval_batch_size
+        batches, count = evaluation_batches(self._dataset)
+        rows = self._rows
         for index, batch in enumerate(batches):
             if show is not None:
                 show(index, count)
-            prepared = self._trainer.prepare(batch)
+            prepared = self._method.prepare(batch)
             height = next(iter(prepared.values())).shape[0]
             rows = rows or height
             for start in range(0, height, rows):

@@ -6,13 +6,38 @@ A batch is a dict of numpy arrays, as `docs/data.md` describes: `input_ids`, `la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
 HostBatch = Mapping[str, np.ndarray]
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """Batches as a pure function of the step; may say its `steps_per_epoch` and `fingerprint`."""
+
+    def batch_at(self, step: int) -> HostBatch:
+        """Return the batch of update `step`, from 0."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """Data that know their position."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the position, in JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        ...
+
+
+Dataset = Loader | Iterable[HostBatch]
 
 
 class Feed:
@@ -26,12 +51,11 @@ class Feed:
         ConfigError: it is neither.
     """
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: Dataset):
         self.dataset = dataset
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
-        self._by_step = hasattr(dataset, "batch_at")
         self._iterator: Iterator[HostBatch] | None = None
-        if not self._by_step and not hasattr(dataset, "__iter__"):
+        if not isinstance(dataset, Loader | Iterable):
             raise ConfigError(
                 f"train_dataset {type(dataset).__name__} gives no batches: it needs "
                 "batch_at(step), or to be an iterable with state_dict() and load_state_dict(state)"
@@ -41,7 +65,7 @@ class Feed:
     def steps_per_epoch(self) -> int | None:
         """Batches of one pass over the data, where the dataset knows."""
         steps = getattr(self.dataset, "steps_per_epoch", None)
-        if steps is None and hasattr(self.dataset, "__len__"):
+        if steps is None and isinstance(self.dataset, Sized):
             steps = len(self.dataset)
         return None if steps is None else int(steps)
 
@@ -51,7 +75,7 @@ class Feed:
         Raises:
             ConfigError: an iterator came to its end twice in a row.
         """
-        if self._by_step:
+        if isinstance(self.dataset, Loader):
             return self.dataset.batch_at(step)
         if self._iterator is None:
             self._iterator = iter(self.dataset)
@@ -66,7 +90,7 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the dataset says about itself and its position, for a checkpoint."""
-        return dict(self.dataset.state_dict()) if hasattr(self.dataset, "state_dict") else {}
+        return dict(self.dataset.state_dict()) if isinstance(self.dataset, Resumable) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; for a function of the step there is nothing to do.
@@ -74,9 +98,9 @@ class Feed:
         Raises:
             CheckpointError: the dataset is an iterator that cannot be moved.
         """
-        if self._by_step:
+        if isinstance(self.dataset, Loader):
             return
-        if not hasattr(self.dataset, "load_state_dict"):
+        if not isinstance(self.dataset, Resumable):
             raise CheckpointError(
                 f"{type(self.dataset).__name__} has no load_state_dict(state): training on it "
                 "cannot go on where it stopped; give a loader, or set resume_if_possible=False"
@@ -86,20 +110,21 @@ class Feed:
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """Return the dataset's own words for how it differs from the one of a checkpoint."""
-        try:
-            self.dataset.load_state_dict(dict(state))
-        except Exception as error:  # the dataset's own kind: it refuses, and says why
-            return str(error)
+        if isinstance(self.dataset, Resumable):
+            try:
+                self.dataset.load_state_dict(dict(state))
+            except Exception as error:  # the dataset's own kind: it refuses, and says why
+                return str(error)
         return "the data, or their order, are not the same"
 
 
-def evaluation_batches(dataset: Any) -> tuple[Iterator[HostBatch], int | None]:
+def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | None]:
     """Return one pass over held-out data, and its number of batches if that is known.
 
     Raises:
         ConfigError: the dataset gives no batches, or is endless without saying its length.
     """
-    if hasattr(dataset, "batch_at"):
+    if isinstance(dataset, Loader):
         count = getattr(dataset, "steps_per_epoch", None)
         if count is None:
             raise ConfigError(
@@ -107,8 +132,8 @@ def evaluation_batches(dataset: Any) -> tuple[Iterator[HostBatch], int | None]:
                 "an evaluation would never end"
             )
         return (dataset.batch_at(index) for index in range(int(count))), int(count)
-    if hasattr(dataset, "__iter__"):
-        return iter(dataset), len(dataset) if hasattr(dataset, "__len__") else None
+    if isinstance(dataset, Iterable):
+        return iter(dataset), len(dataset) if isinstance(dataset, Sized) else None
     raise ConfigError(
         f"eval_dataset {type(dataset).__name__} gives no batches: it needs batch_at(step) with "
         "steps_per_epoch, or to be iterable"

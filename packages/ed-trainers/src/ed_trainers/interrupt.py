@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 import numpy as np
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
 
 # SIGHUP, which Windows lacks, is a terminal that closed.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -30,7 +33,7 @@ class StopRequest:
         self._limit = time_limit
         self._began = time.monotonic()
         self._reason: str | None = None
-        self._old: dict[int, Any] = {}
+        self._old: dict[int, Handler] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():

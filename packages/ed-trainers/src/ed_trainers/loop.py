@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 
+from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.checkpoint import Checkpoints, describe_run, move_aside
+from ed_trainers.contract import Method
+from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
 from ed_trainers.interrupt import StopRequest
 from ed_trainers.metrics import MetricsLog
-from ed_trainers.optimizers import build_optimizer
-from ed_trainers.placement import microbatches
+from ed_trainers.optimizers import build_optimizer, build_schedule
+from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
-from ed_trainers.schedules import build_schedule
+from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
-from ed_trainers.step import build_train_step
-
-if TYPE_CHECKING:
-    from ed_trainers.trainer import Trainer
+from ed_trainers.step import TrainStep, build_train_step
 
 CHECKPOINTS, RECORD, TENSORBOARD, MODEL = "checkpoints", "metrics.jsonl", "tensorboard", "model"
 
@@ -33,14 +35,50 @@ class TrainingDiverged(EasyDeLError):
     """The loss or the gradient is not finite."""
 
 
-class TrainingLoop:
-    """One call of `Trainer.train`."""
+class Notify(Protocol):
+    """Tells callbacks of an event."""
 
-    def __init__(self, trainer: Trainer, feed: Feed):
-        self.trainer = trainer
-        self.feed = feed
-        self.arguments = trainer.arguments
-        self.total = trainer.total_steps
+    def __call__(self, event: str, *values: object) -> None:
+        """Call the method `event` of every callback with the values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of one training run.
+
+    Attributes:
+        arguments: options of the run.
+        total_steps: updates of the whole run.
+        feed: the training batches.
+        method: batch, loss and frozen models.
+        placement: puts batches on the devices.
+        evaluator: of the held-out data, if there are any.
+        begin: makes the state that training begins with, unless a checkpoint has a later one.
+        adopt: takes a state whose arrays replace those of `begin`.
+        save_model: writes the trained model into a directory.
+        notify: tells callbacks.
+    """
+
+    arguments: TrainingArguments
+    total_steps: int
+    feed: Feed
+    method: Method
+    placement: Placement
+    evaluator: Evaluator | None
+    begin: Callable[[], EasyDeLState]
+    adopt: Callable[[EasyDeLState], None]
+    save_model: Callable[[Path], None]
+    notify: Notify
+
+
+class TrainingLoop:
+    """One run through a job."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.arguments = job.arguments
+        self.total = job.total_steps
         self.stop = StopRequest(self.arguments.training_time_limit)
         self.step = 0
         directory = Path(self.arguments.save_directory)
@@ -58,7 +96,8 @@ class TrainingLoop:
         # Reports that are still on the device: (step, report, tokens of the step).
         self._pending: tuple[int, dict[str, jax.Array], int] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
-        self._treedef: Any = None
+        self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
+        self._lent: list[Weights] = []
         self._stopped_by: str | None = None
         self._clock: float | None = None
         self._window = [0, 0.0]  # tokens and seconds since the last row
@@ -82,26 +121,41 @@ class TrainingLoop:
         return outcome
 
     def alive_state(self) -> EasyDeLState | None:
-        """Return the present state, unless a step that failed took its arrays."""
-        if self._treedef is None or any(leaf.is_deleted() for leaf in self._leaves):
+        """Return the present state; None before the first step, and where a step that failed took
+        the arrays. The next step overwrites it."""
+        if self._unflatten is None or any(leaf.is_deleted() for leaf in self._leaves):
             return None
         return self._state()
+
+    @property
+    def began(self) -> bool:
+        """Whether the state of this run exists yet."""
+        return self._unflatten is not None
+
+    def weights(self) -> Weights | None:
+        """Return the learner's present weights, which end when the next step begins."""
+        state = self.alive_state()
+        if state is None:
+            return None
+        weights = Weights(state.graphdef, state.graphstate, state.graphother, version=self.step)
+        self._lent.append(weights)
+        return weights
 
     # --- beginning ---
 
     def _begin(self) -> EasyDeLState:
         schedule = build_schedule(self.arguments, self.total)
-        state = self.trainer.state or EasyDeLState.create(model=self.trainer.model)
+        state = self.job.begin()
         tx = state.tx or build_optimizer(self.arguments, schedule)
         restored = None
         if self.checkpoints.steps():
             restored = self.checkpoints.restore_newest(
-                state.abstract(tx), run=self._run_facts(), difference=self.feed.difference
+                state.abstract(tx), run=self._run_facts(), difference=self.job.feed.difference
             )
         if restored is not None:
             _, state, saved = restored
-            self.feed.load_state_dict(saved["loader"])
-            self.trainer.adopt(state)  # lets go of the initial parameters
+            self.job.feed.load_state_dict(saved["loader"])
+            self.job.adopt(state)  # lets go of the initial parameters
         elif state.opt_state is None:
             state = state.init_tx(tx)
         self.step = int(state.step)
@@ -109,9 +163,9 @@ class TrainingLoop:
         self.progress = Progress(self.arguments.progress_bar_type, total=self.total, done=self.step)
         if restored is not None:
             self._say(f"resumed from step {self.step} of {self.total}")
-        self._train_step = build_train_step(
+        self._train_step: TrainStep = build_train_step(
             state,
-            self.trainer.loss,
+            self.job.method,
             schedule,
             rows=self.arguments.total_batch_size // self.arguments.gradient_accumulation_steps,
             seed=self.arguments.seed,
@@ -122,17 +176,17 @@ class TrainingLoop:
         return describe_run(
             self.arguments,
             total_steps=self.total,
-            loader=self.feed.state_dict(),
-            fingerprint=self.feed.fingerprint,
+            loader=self.job.feed.state_dict(),
+            fingerprint=self.job.feed.fingerprint,
         )
 
     # --- the steps ---
 
     def _train(self, state: EasyDeLState) -> None:
-        self._treedef = jax.tree.structure(state)
+        self._unflatten = partial(jax.tree.unflatten, jax.tree.structure(state))
         self._leaves = tuple(jax.tree.leaves(state))
         del state
-        self.trainer.callbacks.call("on_train_begin", self.trainer, self.step)
+        self.job.notify("on_train_begin", self.step)
         if self.step and self._evaluation_is_due():
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
@@ -150,8 +204,7 @@ class TrainingLoop:
         self._finish_pending()
 
     def _one_step(self) -> None:
-        batch = self.feed.batch(self.step)
-        prepared = self.trainer.prepare(batch)
+        prepared = self.job.method.prepare(self.job.feed.batch(self.step))
         height = next(iter(prepared.values())).shape[0]
         if height != self.arguments.total_batch_size:
             raise ConfigError(
@@ -159,10 +212,12 @@ class TrainingLoop:
                 f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
             )
         parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
-        placed = self.trainer.placement.place(parts, stacked=True)
+        placed = self.job.placement.place(parts, stacked=True)
+        while self._lent:
+            self._lent.pop().end()
         self._leaves, report = self._train_step(self._leaves, placed)
         self.step += 1
-        previous, self._pending = self._pending, (self.step, report, count_tokens(batch))
+        previous, self._pending = self._pending, (self.step, report, count_tokens(prepared))
         if previous is not None:
             self._finish(*previous)
 
@@ -209,12 +264,12 @@ class TrainingLoop:
         assert self.progress is not None
         self.log.write(row)
         self.progress.row(row)
-        self.trainer.callbacks.call("on_log", self.trainer, row)
+        self.job.notify("on_log", row)
 
     # --- pauses ---
 
     def _evaluation_is_due(self) -> bool:
-        if self.trainer.evaluator is None:
+        if self.job.evaluator is None:
             return False
         every = self.arguments.evaluation_steps
         if self.step != self.total and (every is None or self.step % every):
@@ -223,15 +278,15 @@ class TrainingLoop:
         return last is None or last["step"] != self.step
 
     def _evaluate(self) -> None:
-        assert self.trainer.evaluator is not None
+        assert self.job.evaluator is not None
         assert self.progress is not None
         began = time.monotonic()
-        metrics = self.trainer.evaluator.run(self._state(), self.progress.evaluating)
+        metrics = self.job.evaluator.run(self._state(), self.progress.evaluating)
         seconds = time.monotonic() - began
         self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
         self.progress.step(self.step)
         self._say(f"step {self.step}: eval_loss {metrics['eval_loss']:.4f}")
-        self.trainer.callbacks.call("on_evaluate", self.trainer, metrics)
+        self.job.notify("on_evaluate", metrics)
 
     def _save_is_due(self) -> bool:
         every = self.arguments.save_steps
@@ -245,7 +300,7 @@ class TrainingLoop:
         # The rows of these steps must outlive a crash if the checkpoint does.
         self.log.flush()
         self.checkpoints.save(self.step, self._state(), run=self._run_facts())
-        self.trainer.callbacks.call("on_save", self.trainer, self.step)
+        self.job.notify("on_save", self.step)
 
     # --- the end ---
 
@@ -261,10 +316,9 @@ class TrainingLoop:
                 f"to go on, run the same command again: it resumes from {path}"
             )
         elif self.arguments.do_last_save:
-            self.trainer.adopt(state)
-            self.trainer.save_model(directory / MODEL)
+            self.job.save_model(directory / MODEL)
             self._say(f"trained {self.step} steps; the model is in {directory / MODEL}")
-        self.trainer.callbacks.call("on_train_end", self.trainer, self.step)
+        self.job.notify("on_train_end", self.step)
         return {
             "state": state,
             "metrics": self._summary(),
@@ -284,7 +338,8 @@ class TrainingLoop:
         return summary
 
     def _state(self) -> EasyDeLState:
-        return jax.tree.unflatten(self._treedef, self._leaves)
+        assert self._unflatten is not None
+        return self._unflatten(self._leaves)
 
     def _say(self, message: str) -> None:
         if self.progress is not None:
@@ -293,9 +348,8 @@ class TrainingLoop:
             print(message, flush=True)
 
 
-def count_tokens(batch: HostBatch) -> int:
-    """Number of tokens of a batch that are not padding."""
-    segments = batch.get("segment_ids", batch.get("attention_mask"))
-    if segments is None:
-        return int(batch["input_ids"].size)
-    return int(np.count_nonzero(segments))
+def count_tokens(prepared: HostBatch) -> int:
+    """Number of tokens of a prepared batch that are not padding."""
+    if "segment_ids" in prepared:
+        return int(np.count_nonzero(prepared["segment_ids"]))
+    return int(prepared["input_ids"].size) if "input_ids" in prepared else 0

@@ -1,22 +1,22 @@
-"""Method name -> trainer. The options of each method are in `ed_trainers.arguments`, jax-free."""
+"""Method name -> trainer. The table of methods is in `ed_trainers.arguments`, jax-free."""
 
 from __future__ import annotations
 
-from ed_infra.errors import unknown_name
+from typing import cast
 
-from ed_trainers.sft import SFTTrainer
+from ed_infra import lazy
+
+from ed_trainers.arguments import METHODS, method
 from ed_trainers.trainer import Trainer
 
-TRAINERS: dict[str, type[Trainer]] = {"sft": SFTTrainer}
+_load, _, _ = lazy.attach(__name__, {name: entry.trainer for name, entry in METHODS.items()})
 
 
 def trainer_class(trainer_type: str) -> type[Trainer]:
-    """Return the trainer of a method.
+    """Return the trainer of a method; the method's file is imported here.
 
     Raises:
         ConfigError: the method is not known.
     """
-    try:
-        return TRAINERS[trainer_type]
-    except KeyError:
-        raise unknown_name("trainer_type", trainer_type, TRAINERS) from None
+    method(trainer_type)
+    return cast(type[Trainer], _load(trainer_type))

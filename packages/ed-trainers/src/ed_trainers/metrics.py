@@ -14,7 +14,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 Row = Mapping[str, Any]
 
@@ -64,7 +67,7 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file: Any = None
+        self._file: TextIO | None = None
 
     def restart(self, rows: list[Row]) -> None:
         """Replace the file, atomically, by one that holds exactly these rows."""
@@ -79,6 +82,7 @@ class JsonLines:
 
     def write(self, row: Row) -> None:
         """Add a row; it survives a kill of this process at once, of the machine after `flush`."""
+        assert self._file is not None
         self._file.write(_line(row))
         self._file.flush()
 
@@ -100,7 +104,7 @@ class TensorBoard:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._writer: Any = None
+        self._writer: SummaryWriter | None = None
 
     def restart(self, rows: list[Row]) -> None:
         """Write the event file again from the rows."""
@@ -113,6 +117,7 @@ class TensorBoard:
 
     def write(self, row: Row) -> None:
         """Add the numbers of a row: `train/loss`, `eval/loss`, …"""
+        assert self._writer is not None
         group = "eval" if is_evaluation(row) else "train"
         for name, value in row.items():
             if name in _NOT_CURVES or not isinstance(value, int | float):

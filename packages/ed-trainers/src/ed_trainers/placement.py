@@ -5,13 +5,15 @@ Legend: a microbatches of a step, b rows of a microbatch, s sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+import optax
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.paths import normalize
 from ed_infra.sharding import make_global
+from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -23,7 +25,7 @@ def replicated(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def place_model(model: Any) -> None:
+def place_model(model: LanguageModel) -> None:
     """Shard a model, in place, whose parameters are not on the devices of its mesh yet."""
     leaves = jax.tree.leaves(nnx.state(model))
     devices = set(model.config.mesh.devices.flat)
@@ -31,7 +33,7 @@ def place_model(model: Any) -> None:
         nnx.update(model, nnx.state(model.shard_model()))
 
 
-def shardings_like(shapes: Any, params: Any) -> Any:
+def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
     """Choose a sharding for each leaf of an optimizer state.
 
     Moments and masters mirror the parameters: their path ends with the parameter's path and they
@@ -47,7 +49,7 @@ def shardings_like(shapes: Any, params: Any) -> Any:
     depths = sorted({len(path) for path in by_path}, reverse=True)
     default = replicated(placed[0][1].sharding)
 
-    def choose(path: tuple[Any, ...], leaf: Any) -> Sharding:
+    def choose(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> Sharding:
         names = normalize(path)
         for depth in depths:
             param = by_path.get(names[-depth:])
@@ -86,7 +88,7 @@ class Placement:
         config: the model's config; gives the mesh and the meaning of its axes.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: EasyDeLBaseConfig):
         self._mesh = config.mesh
         self._manager = config.partition_manager
         self._known: dict[tuple[int, ...], NamedSharding] = {}

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 
 class Progress:
@@ -24,23 +26,17 @@ class Progress:
 
     def __init__(self, kind: str, *, total: int, done: int = 0):
         self._json = kind == "json"
-        self._bar: Any = None
-        self._console: Any = None
+        self._bar: Bar | None = None
         self._mute = jax.process_index() != 0
         if self._mute or kind != "rich" or not sys.stdout.isatty():
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
 
-        self._console = Console()
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
-            console=self._console,
             refresh_per_second=4,
         )
         self._figures = "compiling"
@@ -77,7 +73,7 @@ class Progress:
         if self._bar is None:
             _print(message)
         else:
-            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""

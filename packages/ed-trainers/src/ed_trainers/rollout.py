@@ -1,7 +1,7 @@
-"""How a trainer asks for completions without knowing who generates them.
+"""How a method asks for completions without knowing who generates them, and with which weights.
 
 Methods that learn from their own samples take any object that is a `Rollout`. The engine package
-satisfies it from above, so that trainers and engine stay independent of each other.
+satisfies the protocol from above, so that trainers and engine stay independent of each other.
 """
 
 from __future__ import annotations
@@ -10,15 +10,72 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from ed_infra.errors import EasyDeLError
+from ed_models.protocol import LanguageModel
+from flax import nnx
+
+
+class Weights:
+    """The learner's weights between two optimizer steps, lent to whoever reads them.
+
+    A step overwrites the arrays. So the weights end when the next step begins: a reader takes what
+    it needs while it is called, and keeps neither the arrays nor what shares memory with them.
+
+    Args:
+        graphdef: structure of the model.
+        graphstate: the parameters that learn.
+        graphother: the model's other variables.
+        version: updates that made these weights.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        graphstate: nnx.State,
+        graphother: nnx.State,
+        *,
+        version: int,
+    ):
+        self.graphdef = graphdef
+        self.version = version
+        self._states: tuple[nnx.State, nnx.State] | None = (graphstate, graphother)
+
+    @property
+    def state(self) -> nnx.State:
+        """All variables of the model, as `nnx.state(model)` gives them.
+
+        Raises:
+            EasyDeLError: the next step has begun.
+        """
+        if self._states is None:
+            raise EasyDeLError(
+                f"the weights of step {self.version} are overwritten: read them before the call "
+                "that was given them returns, or ask the trainer for its present weights()"
+            )
+        return nnx.merge_state(*self._states)
+
+    @property
+    def model(self) -> LanguageModel:
+        """A module that shares the arrays.
+
+        Raises:
+            EasyDeLError: the next step has begun.
+        """
+        return nnx.merge(self.graphdef, self.state)
+
+    def end(self) -> None:
+        """Let go of the arrays: they are about to be overwritten."""
+        self._states = None
+
 
 @dataclass(frozen=True)
-class Completion:
+class Sampled:
     """One sampled continuation.
 
     Attributes:
         token_ids: the sampled tokens, the end token included where one was sampled.
         logprobs: log-probability of each token under the weights that sampled it.
-        weights_version: which `update_weights` those weights came from.
+        weights_version: the `version` of those weights.
     """
 
     token_ids: Sequence[int]
@@ -28,14 +85,19 @@ class Completion:
 
 @runtime_checkable
 class Rollout(Protocol):
-    """Something that completes prompts with the weights it was last given."""
+    """Something that completes prompts."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any]
-    ) -> list[Completion]:
-        """Complete each prompt (token ids); as many completions as prompts, in their order."""
-        ...
+        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], weights: Weights
+    ) -> list[Sampled]:
+        """Complete each prompt.
 
-    def update_weights(self, model: Any, version: int) -> None:
-        """Take the model's present weights; later completions carry `version`."""
+        Args:
+            prompts: token ids.
+            params: settings of the sampling, by the names of the one who samples.
+            weights: what to sample with; readable until this call returns.
+
+        Returns:
+            As many continuations as prompts, in their order.
+        """
         ...

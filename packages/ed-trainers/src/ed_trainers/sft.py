@@ -5,22 +5,20 @@ Legend: b sequences, s positions, d hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.outputs import Metric
+from ed_infra.masks import segment_index
+from ed_models.heads import next_token_targets
 
 from ed_trainers.arguments import SFTArguments, TrainingArguments
+from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
 from ed_trainers.token_loss import token_cross_entropy
 from ed_trainers.trainer import Trainer
-
-#: Label of a position that is not learned, as in Hugging Face.
-IGNORED = -100
 
 
 class SFTTrainer(Trainer):
@@ -36,10 +34,9 @@ class SFTTrainer(Trainer):
         """Shift labels by one, within segments; see `next_token_batch`."""
         return next_token_batch(batch)
 
-    def loss(
-        self, model: Any, batch: Mapping[str, jax.Array], key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Return the weighted sum of `-log p(target)` in nats, and metrics."""
+    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return the weighted sum of `-log p(target)` in nats."""
+        model = models.learner
         output = model(
             batch["input_ids"],
             segment_ids=batch["segment_ids"],
@@ -47,16 +44,16 @@ class SFTTrainer(Trainer):
             logits_at="none",
             key=key,
         )
+        assert output.last_hidden_state is not None
         total = token_cross_entropy(
             output.last_hidden_state,
-            model.lm_head_weight(),
+            model.head(),
             batch["targets"],
             batch["weights"],
             sharding=self.placement.sharding(batch["targets"].shape, stacked=False),
             chunk=self.arguments.lmhead_chunksize,
         )
-        weight = jnp.sum(batch["weights"])
-        return total, {**output.aux, "loss": Metric.of(total, weight)}
+        return Loss.of(output, total, jnp.sum(batch["weights"]))
 
 
 def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
@@ -89,31 +86,17 @@ def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
     segments = batch.get("segment_ids", batch.get("attention_mask"))
     segments = np.ones_like(inputs) if segments is None else np.asarray(segments, np.int32)
     positions = batch.get("position_ids")
-    positions = _positions(segments) if positions is None else np.asarray(positions, np.int32)
-    labels = np.asarray(batch.get("labels", inputs))
-
-    learned = np.zeros(inputs.shape, bool)
-    learned[:, :-1] = (
-        (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) & (labels[:, 1:] != IGNORED)
-    )
-    targets = np.zeros_like(inputs)
-    targets[:, :-1] = np.where(learned[:, :-1], labels[:, 1:], 0)
-    weights = learned.astype(np.float32)
+    if positions is None:
+        positions = np.where(segments > 0, segment_index(segments), 0)
+    labels = np.asarray(batch.get("labels", inputs), np.int32)
+    targets, weights = next_token_targets(labels, segments)
     if "loss_weights" in batch:
-        given = np.asarray(batch["loss_weights"], np.float32)
-        weights[:, :-1] = np.where(learned[:, :-1], given[:, 1:], 0.0)
+        following = np.roll(np.asarray(batch["loss_weights"], np.float32), -1, axis=1)
+        weights = np.where(weights > 0, following, np.float32(0))
     return {
         "input_ids": inputs,
         "segment_ids": segments,
-        "position_ids": positions,
+        "position_ids": np.asarray(positions, np.int32),
         "targets": targets,
         "weights": weights,
     }
-
-
-def _positions(segments: np.ndarray) -> np.ndarray:
-    """Count positions from 0 within each segment."""
-    index = np.broadcast_to(np.arange(segments.shape[1], dtype=np.int32), segments.shape)
-    begins = np.ones(segments.shape, bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return (index - np.maximum.accumulate(np.where(begins, index, 0), axis=1)).astype(np.int32)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.paths import normalize
+from ed_infra.rules import Rules
+from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
 from ed_trainers.optimizers import apply_updates
@@ -18,36 +21,39 @@ from ed_trainers.placement import replicated, shardings_like
 
 _STATE_FILE = "state.json"
 
+T = TypeVar("T")
+
 
 class EasyDeLState(struct.PyTreeNode):
     """Everything that one optimizer step reads and writes; a pytree.
 
     Attributes:
         step: number of updates done, int32 scalar.
-        graphstate: what the optimizer sees (parameters, or adapters alone).
-        graphother: the model's other variables.
+        graphstate: the parameters that learn: what the optimizer sees.
+        graphother: the model's other variables, frozen parameters among them.
         opt_state: state of `tx` for `graphstate`; None before `init_tx`.
         graphdef: structure of the model (static).
         tx: the optimizer (static).
     """
 
     step: jax.Array
-    graphstate: Any
-    graphother: Any
-    opt_state: Any
-    graphdef: Any = struct.field(pytree_node=False)
+    graphstate: nnx.State
+    graphother: nnx.State
+    opt_state: optax.OptState | None
+    graphdef: nnx.GraphDef = struct.field(pytree_node=False)
     tx: optax.GradientTransformation | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def create(
         cls,
         *,
-        model: Any = None,
-        graphdef: Any = None,
-        graphstate: Any = None,
-        graphother: Any = None,
+        model: LanguageModel | None = None,
+        trainable: Iterable[tuple[str, bool]] = (),
+        graphdef: nnx.GraphDef | None = None,
+        graphstate: nnx.State | None = None,
+        graphother: nnx.State | None = None,
         tx: optax.GradientTransformation | None = None,
-        opt_state: Any = None,
+        opt_state: optax.OptState | None = None,
         init_opt_state: bool = False,
         step: int = 0,
     ) -> EasyDeLState:
@@ -55,22 +61,27 @@ class EasyDeLState(struct.PyTreeNode):
 
         Args:
             model: a module; exclusive with the three parts.
+            trainable: pairs (pattern, whether it learns) over the names of the model's parameters;
+                the first that matches decides, and a parameter that none matches does not learn.
+                Without pairs every parameter learns.
             tx: optimizer.
             opt_state: its state, if there is one already.
             init_opt_state: make a fresh one, sharded as the parameters are.
             step: updates done so far.
 
         Raises:
-            ConfigError: model and parts together or neither; `init_opt_state` without `tx`, or
-                together with `opt_state`.
+            ConfigError: model and parts together or neither; a pattern matches no parameter, or no
+                parameter learns; `init_opt_state` without `tx`, or together with `opt_state`.
         """
         parts = (graphdef, graphstate, graphother)
         if (model is None) == all(part is None for part in parts):
             raise ConfigError("give either model, or graphdef, graphstate and graphother")
         if model is not None:
-            graphdef, graphstate, graphother = model.split_module()
-        elif any(part is None for part in parts):
+            graphdef, graphstate, graphother = split_model(model, trainable)
+        elif graphdef is None or graphstate is None or graphother is None:
             raise ConfigError("graphdef, graphstate and graphother come together")
+        elif trainable:
+            raise ConfigError("trainable splits a model: graphstate says already what learns")
         if init_opt_state and opt_state is not None:
             raise ConfigError("init_opt_state makes a new optimizer state: do not give opt_state")
         state = cls(
@@ -111,7 +122,7 @@ class EasyDeLState(struct.PyTreeNode):
         )
         return rest.replace(tx=tx, opt_state=opt_state)
 
-    def apply_gradients(self, *, grads: Any) -> EasyDeLState:
+    def apply_gradients(self, *, grads: nnx.State) -> EasyDeLState:
         """Take one optimizer step; traceable.
 
         Args:
@@ -127,15 +138,15 @@ class EasyDeLState(struct.PyTreeNode):
         return self.replace(step=self.step + 1, graphstate=graphstate, opt_state=opt_state)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> LanguageModel:
         """The module, sharing the state's arrays."""
         return self.merge(self.graphstate)
 
-    def merge(self, tree: Any) -> Any:
+    def merge(self, tree: nnx.State) -> LanguageModel:
         """Return the module with other parameters, a tree like `graphstate`."""
         return nnx.merge(self.graphdef, tree, self.graphother)
 
-    def merge_to_state(self, tree: Any) -> EasyDeLState:
+    def merge_to_state(self, tree: nnx.State) -> EasyDeLState:
         """Return the state with other parameters, a tree like `graphstate`."""
         return self.replace(graphstate=tree)
 
@@ -197,7 +208,38 @@ class EasyDeLState(struct.PyTreeNode):
         return loaded if facts["optimizer"] else loaded.replace(opt_state=self.opt_state)
 
 
-def _scalar_like(tree: Any, value: int) -> jax.Array:
+def split_model(
+    model: LanguageModel, trainable: Iterable[tuple[str, bool]] = ()
+) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """Take a model apart: structure, parameters that learn, all other variables.
+
+    See `EasyDeLState.create` for `trainable`. Only parameters (`nnx.Param`) of floating numbers
+    can learn: codes of quantized weights and variables with an update rule of their own cannot.
+
+    Raises:
+        ConfigError: a pattern matches no such parameter, or none learns.
+    """
+    rules = Rules(trainable, kind="trainable rule")
+    if not rules:
+        return model.split_module()
+
+    def learns(path: Sequence[object], variable: object) -> bool:
+        if not isinstance(variable, nnx.Param):
+            return False
+        leaves = jax.tree.leaves(variable)
+        return all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves) and rules.at(path, False)
+
+    graphdef, graphstate, graphother = nnx.split(model, learns, ...)
+    rules.check_used()
+    if not jax.tree.leaves(graphstate):
+        raise ConfigError(
+            "no parameter learns: the trainable rules need one that is true, such as "
+            "['', true] at the end for all that no other rule matches"
+        )
+    return graphdef, graphstate, graphother
+
+
+def _scalar_like(tree: object, value: int) -> jax.Array:
     """An int32 scalar on all devices of the tree, so that one jit takes both."""
     leaves = jax.tree.leaves(tree)
     scalar = jnp.asarray(value, jnp.int32)
@@ -205,18 +247,18 @@ def _scalar_like(tree: Any, value: int) -> jax.Array:
     return scalar if sharding is None else jax.device_put(scalar, replicated(sharding))
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: object) -> list[str]:
     """Name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by `/`."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return ["/".join(str(part) for part in normalize(path)) for path in paths]
 
 
-def flat_arrays(tree: Any) -> dict[str, jax.Array]:
+def flat_arrays(tree: object) -> dict[str, jax.Array]:
     """Return the leaves by name: the form in which they are saved, free of any class."""
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
-def flat_abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def flat_abstract(tree: object) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape, dtype and sharding of each leaf by name."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -224,14 +266,18 @@ def flat_abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def from_flat(template: Any, arrays: dict[str, jax.Array]) -> Any:
+def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
     """Put arrays, by name, into the structure of `template`."""
     leaves = [arrays[name] for name in leaf_names(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
 def check_fit(
-    wanted: dict[str, Any], found: dict[str, Any], where: str, *, dtypes: bool = False
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    found: Mapping[str, Any],
+    where: str,
+    *,
+    dtypes: bool = False,
 ) -> None:
     """Compare names and shapes, and dtypes if asked, of what is wanted with what was saved.
 

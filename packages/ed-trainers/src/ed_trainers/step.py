@@ -1,59 +1,66 @@
 """The train step and the evaluation step: one jitted pure function each, over flat leaves.
 
-Merging the module happens while tracing, never per step: a call of the compiled function sees a
-tuple of arrays and a dict of arrays, which costs microseconds where `nnx.jit` costs milliseconds.
+Merging the modules happens while tracing, never per step: a call of the compiled function sees
+tuples and dicts of arrays, which costs microseconds where `nnx.jit` costs milliseconds.
 
 Legend: a microbatches of a step, b rows of a microbatch, s sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from ed_infra.outputs import Metric, add_metrics
+from ed_infra.outputs import Metric
+from ed_layers import updated
 from flax import nnx
 
-from ed_trainers.optimizers import global_norm
+from ed_trainers.contract import Batch, Frozen, Loss, LossFn, Method, Models
+from ed_trainers.optimizers import Schedule, global_norm
 from ed_trainers.placement import replicated
-from ed_trainers.schedules import Schedule
 from ed_trainers.state import EasyDeLState
 
+T = TypeVar("T")
 Leaves = tuple[jax.Array, ...]
-Batch = Mapping[str, jax.Array]
+Report = dict[str, jax.Array]
+
+# A weight below this is taken for this, so that a batch in which nothing counts divides by it.
+_SMALLEST = 1e-8
 
 
-class LossFn(Protocol):
-    """A method's loss: sums, not means, so that microbatches add up to the big batch exactly.
+class Step(Generic[T]):
+    """A compiled function of the learner's leaves and a batch, with the frozen leaves bound.
 
-    The step differentiates `loss_sum` and divides once, by the weight of the metric `"loss"` over
-    the whole optimizer step.
+    The frozen leaves are arguments of the program as the others are, and never donated.
     """
 
-    def __call__(
-        self, model: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Return the loss summed over a batch, and metrics, one of them named `"loss"`.
+    def __init__(self, function: jax.stages.Wrapped, frozen: Leaves):
+        self._function = function
+        self._frozen = frozen
 
-        Args:
-            model: the module.
-            batch: arrays, [b, s].
-            key: randomness of this microbatch; None means deterministic (evaluation).
-        """
-        ...
+    def __call__(self, leaves: Leaves, batch: Batch) -> T:
+        return self._function(leaves, self._frozen, batch)
+
+    def lower(self, leaves: Leaves, batch: Batch) -> jax.stages.Lowered:
+        """Return the program for arguments like these, without running it."""
+        return self._function.lower(leaves, self._frozen, batch)
+
+
+TrainStep = Step[tuple[Leaves, Report]]
+EvalStep = Step[dict[str, Metric]]
 
 
 def build_train_step(
-    state: EasyDeLState, loss_fn: LossFn, schedule: Schedule, *, rows: int, seed: int
-) -> Callable[[Leaves, Batch], tuple[Leaves, dict[str, jax.Array]]]:
+    state: EasyDeLState, method: Method, schedule: Schedule, *, rows: int, seed: int
+) -> TrainStep:
     """Compile one optimizer step for states that look like `state`.
 
     Args:
         state: gives structure and shardings; its arrays are not kept.
-        loss_fn: the method.
+        method: the loss, and the frozen models, whose leaves each call passes on undonated.
         schedule: learning rate by step, for the report; the optimizer has its own.
         rows: b, sequences of a microbatch over all devices.
         seed: seed of the run. Microbatch i of step t draws from
@@ -62,79 +69,131 @@ def build_train_step(
     Returns:
         A function `(leaves, batch) -> (leaves, report)`. `leaves` are `jax.tree.leaves(state)`, and
         are donated; each array of the batch has a leading axis a. The report holds float32
-        scalars: the mean of each metric, `weight`, `learning_rate`, `grad_norm`.
+        scalars: the mean of each sum and metric, `weight`, `learning_rate`, `grad_norm`.
     """
     treedef = jax.tree.structure(state)
-    graphdef = state.graphdef
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+    loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
-    # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
-    @partial(jax.jit, inline=True)
-    def microbatch(graphstate: Any, graphother: Any, batch: Batch, key: jax.Array) -> Any:
-        def loss(params: Any) -> tuple[jax.Array, dict[str, Metric]]:
-            total, metrics = loss_fn(nnx.merge(graphdef, params, graphother), batch, key)
-            return total.astype(jnp.float32), metrics
-
-        grads, metrics = jax.grad(loss, has_aux=True)(graphstate)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
-
-    def step(leaves: Leaves, batch: Batch) -> tuple[Leaves, dict[str, jax.Array]]:
+    def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> tuple[Leaves, Report]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
         count = next(iter(batch.values())).shape[0]
-        indices = jnp.arange(count, dtype=jnp.int32)
+        parts = (jnp.arange(count, dtype=jnp.int32) * rows, batch)
+        first = jax.tree.map(lambda x: x[0], parts)
 
-        def one(index: jax.Array, part: Batch) -> Any:
-            own = jax.random.fold_in(key, index * rows)
-            return microbatch(current.graphstate, current.graphother, part, own)
+        # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
+        @partial(jax.jit, inline=True)
+        def gradient(row: jax.Array, part: Batch, totals: dict[str, jax.Array] | None):
+            def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
+                own = jax.random.fold_in(key, row)
+                loss = loss_of(params, current.graphother, frozen, part, own)
+                return _objective(loss.sums, totals), loss
 
-        first = (indices[0], {name: array[0] for name, array in batch.items()})
+            grads, loss = jax.grad(objective, has_aux=True)(current.graphstate)
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
+
+        def weights(row: jax.Array, part: Batch) -> dict[str, jax.Array]:
+            own = jax.random.fold_in(key, row)
+            return _weights(loss_of(current.graphstate, current.graphother, frozen, part, own))
+
         if count == 1:
-            grads, metrics = one(*first)
+            grads, loss = gradient(*first, None)
         else:
-            shapes = jax.eval_shape(one, *first)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            totals = None
+            if len(jax.eval_shape(gradient, *first, None)[1].sums) > 1:
+                # Weights follow from the data, so the compiler drops the forward pass here.
+                totals = _summed(weights, parts)
+            grads, loss = _summed(lambda row, part: gradient(row, part, totals), parts)
 
-            def body(sums: Any, index_and_part: Any) -> tuple[Any, None]:
-                new_grads, new_metrics = one(*index_and_part)
-                grads = jax.tree.map(jnp.add, sums[0], new_grads)
-                return (grads, add_metrics(sums[1], new_metrics)), None
-
-            (grads, metrics), _ = jax.lax.scan(body, zeros, (indices, batch))
-
-        weight = metrics["loss"].weight
-        scale = 1.0 / jnp.maximum(weight, 1e-8)
+        weight = loss.sums["loss"].weight
+        scale = 1.0 / jnp.maximum(weight, _SMALLEST)
         grads = jax.tree.map(lambda g: g * scale, grads)
-        report = {name: metric.value for name, metric in metrics.items()}
+        figures = {**loss.sums, **loss.metrics}
+        report = {name: metric.value for name, metric in figures.items()}
         report |= {
             "weight": weight,
             "learning_rate": schedule(current.step),
             "grad_norm": global_norm(grads),
         }
         new = current.apply_gradients(grads=grads)
+        new = new.replace(graphother=updated.apply_updates(new.graphother, loss.updates))
         return tuple(jax.tree.leaves(new)), report
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(shardings[0])))
+    out = (shardings, replicated(shardings[0]))
+    return Step(jax.jit(step, donate_argnums=0, out_shardings=out), method.frozen.leaves)
 
 
-def build_eval_step(
-    state: EasyDeLState, loss_fn: LossFn
-) -> Callable[[Leaves, Batch], dict[str, Metric]]:
+def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
     """Compile the metrics of one batch, without gradient and without randomness.
 
     Args:
         state: gives the structure.
-        loss_fn: the method.
+        method: the loss, and the frozen models.
 
     Returns:
         A function `(leaves, batch) -> metrics`. `leaves` are the leaves of `graphstate`, then of
         `graphother`; the arrays of the batch are [b, s].
     """
     treedef = jax.tree.structure((state.graphstate, state.graphother))
-    graphdef = state.graphdef  # not the state: holding its arrays would keep donated buffers
+    # The structure alone: to hold the state's arrays would keep donated buffers.
+    loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
-    def step(leaves: Leaves, batch: Batch) -> dict[str, Metric]:
-        graphstate, graphother = jax.tree.unflatten(treedef, leaves)
-        return loss_fn(nnx.merge(graphdef, graphstate, graphother), batch, None)[1]
+    def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> dict[str, Metric]:
+        loss = loss_of(*jax.tree.unflatten(treedef, leaves), frozen, batch, None)
+        return {**loss.sums, **loss.metrics}
 
-    return jax.jit(step, out_shardings=replicated(state.step.sharding))
+    compiled = jax.jit(step, out_shardings=replicated(state.step.sharding))
+    return Step(compiled, method.frozen.leaves)
+
+
+def _loss_of(graphdef: nnx.GraphDef, loss_fn: LossFn, frozen: Frozen) -> Callable[..., Loss]:
+    """The loss as a function of arrays: `(graphstate, graphother, frozen leaves, batch, key)`."""
+
+    def loss_of(
+        graphstate: nnx.State,
+        graphother: nnx.State,
+        leaves: Leaves,
+        batch: Batch,
+        key: jax.Array | None,
+    ) -> Loss:
+        learner = nnx.merge(graphdef, graphstate, graphother)
+        return loss_fn(Models(learner, frozen.merge(leaves)), batch, key).checked()
+
+    return loss_of
+
+
+def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array] | None) -> jax.Array:
+    """A microbatch's part of the loss of the step, times the weight of `"loss"` in the step.
+
+    The loss of a step is the sum of `sum / weight` over its terms, with sums and weights over all
+    microbatches. The step divides by the weight of `"loss"` once, at the end, so the other terms
+    are multiplied by it here.
+
+    Args:
+        sums: of the microbatch.
+        totals: weight of each term over the whole step; None where this is the only microbatch, or
+            `"loss"` the only term.
+    """
+    objective = sums["loss"].sum
+    totals = totals or {name: jax.lax.stop_gradient(m.weight) for name, m in sums.items()}
+    for name, metric in sums.items():
+        if name != "loss":
+            share = jnp.maximum(totals["loss"], _SMALLEST) / jnp.maximum(totals[name], _SMALLEST)
+            objective = objective + metric.sum * share
+    return objective
+
+
+def _weights(loss: Loss) -> dict[str, jax.Array]:
+    return {name: metric.weight for name, metric in loss.sums.items()}
+
+
+def _summed(function: Callable[..., T], parts: tuple[jax.Array, Batch]) -> T:
+    """Sum what a function of a microbatch returns, a tree of arrays, over stacked microbatches."""
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def body(sums: T, part: tuple[jax.Array, Batch]) -> tuple[T, None]:
+        return jax.tree.map(jnp.add, sums, function(*part)), None
+
+    return jax.lax.scan(body, zeros, parts)[0]

@@ -1,75 +1,122 @@
-"""The cross-entropy of a sharded batch: each device takes its own tokens.
+"""Log-probabilities and cross-entropy of a sharded batch: each device takes its own tokens.
 
-`cross_entropy_sum` walks over chunks of tokens. Left to itself, the compiler splits that walk over
+`ed_layers.losses` walks over chunks of tokens. Left to itself, the compiler splits that walk over
 devices with different rows in some meshes only, and repeats work in others (counted for a small
-Llama on eight devices over `dp`: three times the operations). Here the rows and positions of a
-device are walked by that device, and the sums meet once.
+Llama on eight devices over `dp`: three times the operations). Here each device walks over its own
+rows and positions. The vocabulary stays with the compiler: where the head is split over it, so are
+the logits of a chunk.
 
 Legend: b sequences, s positions, d hidden, v vocabulary.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from ed_layers.losses import cross_entropy_sum
+from ed_layers import losses
+from ed_layers.head import Head
+from ed_layers.linear import Weight
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+T = TypeVar("T")
 
 
-def token_cross_entropy(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
+def token_logprobs(
+    hidden: Float[Array, "b s d"],
+    head: Head | Weight,
+    targets: Int[Array, "b s"],
     *,
     sharding: NamedSharding,
     chunk: int | None = None,
-) -> jax.Array:
-    """Weighted sum of `-log p(target)`, in nats.
+) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+    """Log-probability of each target, and the log-partition, in nats; differentiable.
 
     Args:
-        hidden: [b, s, d], after the last norm.
-        head: [d, v].
-        targets: int [b, s].
-        weights: float32 [b, s]; 0 drops a token.
+        hidden: after the last norm.
+        head: `model.head()`, or a matrix [d, v].
+        targets: token ids in [0, v).
         sharding: of `targets`; its mesh axes are those that tokens are split over.
-        chunk: tokens whose logits exist at once on a device; None lets the loss choose.
+        chunk: tokens whose logits exist at once on a device; None lets the loss choose. The
+            backward pass computes them again.
 
     Returns:
-        A float32 scalar.
+        `(logp, logz)`, float32, sharded as the targets are.
     """
-    options = {} if chunk is None else {"chunk": chunk}
-    spec = sharding.spec
-    axes = _axes(spec)
 
-    def local(hidden: Any, head: Any, targets: Any, weights: Any) -> jax.Array:
-        total = cross_entropy_sum(
-            hidden.reshape(-1, hidden.shape[-1]),
-            head,
-            targets.reshape(-1),
-            weights.reshape(-1),
-            **options,
+    def local(hidden: jax.Array, head: Head, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logp, logz = losses.token_logprobs(
+            _flat(hidden), head, targets.reshape(-1), **_options(chunk)
+        )
+        return logp.reshape(targets.shape), logz.reshape(targets.shape)
+
+    spec = sharding.spec
+    run = _by_device(local, sharding, (spec, PartitionSpec(), spec), spec)
+    return run(hidden, Head.of(head), targets)
+
+
+def token_cross_entropy(
+    hidden: Float[Array, "b s d"],
+    head: Head | Weight,
+    targets: Int[Array, "b s"],
+    weights: Float[Array, "b s"],
+    *,
+    sharding: NamedSharding,
+    chunk: int | None = None,
+) -> Float[Array, ""]:
+    """Weighted sum of `-log p(target)`, in nats; its gradient is made in the forward pass.
+
+    Args:
+        hidden: after the last norm.
+        head: `model.head()`, or a matrix [d, v].
+        targets: token ids in [0, v).
+        weights: 0 drops a token.
+        sharding: of `targets`; its mesh axes are those that tokens are split over.
+        chunk: tokens whose logits exist at once on a device; None lets the loss choose.
+    """
+
+    def local(hidden: jax.Array, head: Head, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        total = losses.cross_entropy_sum(
+            _flat(hidden), head, targets.reshape(-1), weights.reshape(-1), **_options(chunk)
         )
         return total[None]
 
+    spec = sharding.spec
+    sums = PartitionSpec(_axes(spec)) if _axes(spec) else PartitionSpec()
+    run = _by_device(local, sharding, (spec, PartitionSpec(), spec, spec), sums)
+    return jnp.sum(run(hidden, Head.of(head), targets, weights))
+
+
+def _by_device(
+    local: Callable[..., T], sharding: NamedSharding, inputs: tuple[PartitionSpec, ...], out: object
+) -> Callable[..., T]:
+    """Let each device run a function on its own tokens; the other mesh axes are the compiler's."""
+    axes = _axes(sharding.spec)
     if not axes:
-        return local(hidden, head, targets, weights)[0]
-    # The other axes (tensor parallelism over the vocabulary) stay with the compiler.
-    split = partial(
-        jax.shard_map,
+        return local
+    split = jax.shard_map(
+        local,
         mesh=sharding.mesh,
-        in_specs=(PartitionSpec(*spec), PartitionSpec(), spec, spec),
-        out_specs=PartitionSpec(axes),
+        in_specs=inputs,
+        out_specs=out,
         axis_names=set(axes),
         check_vma=False,
     )
-    return jnp.sum(split(local)(hidden, head, targets, weights))
+    return jax.jit(split, inline=True)  # outside of any jit, jax refuses axes that are left out
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
     """Mesh axes that a spec names, in order."""
     entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
     return tuple(axis for entry in entries for axis in entry)
+
+
+def _flat(hidden: jax.Array) -> jax.Array:
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _options(chunk: int | None) -> dict[str, int]:
+    return {} if chunk is None else {"chunk": chunk}

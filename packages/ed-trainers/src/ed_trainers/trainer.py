@@ -6,21 +6,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import jax
 import numpy as np
-from ed_infra.errors import ConfigError
-from ed_infra.outputs import Metric
+from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
+from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.arguments import TrainingArguments
-from ed_trainers.callbacks import Callback, CallbackList
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.callbacks import Callback
+from ed_trainers.contract import Batch, Frozen, Loss, Method, Models
 from ed_trainers.evaluation import Evaluator
-from ed_trainers.feed import Feed, HostBatch
-from ed_trainers.loop import TrainingLoop
+from ed_trainers.feed import Dataset, Feed, HostBatch
+from ed_trainers.loop import Job, TrainingLoop
+from ed_trainers.optimizers import check_rules
 from ed_trainers.placement import Placement, place_model
+from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
+
+
+class Saveable(Protocol):
+    """What is saved beside the model: a tokenizer, or a processor."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write the files that `from_pretrained` reads."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,11 @@ class TrainerOutput:
 class Trainer(ABC):
     """Trains a model on batches.
 
-    While it trains, the model's arrays belong to the trainer (each step overwrites them); when
-    training ends, `model` holds the trained parameters.
+    A method is a subclass: the class of its options, the names of the frozen models that its loss
+    reads, `prepare` and `loss`.
+
+    While it trains, each step overwrites the model's arrays. `model` always holds the present ones:
+    ask for it again after a step instead of keeping what it held.
 
     Args:
         arguments: options of the method.
@@ -59,22 +73,28 @@ class Trainer(ABC):
         eval_dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
         processing_class: tokenizer, saved beside the model.
         callbacks: hooks into the loop.
+        frozen: the models that do not learn, by name; each on the mesh of the model. The model
+            itself may be one of them: then it is kept as it is before training.
 
     Raises:
-        ConfigError: an argument is of the wrong kind, or the length of training is not known.
+        ConfigError: an argument is of the wrong kind, a frozen model is missing or not wanted, or a
+            rule over parameters matches none.
     """
 
     arguments_class: ClassVar[type[TrainingArguments]]
+    #: Names of the frozen models that the loss reads.
+    frozen_models: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
         arguments: TrainingArguments,
-        model: Any,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        model: LanguageModel | EasyDeLState,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: Saveable | None = None,
         *,
         callbacks: Iterable[Callback] = (),
+        frozen: Mapping[str, LanguageModel] | None = None,
     ):
         if not isinstance(arguments, self.arguments_class):
             raise ConfigError(
@@ -82,15 +102,28 @@ class Trainer(ABC):
                 f"not {type(arguments).__name__}"
             )
         self.arguments = arguments
-        self.state = model if isinstance(model, EasyDeLState) else None
-        self.model = model.model if isinstance(model, EasyDeLState) else model
-        place_model(self.model)
+        self._given = model if isinstance(model, EasyDeLState) else None
+        self._model = model.model if isinstance(model, EasyDeLState) else model
+        place_model(self._model)
+        if self._given is not None and arguments.trainable_rules:
+            raise ConfigError(
+                "trainable_rules split a model, but a state says already what learns: give the "
+                "rules to EasyDeLState.create(trainable=...), or the model to the trainer"
+            )
+        first = self._first_state()
+        if first.tx is None:
+            check_rules(arguments, first.graphstate)
+        self._version = int(first.step)
         self.feed = None if train_dataset is None else Feed(train_dataset)
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
-        self.placement = Placement(self.model.config)
-        self.callbacks = CallbackList(callbacks)
-        self.evaluator = None if eval_dataset is None else Evaluator(self)
+        self.placement = Placement(self._model.config)
+        self.callbacks = tuple(callbacks)
+        self.method = Method(self.prepare, self.loss, self._freeze(frozen or {}))
+        self.evaluator: Evaluator | None = None
+        if eval_dataset is not None:
+            rows = arguments.eval_batch_size
+            self.evaluator = Evaluator(self.method, self.placement, eval_dataset, rows=rows)
         self._loop: TrainingLoop | None = None
 
     @abstractmethod
@@ -98,10 +131,30 @@ class Trainer(ABC):
         """Turn a loader's batch into the arrays that `loss` reads, each [b, ...]; numpy only."""
 
     @abstractmethod
-    def loss(
-        self, model: Any, batch: Mapping[str, jax.Array], key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Return the summed loss and the metrics; see `ed_trainers.step.LossFn`."""
+    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return the sums over a batch; see `ed_trainers.contract.LossFn`."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model with its present weights; while training, the next step overwrites them.
+
+        Raises:
+            EasyDeLError: a step failed and took the weights with it.
+        """
+        self._refresh()
+        return self._model
+
+    @property
+    def state(self) -> EasyDeLState | None:
+        """The state that is trained: the one given, or of the running training; else None."""
+        return self._given if self._loop is None else self._loop.alive_state() or self._given
+
+    def weights(self) -> Weights:
+        """The present weights, for a `Rollout`; they end when the next step begins."""
+        weights = None if self._loop is None else self._loop.weights()
+        if weights is None:
+            weights = Weights(*self.model.split_module(), version=self._version)
+        return weights
 
     @property
     def total_steps(self) -> int:
@@ -132,7 +185,20 @@ class Trainer(ABC):
         """
         if self.feed is None:
             raise ConfigError("there is no train_dataset")
-        self._loop = TrainingLoop(self, self.feed)
+        self._loop = TrainingLoop(
+            Job(
+                arguments=self.arguments,
+                total_steps=self.total_steps,
+                feed=self.feed,
+                method=self.method,
+                placement=self.placement,
+                evaluator=self.evaluator,
+                begin=self._first_state,
+                adopt=self.adopt,
+                save_model=self.save_model,
+                notify=self._notify,
+            )
+        )
         try:
             outcome = self._loop.run()
         finally:
@@ -153,13 +219,15 @@ class Trainer(ABC):
         """
         if self.evaluator is None:
             raise ConfigError("there is no eval_dataset")
-        return self.evaluator.run(EasyDeLState.create(model=self.model))
+        self._refresh()
+        return self.evaluator.run(self.state or self._first_state())
 
     def adopt(self, state: EasyDeLState) -> None:
         """Let `model` hold the arrays of a state."""
-        nnx.update(self.model, state.graphstate, state.graphother)
-        if self.state is not None:
-            self.state = state
+        nnx.update(self._model, state.graphstate, state.graphother)
+        self._version = int(state.step)
+        if self._given is not None:
+            self._given = state
 
     def stop(self, reason: str) -> None:
         """End the running training after the present step, with a checkpoint."""
@@ -171,3 +239,47 @@ class Trainer(ABC):
         self.model.save_pretrained(directory)
         if self.processing_class is not None and jax.process_index() == 0:
             self.processing_class.save_pretrained(directory)
+
+    def _first_state(self) -> EasyDeLState:
+        return self._given or EasyDeLState.create(
+            model=self._model, trainable=self.arguments.trainable_rules
+        )
+
+    def _refresh(self) -> None:
+        """Let the model hold the arrays of the running training."""
+        if self._loop is None or not self._loop.began:
+            return
+        state = self._loop.alive_state()
+        if state is None:
+            raise EasyDeLError(
+                "a training step failed and took the model's arrays with it: load the newest "
+                f"checkpoint in {self.arguments.save_directory}, or build the model again"
+            )
+        nnx.update(self._model, state.graphstate, state.graphother)
+
+    def _notify(self, event: str, *values: object) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *values)
+
+    def _freeze(self, models: Mapping[str, LanguageModel]) -> Frozen:
+        for name in models:
+            if name not in self.frozen_models:
+                raise unknown_name(
+                    f"frozen model of {type(self).__name__}", name, self.frozen_models
+                )
+        for name in self.frozen_models:
+            if name not in models:
+                raise ConfigError(
+                    f"{type(self).__name__} reads the frozen model {name!r}: "
+                    f"give it as frozen={{{name!r}: model}}"
+                )
+        mesh = self._model.config.mesh
+        for name, model in models.items():
+            if model.config.mesh != mesh:
+                raise ConfigError(
+                    f"the frozen model {name!r} is on the mesh {dict(model.config.mesh.shape)}, "
+                    f"the model on {dict(mesh.shape)}: one step reads both, so create it with the "
+                    "same sharding_axis_dims"
+                )
+            place_model(model)
+        return Frozen(models, self._model)

@@ -1,58 +1,47 @@
 """Where rows come from: one reader per kind of source, all behind `open_source`.
 
-A source is a stream of rows (dictionaries) and a fingerprint that changes when its data does.
+A source is a stream of rows and a fingerprint that changes when its data does. The kinds are the
+entries of `ed_data.inform.KINDS`.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
-from ed_data.config import FILE_TYPES, Inform
-
-Row = dict[str, Any]
+from ed_data.inform import KINDS, Inform
+from ed_data.schema import Row
 
 
 class Source(Protocol):
-    """What a reader gives back."""
+    """The rows of one inform."""
 
     fingerprint: str
 
-    def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
-        """Yield the rows in their stored order; `columns` may spare the reader the others."""
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
+        """Yield (place, row) in the stored order.
+
+        The place is for messages: file and line. `columns` may spare the reader the other fields.
+        """
         ...
 
 
-@dataclass(frozen=True)
-class OpenOptions:
-    """What a source needs besides its inform: where remote files may be kept (None: nowhere)."""
+def open_source(inform: Inform, file_cache: str | None = None) -> Source:
+    """Open the source of an inform; a reader of files only lists them so far.
 
-    file_cache: str | None = None
-
-
-def open_source(inform: Inform, options: OpenOptions | None = None) -> Source:
-    """Open the source of an inform; nothing is read yet beyond listing files.
+    Args:
+        inform: the source.
+        file_cache: folder for copies of remote files; None keeps none.
 
     Raises:
         DataError: a file, dataset or object does not exist or cannot be opened.
     """
-    options = options or OpenOptions()
-    kind = inform.kind
-    if kind in FILE_TYPES:
-        from ed_data.sources.files import FileSource
-
-        return FileSource(inform, options.file_cache)
-    if kind == "python":
-        from ed_data.sources.python import PythonSource
-
-        return PythonSource(inform)
-    from ed_data.sources.hub import HubSource
-
-    return HubSource(inform)
+    return pkgutil.resolve_name(KINDS[inform.kind].reader)(inform, file_cache)
 
 
-def read_rows(inform: Inform, options: OpenOptions | None = None) -> Iterator[Row]:
+def read_rows(inform: Inform, file_cache: str | None = None) -> Iterator[Row]:
     """Yield the rows of an inform as they are stored, at most `num_rows` of them."""
-    return islice(open_source(inform, options).rows(), inform.num_rows)
+    rows = open_source(inform, file_cache).rows()
+    return (row for _, row in islice(rows, inform.num_rows))

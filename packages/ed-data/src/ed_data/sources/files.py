@@ -1,4 +1,4 @@
-"""Files, local or remote, through fsspec: globs, compression, and copies of remote files."""
+"""Files, local or remote, through fsspec: globs, and copies of remote files."""
 
 from __future__ import annotations
 
@@ -6,48 +6,21 @@ import hashlib
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any
 
 import fsspec
-from fsspec.utils import infer_compression
 
-from ed_data.config import COMPRESSIONS, Inform
 from ed_data.errors import DataError, did_you_mean, listing
+from ed_data.inform import Inform
+from ed_data.schema import Row
+from ed_data.sources.formats import SourceFile, read_file
 
-Row = dict[str, Any]
 _GLOB = "*?["
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file: its file system and path, and an identity that changes when it is rewritten."""
-
-    fs: Any
-    path: str
-    identity: str
-
-    @property
-    def address(self) -> str:
-        """The path as messages show it."""
-        return self.path if is_local(self.fs) else str(self.fs.unstrip_protocol(self.path))
-
-    def open(self, *, decompress: bool = True) -> IO[bytes]:
-        """Open for reading bytes; compression is told from the suffix."""
-        compression = infer_compression(self.path) if decompress else None
-        if decompress and compression is None and self.path.endswith(COMPRESSIONS):
-            suffix = self.path.rpartition(".")[2]
-            raise DataError(
-                f"{self.address}: reading .{suffix} files needs a package that is not installed"
-                + (" (zstandard)" if suffix == "zst" else "")
-            )
-        return fsspec.core.OpenFile(self.fs, self.path, "rb", compression=compression).open()
 
 
 class FileSource:
     """The files of an inform, one after the other in sorted order of their pattern."""
 
-    def __init__(self, inform: Inform, file_cache: str | None) -> None:
+    def __init__(self, inform: Inform, file_cache: str | None = None) -> None:
         self._inform = inform
         self._cache = file_cache
         self.files = [
@@ -58,22 +31,14 @@ class FileSource:
             digest.update(f"{file.address}\0{file.identity}\0".encode())
         self.fingerprint = f"{inform.kind}:{inform.sample_by}:{digest.hexdigest()}"
 
-    def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Yield the rows of every file.
 
         Raises:
-            DataError: a file is not what its type says; the message names file and line.
+            DataError: a file is not of its type; the message names file and line.
         """
-        from ed_data.sources.formats import read_file
-
         for file in self.files:
-            yield from read_file(
-                self._inform.kind,
-                local_copy(file, self._cache),
-                columns=columns,
-                content_field=self._inform.content_field,
-                sample_by=self._inform.sample_by,
-            )
+            yield from read_file(self._inform, local_copy(file, self._cache), columns)
 
 
 def resolve_files(pattern: str, label: str) -> list[SourceFile]:
@@ -100,7 +65,10 @@ def resolve_files(pattern: str, label: str) -> list[SourceFile]:
         raise DataError(f"inform {label!r}: cannot open {pattern!r}: {error}") from error
     if not paths:
         raise DataError(f"inform {label!r}: no file matches {pattern!r}{_nearby(fs, path)}")
-    return [SourceFile(fs, p, _identity(fs, p)) for p in paths]
+    return [
+        SourceFile(fs, p, _identity(fs, p), p if is_local(fs) else str(fs.unstrip_protocol(p)))
+        for p in paths
+    ]
 
 
 def local_copy(file: SourceFile, cache: str | None) -> SourceFile:
@@ -118,29 +86,29 @@ def local_copy(file: SourceFile, cache: str | None) -> SourceFile:
         finally:
             if os.path.exists(part):
                 os.unlink(part)
-    return SourceFile(fsspec.filesystem("file"), target, file.identity)
+    return SourceFile(fsspec.filesystem("file"), target, file.identity, file.address)
 
 
-def _identity(fs: Any, path: str) -> str:
+def _identity(fs: fsspec.AbstractFileSystem, path: str) -> str:
     if is_local(fs):
         stat = os.stat(path)
         return f"{stat.st_size}:{stat.st_mtime_ns}"
     return str(fs.ukey(path))
 
 
-def is_local(fs: Any) -> bool:
+def is_local(fs: fsspec.AbstractFileSystem) -> bool:
     """Whether a file system is this machine's own."""
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     return protocol in ("file", "local")
 
 
-def _nearby(fs: Any, path: str) -> str:
-    """What is in the folder instead, for the message about a file that is not there."""
+def _nearby(fs: fsspec.AbstractFileSystem, path: str) -> str:
+    """The files that the folder has instead, for the message about one that it lacks."""
     folder, _, name = path.rpartition("/")
     try:
-        found = sorted(os.path.basename(p.rstrip("/")) for p in fs.ls(folder, detail=False))
+        names = sorted(os.path.basename(p.rstrip("/")) for p in fs.ls(folder, detail=False))
     except (OSError, ValueError):
         return f" (there is no folder {folder!r})"
-    if not found:
+    if not names:
         return f" (the folder {folder!r} is empty)"
-    return f"{did_you_mean(name, found)} (in {folder!r}: {listing(found)})"
+    return f"{did_you_mean(name, names)} (in {folder!r}: {listing(names)})"

@@ -4,50 +4,52 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ed_data.config import Inform
 from ed_data.errors import DataError, did_you_mean, listing
+from ed_data.inform import Inform
+from ed_data.schema import Row
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class HubSource:
     """A dataset of the hub, of the local hub cache, or one written by `save_to_disk`."""
 
-    def __init__(self, inform: Inform) -> None:
-        self._inform = inform
-        self._data = _load(inform)
+    def __init__(self, inform: Inform, file_cache: str | None = None) -> None:
+        self._name = str(inform.dataset_id)
+        self._data = _load(inform, self._name)
         self.fingerprint = f"huggingface:{self._data._fingerprint}"
 
-    def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Yield the rows in the order of the dataset."""
         data = self._data.with_format(None)
         if columns is not None and set(columns) <= set(data.column_names):
             data = data.select_columns(list(columns))
-        yield from data
+        for index, row in enumerate(data):
+            yield f"{self._name}, row {index}", dict(row)
 
 
-def _load(inform: Inform) -> Any:
+def _load(inform: Inform, where: str) -> Dataset:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    where, label = str(inform.dataset_id), inform.label
-    split = inform.split
+    label, split = inform.label, inform.split
     try:
         if os.path.isfile(os.path.join(where, "state.json")):
-            return datasets.load_from_disk(where)
+            return _one(datasets.load_from_disk(where), split, label)
         if os.path.isfile(os.path.join(where, "dataset_dict.json")):
-            splits = datasets.load_from_disk(where)
-            return _choose(splits, inform.dataset_split_name or split, label)
+            return _one(datasets.load_from_disk(where), inform.dataset_split_name or split, label)
         config = None
         if inform.dataset_split_name is not None:
-            # The seeds use this key for a split, EasyDeL for a configuration: take what exists.
+            # EasyDeL's reference has this key for a split, its code for a configuration: take the
+            # one that exists.
             if inform.dataset_split_name in datasets.get_dataset_config_names(where):
                 config = inform.dataset_split_name
             else:
                 split = inform.dataset_split_name
-        return datasets.load_dataset(where, config, split=split)
+        return _one(datasets.load_dataset(where, config, split=split), split, label)
     except DataError:
         raise
     except (OSError, ValueError, DatasetsError) as error:
@@ -56,10 +58,16 @@ def _load(inform: Inform) -> Any:
         ) from error
 
 
-def _choose(splits: Any, name: str, label: str) -> Any:
-    if name not in splits:
-        raise DataError(
-            f"inform {label!r}: no split {name!r}{did_you_mean(name, splits)} "
-            f"(the splits are: {listing(splits)})"
-        )
-    return splits[name]
+def _one(loaded: object, split: str, label: str) -> Dataset:
+    """The dataset, or the named split where several were loaded."""
+    import datasets
+
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(
+                f"inform {label!r}: no split {split!r}{did_you_mean(split, loaded)} "
+                f"(the splits are: {listing(loaded)})"
+            )
+        loaded = loaded[split]
+    assert isinstance(loaded, datasets.Dataset)
+    return loaded

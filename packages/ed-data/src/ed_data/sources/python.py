@@ -1,4 +1,4 @@
-"""Text that an importable object holds: `data_files: "pydoc_data.topics:topics"`."""
+"""Importable objects: looked up by name, and read as a source of text."""
 
 from __future__ import annotations
 
@@ -6,45 +6,75 @@ import hashlib
 import json
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from ed_data.config import Inform
-from ed_data.errors import DataError
-
-Row = dict[str, Any]
+from ed_data.errors import DataError, did_you_mean
+from ed_data.inform import Inform
+from ed_data.schema import Row
 
 
 class PythonSource:
-    """A string, a list of strings or rows, or a dictionary of strings (rows get its key)."""
+    """A string, a list of strings or rows, or a dictionary of strings (rows get its key).
 
-    def __init__(self, inform: Inform) -> None:
-        address = str(inform.data_files)
-        self._rows = list(_as_rows(resolve(address, inform.label), inform, address))
+    `data_files: "pydoc_data.topics:topics"` names one that every Python has.
+    """
+
+    def __init__(self, inform: Inform, file_cache: str | None = None) -> None:
+        self._address = str(inform.data_files)
+        self._rows = list(_as_rows(resolve(self._address, inform.label), inform, self._address))
         digest = hashlib.blake2b(digest_size=16)
         for row in self._rows:
             digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
         self.fingerprint = f"python:{digest.hexdigest()}"
 
-    def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Yield the rows, in the order of the object."""
-        return iter(self._rows)
+        for index, row in enumerate(self._rows):
+            yield f"{self._address}, item {index}", row
 
 
-def resolve(address: str, label: str) -> Any:
-    """Return the object at `"module:attribute"`.
+def resolve(address: str, label: str) -> object:
+    """Return the object at `"module:attribute"`; `label` is the inform that names it.
 
     Raises:
-        DataError: the module or the attribute does not exist.
+        DataError: the module or the attribute does not exist, or the import fails.
     """
-    if ":" not in address:
-        raise DataError(f"inform {label!r}: {address!r} is not of the form 'module:attribute'")
+    name, _, attribute = address.partition(":")
     try:
-        return pkgutil.resolve_name(address)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"inform {label!r}: cannot import {address!r}: {error}") from error
+        value: object = pkgutil.resolve_name(f"{name}:")
+    except Exception as error:  # whatever the module's own code raises
+        raise DataError(
+            f"inform {label!r}: cannot import {address!r}: {_reason(name, error)}"
+        ) from error
+    seen = f"the module {name!r}"
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise DataError(
+                f"inform {label!r}: cannot import {address!r}: {seen} exists and has no {part!r}"
+                f"{did_you_mean(part, dir(value))}"
+            )
+        value, seen = getattr(value, part), f"{part!r}"
+    return value
 
 
-def _as_rows(value: Any, inform: Inform, address: str) -> Iterator[Row]:
+def _reason(name: str, error: Exception) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{name}.".startswith(f"{missing}."):
+        return f"importing {name!r} fails with {type(error).__name__}: {error}"
+    parent = missing.rpartition(".")[0]
+    try:
+        path = pkgutil.resolve_name(f"{parent}:").__path__ if parent else None
+    except (ImportError, AttributeError):
+        return f"{parent!r} is a module, not a package: it has no module {missing!r}"
+    near = did_you_mean(
+        missing, [f"{parent}.{m.name}".strip(".") for m in pkgutil.iter_modules(path)]
+    )
+    return (
+        f"there is no module {missing!r}{near} (Python looks in the installed packages and in the "
+        "folders of PYTHONPATH)"
+    )
+
+
+def _as_rows(value: object, inform: Inform, address: str) -> Iterator[Row]:
     field = inform.content_field
     if isinstance(value, str):
         yield {field: value}
@@ -65,8 +95,8 @@ def _as_rows(value: Any, inform: Inform, address: str) -> Iterator[Row]:
         raise _wrong(inform, address, f"it is a {type(value).__name__}")
 
 
-def _wrong(inform: Inform, address: str, found: str) -> DataError:
+def _wrong(inform: Inform, address: str, reason: str) -> DataError:
     return DataError(
         f"inform {inform.label!r}: {address!r} must be a string, a list of strings (or rows), or "
-        f"a dictionary of strings, but {found}"
+        f"a dictionary of strings, but {reason}"
     )

@@ -16,7 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from ed_models.sampling import first_argmax, in_nucleus, less_repetition
+from ed_models.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
 # Rows that filter (top-k, top-p, min-p) look at so many tokens, and at all only if these do not
@@ -136,7 +136,7 @@ def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Arr
     """Penalties, then bias and masks. Rows without a slot are returned as they are."""
     bias = state.bias.at[rows.slot].get(mode="fill", fill_value=0)
     seen = state.seen.at[rows.slot].get(mode="fill", fill_value=0)
-    logits = less_repetition(logits, seen > 0, rows.repetition_penalty[:, None])
+    logits = penalize_repetition(logits, seen > 0, rows.repetition_penalty[:, None])
     count = seen >> 1
     logits = logits - rows.frequency_penalty[:, None] * count
     logits = logits - rows.presence_penalty[:, None] * (count > 0)

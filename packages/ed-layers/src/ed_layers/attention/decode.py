@@ -1,8 +1,8 @@
 """`autoregressive_decodeattn`: attention of few queries to a long contiguous cache.
 
-An online softmax over blocks of slots, from the first that a window lets see to the last written,
-whatever the capacity. Quantized storage is read as codes; slots that are split over devices are
-read where they are, and only softmax sums are exchanged. No gradient: caches are for generating.
+It goes over blocks of slots, from the first that a window lets see to the last written, whatever
+the capacity: an empty cache of any size costs nothing. Quantized storage is read as codes; slots
+that are split over devices are read where they are, and only softmax sums are exchanged.
 
 Legend: b batch, s queries, h heads, g kv heads, r heads per kv head, t slots, k key dim, d value
 dim, x queries in a block.
@@ -10,6 +10,7 @@ dim, x queries in a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +21,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ed_layers.attention.hardware import platform_of
-from ed_layers.attention.mechanism import Mechanism
-from ed_layers.attention.partial import (
-    Slots,
-    blocks_of,
-    bounds_of,
-    merge_devices,
-    normalised,
-    part_of,
-)
-from ed_layers.attention.scoring import Scoring, split_heads
-from ed_layers.cache.protocol import Stored
+from ed_layers.attention.devices import platform_of
+from ed_layers.attention.extent import slots_seen
+from ed_layers.attention.kernel import Cached, Kernel
+from ed_layers.attention.scoring import padded, split_heads
+from ed_layers.attention.slots import Slots, at_least_two_blocks, attention_to_slots
+from ed_layers.attention.softmax import Bound
 from ed_layers.cache.sharded import first_slot, specs_of
 
 NAME = "autoregressive_decodeattn"
@@ -39,38 +34,41 @@ NAME = "autoregressive_decodeattn"
 # Splits of a block that an accelerator computes side by side; a CPU core has nothing to split for.
 SPLITS = 16
 
+#: Attention of some of the queries, [b, g, r, x, k], by their mask and bias.
+OfQueries = Callable[[jax.Array, MaskInfo, jax.Array | None], jax.Array]
 
-def decode_attention(
-    q: Float[Array, "b s h k"], stored: Stored, scoring: Scoring, mechanism: Mechanism
-) -> Float[Array, "b s h d"]:
-    """Attention to what a contiguous cache has stored; see `attend`."""
+
+def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
+    """Attention to what a contiguous cache has stored."""
+    q, stored, scoring = call.q, call.stored, call.scoring
     b, s, h, k_dim = q.shape
     groups = stored.keys.shape[-3]
-    splits = 1 if platform_of(mechanism.config) == "cpu" else SPLITS
-    block_q, block_k = mechanism.blocks(NAME, s, stored.keys.shape[-2])
+    splits = 1 if platform_of(call.config) == "cpu" else SPLITS
+    block_q, block_k = call.settings.blocks(s, stored.keys.shape[-2])
     grouped = q.reshape(b, s, groups, h // groups, k_dim).transpose(0, 2, 3, 1, 4)
     bias = None if scoring.bias is None else split_heads(scoring.bias, groups, h // groups)
     sinks = None if scoring.sinks is None else scoring.sinks.reshape(groups, -1, 1, 1)
     scoring = replace(scoring, bias=None, sinks=None)
     by_sum = stored.layout == "leaves" and (b, s) == (1, 1)
 
-    def local(q, keys, values, info, bias, sinks, limits, at, names: Any = None) -> jax.Array:
-        """[b, g, r, s, d] of the slots at hand, merged over the devices along `names`."""
-        limited = replace(scoring, window=limits[0], chunk=limits[1])
-        slots = Slots(keys, values, at, *blocks_of(splits, block_k, keys.shape[-2]))
-        first: Any = 0
-        if names is not None:
+    def local(q, keys, values, info, bias, sinks, limits, at, axes=None) -> jax.Array:
+        """[b, g, r, s, d] of the slots at hand, merged over the devices along `axes`."""
+        window, chunk = limits
+        limited = replace(scoring, window=window, chunk=chunk)
+        slots = Slots(keys, values, at, *at_least_two_blocks(splits, block_k, keys.shape[-2]))
+        first: Bound = 0
+        if axes is not None:
             assert stored.sharding is not None
             first = first_slot(stored.sharding, slots.count)
 
         def of_queries(q: jax.Array, info: MaskInfo, bias: jax.Array | None) -> jax.Array:
-            bounds = (0, slots.count)
+            bounds: tuple[Bound, Bound] = (0, slots.count)
             if stored.ordered and info.causal:
-                bounds = bounds_of(info, limited, slots.count, first)
-            part = part_of(q, slots, info, limited, bias, bounds, by_sum=by_sum)
-            if names is not None:
-                part = merge_devices(part, names)
-            return normalised(part, sinks)
+                bounds = slots_seen(info, window, chunk, slots.count, first)
+            part = attention_to_slots(q, slots, info, limited, bias, bounds, by_sum=by_sum)
+            if axes is not None:
+                part = part.merged_over(axes)
+            return (part if sinks is None else part.beside(sinks)).out
 
         return by_query_blocks(of_queries, q, info, bias, block_q)
 
@@ -81,24 +79,25 @@ def decode_attention(
     if stored.sharding is None:
         out = local(*arguments)
     else:
-        out = over_devices(local, arguments, stored.sharding)
+        out = where_slots_lie(local, arguments, stored.sharding)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1).astype(q.dtype)
 
 
-def by_query_blocks(of_queries: Any, q: jax.Array, info: MaskInfo, bias: Any, size: int) -> Any:
+def by_query_blocks(
+    of_queries: OfQueries, q: jax.Array, info: MaskInfo, bias: jax.Array | None, size: int
+) -> jax.Array:
     """A prompt goes block by block, so that each visits only the slots that it sees."""
     s = q.shape[3]
     if s <= size:
         return of_queries(q, info, bias)
-    pad, count = -s % size, -(-s // size)
+    count = -(-s // size)
 
     def cut(x: jax.Array, axis: int) -> jax.Array:
-        widths = [(0, pad if i == axis else 0) for i in range(x.ndim)]
-        x = jnp.pad(x, widths)
+        x = padded(x, axis, -s % size)
         shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
-    def block(parts: Any) -> jax.Array:
+    def block(parts: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q_x, segments, index, bias_x = parts
         return of_queries(q_x, replace(info, q_segment_ids=segments, q_index=index), bias_x)
 
@@ -108,18 +107,20 @@ def by_query_blocks(of_queries: Any, q: jax.Array, info: MaskInfo, bias: Any, si
     return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :s]
 
 
-def over_devices(local: Any, arguments: tuple, sharding: NamedSharding) -> jax.Array:
-    """Run `local` where the slots are: rows and heads apart, slots merged."""
+def where_slots_lie(
+    local: Callable[..., jax.Array], arguments: tuple[Any, ...], sharding: NamedSharding
+) -> jax.Array:
+    """Run `local` on each device: its rows, heads and slots."""
     q, keys, values, info, bias, sinks, limits, at = arguments
-    rows, heads, names = sharding.spec[:3]
+    rows, heads, axes = sharding.spec[:3]
     lead = len(at)
-    row_spec, slot_spec = P(rows), P(rows, names)
-    info_specs: Any = replace(
+    row_spec, slot_spec = P(rows), P(rows, axes)
+    info_specs = replace(
         info,
-        q_segment_ids=row_spec,  # type: ignore[arg-type]  # a tree of specs, like the arrays
-        kv_segment_ids=slot_spec,  # type: ignore[arg-type]
-        q_index=row_spec,  # type: ignore[arg-type]
-        kv_index=slot_spec,  # type: ignore[arg-type]
+        q_segment_ids=row_spec,
+        kv_segment_ids=slot_spec,
+        q_index=row_spec,
+        kv_index=slot_spec,
     )
     bias_spec = None
     if bias is not None:
@@ -127,14 +128,14 @@ def over_devices(local: Any, arguments: tuple, sharding: NamedSharding) -> jax.A
             axis if size > 1 else None
             for axis, size in zip((rows, heads), bias.shape[:2], strict=True)
         )
-        bias_spec = P(row, head, None, None, names)
+        bias_spec = P(row, head, None, None, axes)
     # Plain numbers stay numbers: only what is traced goes in as an argument.
-    traced = [i for i in limits if isinstance(i, jax.Array)]
+    traced = [limit for limit in limits if isinstance(limit, jax.Array)]
 
     def body(q, keys, values, info, bias, sinks, traced, at) -> jax.Array:
-        given = iter(traced)
-        own = tuple(next(given) if isinstance(i, jax.Array) else i for i in limits)
-        return local(q, keys, values, info, bias, sinks, own, at, names=names)
+        arrays = iter(traced)
+        own = tuple(next(arrays) if isinstance(x, jax.Array) else x for x in limits)
+        return local(q, keys, values, info, bias, sinks, own, at, axes=axes)
 
     return jax.shard_map(
         body,
@@ -152,3 +153,6 @@ def over_devices(local: Any, arguments: tuple, sharding: NamedSharding) -> jax.A
         out_specs=P(rows, heads),
         check_vma=False,
     )(q, keys, values, info, bias, sinks, traced, tuple(jnp.asarray(i) for i in at))
+
+
+KERNELS = (Kernel(NAME, "cache", "plain XLA, slot blocks", decode_attention),)

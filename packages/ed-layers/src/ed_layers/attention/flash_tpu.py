@@ -10,55 +10,17 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from ed_layers.attention.mechanism import Mechanism
-from ed_layers.attention.native import over_devices
-from ed_layers.attention.scoring import Scoring
-from ed_layers.attention.splash import blocks_of, padded, segments_of
-from ed_layers.attention.splash import refusals as refusals_of_splash
+from ed_layers.attention import splash
+from ed_layers.attention.kernel import Kernel, Projected
 
 
-def refusals(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask_info: MaskInfo, scoring: Scoring
-) -> list[str]:
-    """What flash attention cannot do of what a call asks for."""
-    reasons = {
-        "a window": scoring.window is not None,
-        "a soft cap": scoring.soft_cap is not None,
-        "sinks": scoring.sinks is not None,
-        "values of another width": q.shape[-1] != v.shape[-1],
-    }
-    beyond = [reason for reason, holds in reasons.items() if holds]
-    return beyond + refusals_of_splash(q, k, v, mask_info, scoring)
-
-
-def flash_on_tpu(
-    name: str,
-    q: Float[Array, "b s h k"],
-    k: Float[Array, "b s g k"],
-    v: Float[Array, "b s g k"],
-    mask_info: MaskInfo,
-    scoring: Scoring,
-    mechanism: Mechanism,
-) -> Float[Array, "b s h k"]:
-    """The kernel, by the block sizes of mechanism `name` and by `blocksize_b`."""
-    block_q, block_k, length = blocks_of(mechanism, name, q.shape[1])
-    kernel = partial(
-        on_one_device,
-        block_q=block_q,
-        block_k=block_k,
-        block_b=getattr(mechanism.config, "blocksize_b", 1),
-        causal=mask_info.causal,
-    )
-    segments = segments_of(mask_info, scoring.chunk)
-    padding = length - q.shape[1]
-    q, k, v, ids = (padded(x, padding) for x in (q * scoring.scale, k, v, segments))
-    out = over_devices(kernel, mechanism.config, q.astype(k.dtype), k, v, ids)
-    return jnp.where(segments[:, :, None, None] > 0, out[:, : segments.shape[1]], 0)
+def flash_on_tpu(call: Projected) -> Float[Array, "b s h k"]:
+    """The kernel, with `blocksize_b` rows per block."""
+    rows = 1 if call.config is None else call.config.blocksize_b
+    return splash.in_whole_blocks(partial(on_one_device, block_b=rows), call)
 
 
 def on_one_device(
@@ -95,3 +57,18 @@ def on_one_device(
     ids = kernels.SegmentIds(segments, segments)
     out = kernels.flash_attention(q, k, v, segment_ids=ids, causal=causal, block_sizes=sizes)
     return out.swapaxes(1, 2)
+
+
+KERNELS = (
+    Kernel(
+        "flash_attn2",
+        "projected",
+        "flash attention (Pallas)",
+        flash_on_tpu,
+        platform="tpu",
+        language="pallas",
+        lacks=splash.LACKS | {"window", "soft_cap", "sinks", "value_dim"},
+        refuses=splash.refusals,
+        auto_from=None,
+    ),
+)

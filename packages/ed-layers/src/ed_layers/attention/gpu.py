@@ -13,98 +13,93 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.attention.hardware import compute_capability_of
-from ed_layers.attention.mechanism import Mechanism
-from ed_layers.attention.native import as_blockwise, limit_of, over_devices, static
-from ed_layers.attention.scoring import Scoring
-from ed_layers.attention.sdpa import widened
-from ed_layers.attention.splash import padded
+from ed_layers.attention.blockwise import blockwise_attention
+from ed_layers.attention.devices import compute_capability_of, over_devices
+from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, reasons
+from ed_layers.attention.scoring import Limit, limit_of, padded, static
 
 #: A mask as an array is used up to so many numbers on a device; beyond, memory counts more.
 MASK_LIMIT = 2**28
 
 #: `(q, k, v, mask=, is_causal=, lengths=, window=) -> out`, as `jax.nn.dot_product_attention`.
-Kernel = Callable[..., jax.Array]
+RowKernel = Callable[..., jax.Array]
 
 
-def refusals_of_cudnn(
-    q: jax.Array, v: jax.Array, scoring: Scoring, mechanism: Mechanism
-) -> list[str]:
-    """What cuDNN cannot do of what a call asks for."""
-    width = max(q.shape[-1], v.shape[-1])
-    widest = 256 if compute_capability_of(mechanism.config) >= (9, 0) else 128
-    reasons = {
-        f"a head dim of {width}, not a multiple of 8 up to {widest}": width % 8 or width > widest,
-        "a soft cap": scoring.soft_cap is not None,
-    }
-    return [reason for reason, holds in reasons.items() if holds] + refusals_of_any(q, scoring)
+def has_tokamax() -> bool:
+    """Whether tokamax, which has the Triton kernels, is installed; it is optional."""
+    return find_spec("tokamax") is not None
 
 
-def refusals_of_any(q: jax.Array, scoring: Scoring) -> list[str]:
-    """What no kernel here can do of what a call asks for."""
-    reasons = {
-        f"{q.dtype} (it has bfloat16 and float16)": q.dtype not in (jnp.bfloat16, jnp.float16),
-        "sinks": scoring.sinks is not None,
-        "a bias": scoring.bias is not None,
-        "dropout": scoring.dropout > 0,
-    }
-    return [reason for reason, holds in reasons.items() if holds]
+def refusals_of_cudnn(call: Projected) -> list[str]:
+    """What cuDNN cannot do of a call, beside what it lacks."""
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    widest = 256 if compute_capability_of(call.config) >= (9, 0) else 128
+    unfit = width % 8 != 0 or width > widest
+    reason = f"a head dim of {width} (it has multiples of 8 up to {widest})"
+    return reasons({reason: unfit}) + refusals_of_dtype(call)
 
 
-def gpu_attention(
-    kernel: Kernel,
-    name: str,
-    q: Float[Array, "b s h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g d"],
-    mask_info: MaskInfo,
-    scoring: Scoring,
-    mechanism: Mechanism,
-) -> Float[Array, "b s h d"]:
-    """A kernel under the name of a mechanism, with the backward pass that the config asks for.
+def refusals_of_dtype(call: Projected) -> list[str]:
+    """What no kernel here can do of a call, whatever else it lacks."""
+    dtype = call.q.dtype
+    reason = f"{dtype} (it has bfloat16 and float16)"
+    return reasons({reason: dtype not in (jnp.bfloat16, jnp.float16)})
 
-    `flash_attention_backward_pass_impl="triton"` is the kernel's own backward pass. With "xla" it
-    is the lean core's, which does not take the kernel's log-sum-exp (it comes rounded to the dtype
-    of the inputs) but computes its own: gradients cost one more forward pass. So it is with a soft
-    cap, of which tokamax's Triton kernel has no backward pass.
+
+def cudnn_attention(call: Projected) -> Float[Array, "b s h d"]:
+    """cuDNN's flash attention."""
+    return gpu_attention(partial(by_jax, call.scoring.scale, "cudnn"), call)
+
+
+def triton_attention(call: Projected) -> Float[Array, "b s h d"]:
+    """tokamax's Triton kernel."""
+    return gpu_attention(partial(by_tokamax, call.scoring.scale, call.scoring.soft_cap), call)
+
+
+def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
+    """A kernel, with the backward pass that the config asks for.
+
+    `flash_attention_backward_pass_impl="triton"` is the kernel's own backward pass. With "xla" the
+    lean core does it, and does not take the kernel's log-sum-exp (which is rounded to the dtype of
+    the inputs) but computes its own: gradients cost one more forward pass. The core also does it
+    where there is a soft cap, of which tokamax's Triton kernel has no backward pass.
     """
-    # What is traced has to be an argument of a function with a backward pass of its own.
-    limits = tuple(None if static(x) else x for x in (scoring.window, scoring.chunk))
-    scored = partial(on_rows, kernel, name, mechanism)
+    # A function with a backward pass of its own takes everything traced as an argument.
+    traced = tuple(None if static(x) else x for x in (call.scoring.window, call.scoring.chunk))
+
+    def call_of(q, k, v, mask_info, limits: tuple[Limit | None, Limit | None]) -> Projected:
+        window, chunk = (
+            own if limit is None else limit
+            for own, limit in zip((call.scoring.window, call.scoring.chunk), limits, strict=True)
+        )
+        scoring = replace(call.scoring, window=window, chunk=chunk)
+        return replace(call, q=q, k=k, v=v, mask_info=mask_info, scoring=scoring)
 
     def native(q, k, v, mask_info, limits):
-        given = with_limits(scoring, limits)
-
         def one_device(q, k, v, mask_info, _):
-            return scored(given, q, k, v, mask_info)
+            return on_rows(kernel, call_of(q, k, v, mask_info, limits))
 
-        return over_devices(one_device, mechanism.config, q, k, v, mask_info)
+        return over_devices(one_device, call.config, q, k, v, mask_info)
 
-    def lean(q, k, v, mask_info, limits):
-        given = with_limits(scoring, limits)
-        return as_blockwise(name, q, k, v, mask_info, given, mechanism)
+    def lean(*arrays):
+        return blockwise_attention(call_of(*arrays))
 
-    given = getattr(mechanism.config, "flash_attention_backward_pass_impl", "triton")
-    if given == "xla" or scoring.soft_cap is not None:
+    asked = "triton" if call.config is None else call.config.flash_attention_backward_pass_impl
+    if asked == "xla" or call.scoring.soft_cap is not None:
         native = with_backward_of(lean, native)
-    return native(q, k, v, mask_info, limits)
+    return native(call.q, call.k, call.v, call.mask_info, traced)
 
 
-def with_limits(scoring: Scoring, limits: tuple[Any, Any]) -> Scoring:
-    """The scoring with other values of its traced limits."""
-    window, chunk = limits
-    window = scoring.window if window is None else window
-    return replace(scoring, window=window, chunk=scoring.chunk if chunk is None else chunk)
-
-
-def with_backward_of(backward: Callable, forward: Callable) -> Callable:
+def with_backward_of(
+    backward: Callable[..., jax.Array], forward: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
     """`forward(q, k, v, *rest)`, with the gradients of `backward(q, k, v, *rest)`."""
 
     @jax.custom_vjp
@@ -123,24 +118,17 @@ def with_backward_of(backward: Callable, forward: Callable) -> Callable:
     return attention
 
 
-def on_rows(
-    kernel: Kernel,
-    name: str,
-    mechanism: Mechanism,
-    scoring: Scoring,
-    q: Float[Array, "b s h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g d"],
-    mask_info: MaskInfo,
-) -> Float[Array, "b s h d"]:
+def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
     """One device's rows, by lengths where they allow it."""
+    q, k, v, mask_info, scoring = call.q, call.k, call.v, call.mask_info, call.scoring
     b, s, t = q.shape[0], q.shape[1], k.shape[1]
     if s % 2 or t % 2:  # jax refuses to differentiate odd lengths by cuDNN: one more is padding
-        q, k, v = padded(q, s % 2), padded(k, t % 2), padded(v, t % 2)
         more = {"q_segment_ids": s % 2, "q_index": s % 2, "kv_segment_ids": t % 2}
         more["kv_index"] = t % 2
-        even = replace(mask_info, **{n: padded(getattr(mask_info, n), x) for n, x in more.items()})
-        return on_rows(kernel, name, mechanism, scoring, q, k, v, even)[:, :s]
+        ids = {name: padded(getattr(mask_info, name), 1, n) for name, n in more.items()}
+        q, k, v = padded(q, 1, s % 2), padded(k, 1, t % 2), padded(v, 1, t % 2)
+        even = replace(call, q=q, k=k, v=v, mask_info=replace(mask_info, **ids))
+        return on_rows(kernel, even)[:, :s]
 
     def by_mask(q, k, v):
         mask = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)
@@ -148,11 +136,11 @@ def on_rows(
         return jnp.where(jnp.any(mask, axis=2)[:, :, None, None], out, 0)
 
     def by_blocks(q, k, v):
-        return as_blockwise(name, q, k, v, mask_info, scoring, mechanism)
+        return blockwise_attention(replace(call, q=q, k=k, v=v))
 
     otherwise = by_mask if b * s * t <= MASK_LIMIT else by_blocks
     window = limit_of(scoring.window)
-    # A window to both sides is none of theirs.
+    # Neither library has a window in both directions.
     plain = static(scoring.window) and (window is None or mask_info.causal)
     if not (plain and mask_info.in_order and scoring.chunk is None):
         return otherwise(q, k, v)
@@ -172,67 +160,79 @@ def one_segment(segments: Int[Array, "b s"]) -> tuple[Bool[Array, ""], Int[Array
     return jnp.all(segments == jnp.where(inside, segments[:, :1], 0)), lengths
 
 
-def by_jax(
-    scale: float,
-    implementation: str,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
+def arguments(
     mask: jax.Array | None = None,
     is_causal: bool = False,
     lengths: jax.Array | None = None,
     window: int | None = None,
-) -> jax.Array:
+) -> dict[str, Any]:
+    """The mask as jax and tokamax take it."""
+    return {
+        "mask": mask,
+        "is_causal": is_causal,
+        "query_seq_lengths": lengths,
+        "key_value_seq_lengths": lengths,
+        # They count the keys beside a query, a window counts the query too.
+        "local_window_size": None if window is None else (window - 1, 0),
+    }
+
+
+def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Array, "b s h d"]:
     """jax's own function, with cuDNN's flash attention as implementation "cudnn".
 
     The narrower head dim is padded with zeros.
     """
     d = v.shape[-1]
     width = max(q.shape[-1], d)
-    q, k, v = (widened(x, width) for x in (q, k, v))
+    q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
         q,
         k,
         v,
-        mask=mask,
         scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        # jax counts the keys beside a query, a window counts the query too.
-        local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,  # type: ignore[arg-type]
+        **arguments(**mask),
     )
     return out[..., :d]
 
 
 def by_tokamax(
-    scale: float,
-    soft_cap: float | None,
-    implementation: str,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    lengths: jax.Array | None = None,
-    window: int | None = None,
-) -> jax.Array:
-    """tokamax's attention; its implementation "triton" runs on GPUs."""
+    scale: float, soft_cap: float | None, q, k, v, **mask: Any
+) -> Float[Array, "b s h d"]:
+    """tokamax's attention in Triton."""
     from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
-    return dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        local_window_size=None if window is None else (window - 1, 0),
-        logits_soft_cap=soft_cap,
-        implementation=implementation,
+    call = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": "triton"}
+    return dot_product_attention(q, k, v, **call, **arguments(**mask))
+
+
+def _cudnn(mechanism: str, auto_from: int | None) -> Kernel[Projected]:
+    return Kernel(
+        mechanism,
+        "projected",
+        "cuDNN",
+        cudnn_attention,
+        platform="gpu",
+        language="cudnn",
+        lacks=frozenset({"soft_cap", "sinks", "bias", "dropout"}),
+        refuses=refusals_of_cudnn,
+        auto_from=auto_from,
     )
+
+
+KERNELS = (
+    _cudnn("cudnn", FULL_SCORES_LIMIT + 1),
+    Kernel(
+        "flash_attn2",
+        "projected",
+        "tokamax (Triton)",
+        triton_attention,
+        platform="gpu",
+        language="triton",
+        lacks=frozenset({"sinks", "bias", "dropout"}),
+        refuses=refusals_of_dtype,
+        available=lambda: has_tokamax(),
+        needs="tokamax",
+    ),
+    _cudnn("flash_attn2", None),
+)

@@ -1,8 +1,8 @@
 """Attention block by block, in plain XLA: the core of `blockwise` and of each step of `ring`.
 
-An online softmax runs over key blocks for one block of queries after the other; blocks in which
-everything is masked are never visited. Forward and backward follow FlashAttention (Dao et al.,
-2022): no [s, t] array exists, the backward pass computes the scores again from the log-sum-exp.
+One block of queries after the other goes over the blocks of keys that it can see. Forward and
+backward follow FlashAttention (Dao et al., 2022): no [s, t] array exists, the backward pass
+computes the scores again from the log-sum-exp.
 
 Legend: b batch, g kv heads, r heads per kv head, k head dim of queries and keys, d head dim of
 values, i query block, j key block, x queries in a block, y keys in a block.
@@ -10,30 +10,36 @@ values, i query block, j key block, x queries in a block, y keys in a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Int
 
-from ed_layers.attention.scoring import Scoring, kept
+from ed_layers.attention.extent import blocks_seen
+from ed_layers.attention.scoring import Limit, Scoring, kept, padded
+from ed_layers.attention.softmax import Part, over_blocks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Spec:
+class Recipe:
     """The static part of a call: what both passes need to agree on."""
 
     scale: float
     soft_cap: float | None
     causal: bool
     dropout: float
-    softmax_dtype: Any
+    softmax_dtype: jnp.dtype
 
     @classmethod
-    def of(cls, scoring: Scoring, *, causal: bool) -> Spec:
+    def of(cls, scoring: Scoring, *, causal: bool) -> Recipe:
         """Take the static part out of a Scoring."""
         dtype = jnp.dtype(scoring.softmax_dtype)
         return cls(scoring.scale, scoring.soft_cap, causal, scoring.dropout, dtype)
@@ -47,35 +53,35 @@ class Spec:
     meta_fields=[],
 )
 @dataclass(frozen=True)
-class Where:
-    """Who may attend to whom, in blocks; what has no gradient.
+class BlockMask:
+    """Who may attend to whom, in blocks. It has no gradient.
 
     Attributes:
         q_segments, q_index: [i, b, x].
         k_segments, k_index: [j, b, y].
         window, chunk: scalars in which 0 = no limit, or None.
         key: of dropout, or None.
-        places: what dropout goes by where blocks are parts of a larger call, in its numbers: rows
-            [b], heads [h], queries [i, x] and keys [j, y]. None counts from 0.
+        places: coordinates for dropout where the blocks are a part of a larger call: rows [b],
+            heads [h], queries [i, x] and keys [j, y] of that call. None counts from 0.
     """
 
-    q_segments: jax.Array
-    q_index: jax.Array
-    k_segments: jax.Array
-    k_index: jax.Array
-    window: Any = None
-    chunk: Any = None
+    q_segments: Int[Array, "i b x"]
+    q_index: Int[Array, "i b x"]
+    k_segments: Int[Array, "j b y"]
+    k_index: Int[Array, "j b y"]
+    window: Limit | None = None
+    chunk: Limit | None = None
     key: jax.Array | None = None
     places: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None
 
     @classmethod
-    def of(cls, mask_info: MaskInfo, scoring: Scoring, block_q: int, block_k: int) -> Where:
+    def of(cls, mask_info: MaskInfo, scoring: Scoring, block_q: int, block_k: int) -> BlockMask:
         """Cut a mask into blocks."""
         return cls(
-            split(mask_info.q_segment_ids, block_q),
-            split(mask_info.q_index, block_q),
-            split(mask_info.kv_segment_ids, block_k),
-            split(mask_info.kv_index, block_k),
+            row_blocks(mask_info.q_segment_ids, block_q),
+            row_blocks(mask_info.q_index, block_q),
+            row_blocks(mask_info.kv_segment_ids, block_k),
+            row_blocks(mask_info.kv_index, block_k),
             scoring.window,
             scoring.chunk,
             scoring.dropout_key if scoring.dropout > 0 else None,
@@ -89,88 +95,58 @@ class Where:
         return info.allowed(window=self.window, chunk=self.chunk)[:, None, None]
 
     def spans(self, *, causal: bool) -> tuple[jax.Array, jax.Array]:
-        """For each query block the first key block that it can see, and the one after the last.
-
-        Judged from ranges of segment and order index, for all rows together: [i] and [i].
-        """
-        big = jnp.iinfo(jnp.int32).max
-
-        def low(segments: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.min(jnp.where(segments > 0, x, big), axis=2)
-
-        def high(segments: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.max(jnp.where(segments > 0, x, -1), axis=2)
-
-        # Queries as [i, 1, b], keys as [1, j, b].
-        q_low, q_high = (f(self.q_segments, self.q_index)[:, None] for f in (low, high))
-        k_low, k_high = (f(self.k_segments, self.k_index)[None] for f in (low, high))
-        q_first, q_last = (f(self.q_segments, self.q_segments)[:, None] for f in (low, high))
-        k_first, k_last = (f(self.k_segments, self.k_segments)[None] for f in (low, high))
-        live = (q_first <= k_last) & (k_first <= q_last)
-        # Necessary conditions of a pair, on the bounds of a block: none is left out that is needed.
-        if causal:
-            live &= k_low <= q_high
-        if self.window is not None:
-            near = q_low - k_high < self.window
-            if not causal:
-                near &= k_low - q_high < self.window
-            live &= near | (jnp.asarray(self.window) <= 0)
-        if self.chunk is not None:
-            size = jnp.maximum(jnp.asarray(self.chunk), 1)
-            same = (q_low // size <= k_high // size) & (k_low // size <= q_high // size)
-            live &= same | (jnp.asarray(self.chunk) <= 0)
-        live = jnp.any(live, axis=2)
-        blocks = jnp.arange(live.shape[1])
-        first = jnp.min(jnp.where(live, blocks, live.shape[1]), axis=1)
-        return first, jnp.max(jnp.where(live, blocks + 1, 0), axis=1)
+        """For each query block the first key block that it can see, and the one after the last."""
+        ids = (self.q_segments, self.q_index, self.k_segments, self.k_index)
+        return blocks_seen(*ids, self.window, self.chunk, causal=causal)
 
 
-def split(x: jax.Array, block: int) -> jax.Array:
+def row_blocks(x: jax.Array, block: int) -> jax.Array:
     """[b, n, ...] to [n / block, b, block, ...], padded with zeros (segment 0 is padding)."""
-    b, n = x.shape[:2]
-    x = jnp.pad(x, ((0, 0), (0, -n % block), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(b, -1, block, *x.shape[2:]), 1, 0)
+    x = padded(x, 1, -x.shape[1] % block)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
 
 def scores_of(
-    spec: Spec, where: Where, bias: jax.Array | None, i: jax.Array, j: jax.Array, q_i, k_j
+    recipe: Recipe, mask: BlockMask, bias: jax.Array | None, i: jax.Array, j: jax.Array, q_i, k_j
 ) -> tuple[jax.Array, jax.Array | float]:
     """Scores of one block, [b, g, r, x, y], -inf where masked; and the derivative of the cap."""
     # Half-precision products are summed and kept in the softmax dtype: rounding scores of some tens
     # to eight bits would shift weights by several per cent.
-    products = partial(jnp.einsum, preferred_element_type=spec.softmax_dtype)
-    scores = products("bgrxk,bgyk->bgrxy", q_i, k_j) * spec.scale
-    scores, slope = Scoring(spec.scale, soft_cap=spec.soft_cap).cap(scores)
+    products = partial(jnp.einsum, preferred_element_type=recipe.softmax_dtype)
+    scores = products("bgrxk,bgyk->bgrxy", q_i, k_j) * recipe.scale
+    scores, slope = Scoring(recipe.scale, soft_cap=recipe.soft_cap).cap(scores)
     if bias is not None:
-        scores = scores + block_of(bias, i, j, q_i.shape[-2], k_j.shape[-2])
-    return jnp.where(where.allowed(i, j, causal=spec.causal), scores, -jnp.inf), slope
+        scores = scores + bias_block(bias, i, j, q_i.shape[-2], k_j.shape[-2])
+    return jnp.where(mask.allowed(i, j, causal=recipe.causal), scores, -jnp.inf), slope
 
 
-def block_of(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> jax.Array:
+def bias_block(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> jax.Array:
     """One block of a bias [b, g, r, s, t] whose lengths are padded to whole blocks."""
     zero = jnp.zeros((), i.dtype)
     at = (zero, zero, zero, i * x, j * y)
     return jax.lax.dynamic_slice(bias, at, (*bias.shape[:3], x, y))
 
 
-def kept_of(spec: Spec, where: Where, i: jax.Array, j: jax.Array, shape: tuple[int, ...]):
+def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: tuple[int, ...]):
     """Factor of dropout on the weights of one block [b, g, r, x, y]: 0 or 1 / (1 - rate)."""
     b, groups, repeat, x, y = shape
-    if where.places is None:
+    if mask.places is None:
         rows, heads = jnp.arange(b), jnp.arange(groups * repeat)
         queries, keys = i * x + jnp.arange(x), j * y + jnp.arange(y)
     else:
-        rows, heads, queries, keys = where.places
+        rows, heads, queries, keys = mask.places
         queries, keys = queries[i], keys[j]
     rows, heads = rows[:, None, None, None, None], heads.reshape(1, groups, repeat, 1, 1)
     queries = queries[:, None]
-    assert where.key is not None
-    stays = kept(where.key, spec.dropout, rows, heads, queries, keys)
-    return stays.astype(spec.softmax_dtype) / (1 - spec.dropout)
+    assert mask.key is not None
+    stays = kept(mask.key, recipe.dropout, rows, heads, queries, keys)
+    return stays.astype(recipe.softmax_dtype) / (1 - recipe.dropout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention_of_blocks(spec: Spec, q, k, v, bias, where: Where) -> tuple[jax.Array, jax.Array]:
+def attention_of_blocks(
+    recipe: Recipe, q, k, v, bias, mask: BlockMask
+) -> tuple[jax.Array, jax.Array]:
     """Attention of blocks of queries to blocks of keys.
 
     Args:
@@ -182,65 +158,66 @@ def attention_of_blocks(spec: Spec, q, k, v, bias, where: Where) -> tuple[jax.Ar
         [i, b, g, r, x, d] in the softmax dtype, zeros for a query that sees nothing, and the
         log-sum-exp of its scores [i, b, g, r, x, 1], then -inf.
     """
-    return forward(spec, q, k, v, bias, where)
+    return forward(recipe, q, k, v, bias, mask, normalised)
 
 
-def forward(spec: Spec, q, k, v, bias, where: Where) -> tuple[jax.Array, jax.Array]:
-    """One query block after the other; each visits the key blocks of its span."""
+def normalised(part: Part) -> tuple[jax.Array, jax.Array]:
+    """The output of a Part, and its log-sum-exp."""
+    return part.out, part.lse
+
+
+def forward(recipe: Recipe, q, k, v, bias, mask: BlockMask, finish: Callable[[Part], T]) -> T:
+    """One query block after the other; each visits the key blocks of its span.
+
+    Args:
+        finish: what becomes of the Part of one query block, [b, g, r, x, ...].
+
+    Returns:
+        what `finish` gives, stacked over the query blocks.
+    """
 
     def query_block(block):
         i, q_i, first, last = block
-        rows = q_i.shape[:-1]
-        start = (
-            jnp.full((*rows, 1), -jnp.inf, spec.softmax_dtype),
-            jnp.zeros((*rows, 1), spec.softmax_dtype),
-            jnp.zeros((*rows, v.shape[-1]), spec.softmax_dtype),
-        )
 
-        def key_block(j, carry):
-            top, total, acc = carry
-            scores, _ = scores_of(spec, where, bias, i, j, q_i, k[j])
-            new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-            anchor = jnp.where(jnp.isfinite(new_top), new_top, 0)
-            weights = jnp.exp(scores - anchor)
-            decay = jnp.exp(top - anchor)
-            total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
-            if where.key is not None:
-                weights = weights * kept_of(spec, where, i, j, weights.shape)
-            seen = jnp.einsum(
-                "bgrxy,bgyk->bgrxk",
-                weights.astype(v.dtype),
-                v[j],
-                preferred_element_type=spec.softmax_dtype,
-            )
-            return new_top, total, acc * decay + seen
+        def key_block(j: jax.Array):
+            def weighted_sum(weights: jax.Array) -> jax.Array:
+                if mask.key is not None:
+                    weights = weights * kept_of(recipe, mask, i, j, weights.shape)
+                return jnp.einsum(
+                    "bgrxy,bgyk->bgrxk",
+                    weights.astype(v.dtype),
+                    v[j],
+                    preferred_element_type=recipe.softmax_dtype,
+                )
 
-        top, total, acc = jax.lax.fori_loop(first, last, key_block, start)
-        return acc / jnp.where(total == 0, 1, total), top + jnp.log(total)
+            return scores_of(recipe, mask, bias, i, j, q_i, k[j])[0], weighted_sum
+
+        start = Part.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
+        return finish(over_blocks(first, last, start, key_block))
 
     blocks = jnp.arange(q.shape[0])
-    return jax.lax.map(query_block, (blocks, q, *where.spans(causal=spec.causal)))
+    return jax.lax.map(query_block, (blocks, q, *mask.spans(causal=recipe.causal)))
 
 
-def forward_and_save(spec: Spec, q, k, v, bias, where: Where):
+def forward_and_save(recipe: Recipe, q, k, v, bias, mask: BlockMask):
     # Named in here, so that a remat policy which keeps them need not run the forward pass again.
-    out, lse = checkpoint_name(forward(spec, q, k, v, bias, where), "attn_output")
-    return (out, lse), (q, k, v, bias, where, out, lse)
+    out, lse = checkpoint_name(forward(recipe, q, k, v, bias, mask, normalised), "attn_output")
+    return (out, lse), (q, k, v, bias, mask, out, lse)
 
 
-def backward_of_call(spec: Spec, saved, cotangents):
-    q, k, v, bias, where, out, lse = saved
+def backward_of_call(recipe: Recipe, saved, cotangents):
+    q, k, v, bias, mask, out, lse = saved
     d_out, d_lse = cotangents
-    # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
+    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True) - d_lse
-    d_q, d_k, d_v, d_bias = backward(spec, q, k, v, bias, where, lse, shared, d_out)
+    d_q, d_k, d_v, d_bias = backward(recipe, q, k, v, bias, mask, lse, shared, d_out)
     grads = d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
     return *grads, None if d_bias is None else d_bias.astype(bias.dtype), None
 
 
 def backward(
-    spec: Spec, q, k, v, bias, where: Where, lse, shared, d_out
-) -> tuple[Any, Any, Any, Any]:
+    recipe: Recipe, q, k, v, bias, mask: BlockMask, lse, shared, d_out
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of q, k, v and bias in the softmax dtype.
 
     Args:
@@ -255,31 +232,30 @@ def backward(
 
         def key_block(j, grads):
             d_q_i, d_k, d_v, d_bias = grads
-            scores, slope = scores_of(spec, where, bias, i, j, q_i, k[j])
+            scores, slope = scores_of(recipe, mask, bias, i, j, q_i, k[j])
             weights = jnp.exp(scores - lse_i)
             d_weights = jnp.einsum("bgrxk,bgyk->bgrxy", d_out_i, v[j])
             dropped = weights
-            if where.key is not None:
-                factor = kept_of(spec, where, i, j, weights.shape)
+            if mask.key is not None:
+                factor = kept_of(recipe, mask, i, j, weights.shape)
                 dropped, d_weights = weights * factor, d_weights * factor
             d_scores = weights * (d_weights - shared_i)
             d_v = d_v.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", dropped, d_out_i))
             if d_bias is not None:
                 d_bias = add_block(d_bias, i, j, d_scores)
-            d_scores = d_scores * slope * spec.scale
+            d_scores = d_scores * slope * recipe.scale
             d_k = d_k.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", d_scores, q_i))
             d_q_i = d_q_i + jnp.einsum("bgrxy,bgyk->bgrxk", d_scores, k[j])
             return d_q_i, d_k, d_v, d_bias
 
-        start = (jnp.zeros(q_i.shape, spec.softmax_dtype), *carry)
+        start = (jnp.zeros(q_i.shape, recipe.softmax_dtype), *carry)
         d_q_i, *carry = jax.lax.fori_loop(first, last, key_block, start)
         return tuple(carry), d_q_i
 
-    zeros = tuple(
-        None if x is None else jnp.zeros(x.shape, spec.softmax_dtype) for x in (k, v, bias)
-    )
-    blocks = (jnp.arange(q.shape[0]), q, lse, shared, d_out, *where.spans(causal=spec.causal))
-    (d_k, d_v, d_bias), d_q = jax.lax.scan(query_block, zeros, blocks)
+    d_k, d_v = (jnp.zeros(x.shape, recipe.softmax_dtype) for x in (k, v))
+    d_bias = None if bias is None else jnp.zeros(bias.shape, recipe.softmax_dtype)
+    blocks = (jnp.arange(q.shape[0]), q, lse, shared, d_out, *mask.spans(causal=recipe.causal))
+    (d_k, d_v, d_bias), d_q = jax.lax.scan(query_block, (d_k, d_v, d_bias), blocks)
     return d_q, d_k, d_v, d_bias
 
 
@@ -290,7 +266,7 @@ def add_block(bias: jax.Array, i: jax.Array, j: jax.Array, block: jax.Array) -> 
     x, y = block.shape[-2:]
     zero = jnp.zeros((), i.dtype)
     at = (zero, zero, zero, i * x, j * y)
-    return jax.lax.dynamic_update_slice(bias, block_of(bias, i, j, x, y) + block, at)
+    return jax.lax.dynamic_update_slice(bias, bias_block(bias, i, j, x, y) + block, at)
 
 
 attention_of_blocks.defvjp(forward_and_save, backward_of_call)

@@ -13,9 +13,6 @@ block, j key block, x, y their sizes.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
@@ -23,38 +20,33 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ed_layers.attention import online
-from ed_layers.attention.blockwise import share_beside
-from ed_layers.attention.mechanism import Mechanism
-from ed_layers.attention.native import as_blockwise
-from ed_layers.attention.online import Where
-from ed_layers.attention.ring_layout import Plan, Side, ways
-from ed_layers.attention.scoring import Scoring, split_heads
+from ed_layers.attention.blockwise import blockwise_attention
+from ed_layers.attention.devices import repeated_for, ways
+from ed_layers.attention.kernel import Kernel, Projected
+from ed_layers.attention.online import BlockMask
+from ed_layers.attention.ring_layout import Plan, Side
+from ed_layers.attention.scoring import Limit, split_heads
+from ed_layers.attention.softmax import Part, share_beside
+
+#: Window and chunk, and the key of dropout.
+Limits = tuple[Limit | None, Limit | None, jax.Array | None]
 
 
-def ring_attention(
-    q: Float[Array, "b s h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g d"],
-    mask_info: MaskInfo,
-    scoring: Scoring,
-    mechanism: Mechanism,
-) -> Float[Array, "b s h d"]:
+def ring_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Softmax attention over the mesh axis that splits the sequence; `blockwise` where none does.
 
     Lengths that do not divide by the devices are padded, padding is masked. Batch and heads stay
     split as the config's partition rules say; key heads that do not divide are repeated. Scores
     exist for one block at a time; a bias is split along the queries, not along the keys.
     """
-    plan = Plan.of(q, scoring, mask_info, mechanism)
+    plan = Plan.of(call)
     if plan is None:
-        return as_blockwise("ring", q, k, v, mask_info, scoring, mechanism)
-    s, groups = q.shape[1], k.shape[2]
-    repeat = math.lcm(groups, ways(plan.mesh, plan.heads)) // groups
-    if repeat > 1:
-        k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
+        return blockwise_attention(call)
+    scoring, s = call.scoring, call.q.shape[1]
+    k, v = repeated_for(ways(plan.mesh, plan.heads), call.k, call.v)
     bias = None if scoring.bias is None else plan.padded(scoring.bias, 2, 3)
-    q, k, v = (plan.padded(x, 1) for x in (q, k, v))
-    mask_info = jax.tree.map(lambda x: plan.padded(x, 1), mask_info)
+    q, k, v = (plan.padded(x, 1) for x in (call.q, k, v))
+    mask_info = jax.tree.map(lambda x: plan.padded(x, 1), call.mask_info)
     limits = scoring.window, scoring.chunk, scoring.dropout_key if scoring.dropout > 0 else None
     out, lse = attention_on_ring(plan, q, k, v, bias, mask_info, limits)
     if scoring.sinks is not None:
@@ -69,7 +61,7 @@ def forward(
     v: jax.Array,
     bias: jax.Array | None,
     mask_info: MaskInfo,
-    limits: Any,
+    limits: Limits,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of a split sequence, on all devices.
 
@@ -77,7 +69,6 @@ def forward(
         q: [b, s, h, k].
         k, v: [b, t, g, k] and [b, t, g, d].
         bias: [b or 1, h or 1, s, t].
-        limits: window and chunk, scalars in which 0 = no limit, or None; and the key of dropout.
 
     Returns:
         [b, s, h, d] in `plan.out_dtype`, zeros for a query that sees nothing, and the log-sum-exp
@@ -87,30 +78,27 @@ def forward(
     return run(q, k, v, bias, mask_info, limits)
 
 
-def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Any):
-    """The way round, on one device."""
+def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
+    """One round of the ring, on one device."""
     here = Here(plan, q, k, bias, mask_info, limits)
     q_blocks, hand = here.query_blocks(q), here.hand(k, v)
 
     def step(device, carry):
-        hand, out, lse = carry
+        hand, part = carry
         k_j, v_j, *_ = hand
-        found = online.forward(
-            plan.spec, q_blocks, k_j, v_j, here.bias_of(device), here.where(device, hand)
-        )
-        return plan.pass_on(hand), *merged(out, lse, *found)
+        bias_j, mask = here.bias_of(device), here.mask(device, hand)
+        part_j = online.forward(plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lambda part: part)
+        return plan.pass_on(hand), part.merged(part_j)
 
-    rows = q_blocks.shape[:-1]
-    out = jnp.zeros((*rows, v.shape[-1]), plan.total_dtype)
-    lse = jnp.full((*rows, 1), -jnp.inf, plan.total_dtype)
-    _, out, lse = plan.steps(step, (hand, out, lse))
-    return here.tokens(out.astype(plan.out_dtype)), here.tokens(lse)[..., 0]
+    start = Part.empty(q_blocks.shape[:-1], v.shape[-1], plan.total_dtype)
+    _, part = plan.steps(step, (hand, start))
+    return here.tokens(part.out.astype(plan.out_dtype)), here.tokens(part.lse)[..., 0]
 
 
-def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Any):
+def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Limits):
     # Named in here, so that a remat policy which keeps them need not go round again for them.
-    found = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
-    return found, (q, k, v, bias, mask_info, limits, *found)
+    results = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
+    return results, (q, k, v, bias, mask_info, limits, *results)
 
 
 def backward_of_call(plan: Plan, saved, cotangents):
@@ -125,13 +113,15 @@ attention_on_ring.defvjp(forward_and_save, backward_of_call)
 
 
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):
-    """The second way round, on one device: gradients of q, k, v and bias."""
+    """The second round, on one device: gradients of q, k, v and bias."""
     here = Here(plan, q, k, bias, mask_info, limits)
     out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
-    # What all weights of a query have in common: the sum that softmax takes out, and d_lse.
+    # Common to all weights of a query: the mean that softmax subtracts, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
     of_queries = (d_out, lse[..., None], shared[..., None])
-    d_out, lse, shared = (here.query_blocks(x.astype(plan.spec.softmax_dtype)) for x in of_queries)
+    d_out, lse, shared = (
+        here.query_blocks(x.astype(plan.recipe.softmax_dtype)) for x in of_queries
+    )
     q_blocks = here.query_blocks(q)
     hand = here.hand(k, v)
     zeros = [jnp.zeros(x.shape, plan.total_dtype) for x in (q_blocks, *hand[:2])]
@@ -140,28 +130,28 @@ def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out,
     def step(device, carry):
         hand, d_q, d_k, d_v, d_bias = carry
         k_j, v_j, *_ = hand
-        bias_j, where = here.bias_of(device), here.where(device, hand)
+        bias_j, mask = here.bias_of(device), here.mask(device, hand)
         d_q_j, d_k_j, d_v_j, d_bias_j = online.backward(
-            plan.spec, q_blocks, k_j, v_j, bias_j, where, lse, shared, d_out
+            plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lse, shared, d_out
         )
         if d_bias is not None:
             d_bias = d_bias.at[..., here.columns(device)].add(d_bias_j, mode="drop")
         d_k, d_v = plan.pass_on((d_k + d_k_j, d_v + d_v_j))
         return plan.pass_on(hand), d_q + d_q_j, d_k, d_v, d_bias
 
-    # After n steps what was passed on is at home again.
+    # After n steps each device holds its own keys again, and their gradients.
     _, d_q, d_k, d_v, d_bias = plan.steps(step, (hand, *zeros, d_bias))
     d_k, d_v = (here.keys.join(x.transpose(0, 1, 3, 2, 4)) for x in (d_k, d_v))
     return here.tokens(d_q), d_k, d_v, None if d_bias is None else here.whole_bias(d_bias, bias)
 
 
 class Here:
-    """What one device has of a call: its queries, and how the keys in hand relate to them.
+    """The part of a call on one device: its queries, and the mask and bias of the keys in hand.
 
     Made inside `shard_map`; all lengths are those of the device.
     """
 
-    def __init__(self, plan: Plan, q, k, bias, mask_info: MaskInfo, limits: Any):
+    def __init__(self, plan: Plan, q, k, bias, mask_info: MaskInfo, limits: Limits):
         self.plan = plan
         self.queries = Side(plan, q.shape[1], plan.block_q)
         self.keys = Side(plan, k.shape[1], plan.block_k)
@@ -173,19 +163,19 @@ class Here:
         self.bias = None if bias is None else self.bias_rows(bias)
 
     def hand(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What goes round: [j, b, g, y, k], [j, b, g, y, d], and segment and index [j, b, y, 2]."""
+        """What is passed on: [j, b, g, y, k], [j, b, g, y, d]; segment and index [j, b, y, 2]."""
         ids = jnp.stack([self.mask_info.kv_segment_ids, self.mask_info.kv_index], axis=2)
         k, v = (self.keys.cut(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
         return k, v, self.keys.cut(ids)
 
-    def where(self, device: jax.Array, hand: tuple[jax.Array, ...]) -> Where:
+    def mask(self, device: jax.Array, hand: tuple[jax.Array, ...]) -> BlockMask:
         """Who may attend to whom while a device's keys are in hand."""
         ids, (window, chunk, key), places = hand[2], self.limits, None
         if key is not None:
             own = self.queries.places(jax.lax.axis_index(self.plan.sequence))
             places = (*self.rows_and_heads, own, self.keys.places(device))
         q_ids = self.q_ids
-        return Where(
+        return BlockMask(
             *(q_ids[..., 0], q_ids[..., 1], ids[..., 0], ids[..., 1]),
             *(window, chunk, key, places),
         )
@@ -223,11 +213,4 @@ class Here:
         return jnp.take(self.bias, self.columns(device), axis=-1, mode="fill", fill_value=0)
 
 
-def merged(out, lse, out_j, lse_j) -> tuple[jax.Array, jax.Array]:
-    """Attention to the keys of both, from that to each: outputs, and log-sum-exps [..., 1]."""
-    top = jnp.maximum(lse, lse_j)
-    anchor = jnp.where(jnp.isfinite(top), top, 0)
-    share, share_j = jnp.exp(lse - anchor), jnp.exp(lse_j - anchor)
-    total = share + share_j
-    out = (out * share + out_j * share_j) / jnp.where(total == 0, 1, total)
-    return out, top + jnp.log(total)
+KERNELS = (Kernel("ring", "projected", "plain XLA, around the ring", ring_attention),)

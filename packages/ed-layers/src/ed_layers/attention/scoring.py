@@ -6,28 +6,39 @@ Legend: b batch, s query length, t key length, h heads, g kv heads, r heads per 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 #: What a layer may ask of attention beyond causal self-attention with grouped heads and segments,
-#: which every mechanism does.
-FEATURES = (
-    "bidirectional",
-    "cross",
-    "window",
-    "chunk",
-    "soft_cap",
-    "sinks",
-    "value_dim",
-    "bias",
-    "dropout",
-)
+#: which every mechanism computes; and how a message says it.
+FEATURES: dict[str, str] = {
+    "bidirectional": "attention in both directions",
+    "cross": "other lengths of queries and keys",
+    "window": "a window",
+    "chunk": "chunks",
+    "soft_cap": "a soft cap",
+    "sinks": "sinks",
+    "value_dim": "values of another width than keys",
+    "bias": "a bias",
+    "dropout": "dropout",
+}
 
+#: A window or a chunk: an int, or a traced scalar in which 0 = no limit.
 Limit = int | Int[Array, ""]
+
+
+def static(limit: Limit | None) -> bool:
+    """Whether a window or chunk is known when the program is traced."""
+    return limit is None or isinstance(limit, int)
+
+
+def limit_of(limit: Limit | None) -> int | None:
+    """A static window or chunk without its spelling 0 for "no limit"."""
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Scoring:
 
     Attributes:
         scale: factor on q·k.
-        window, chunk: an int, a traced scalar in which 0 = no limit, or None.
+        window, chunk: limits, or None.
         soft_cap: bound of the scores.
         sinks: one logit per head, [h].
         bias: [b or 1, h or 1, s, t], added to the scores after the soft cap.
@@ -53,27 +64,28 @@ class Scoring:
     bias: Float[Array, "#b #h s t"] | None = None
     dropout: float = 0.0
     dropout_key: jax.Array | None = None
-    softmax_dtype: Any = jnp.float32
+    softmax_dtype: DTypeLike = jnp.float32
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of FEATURES that the scoring alone uses."""
+        names = ("window", "chunk", "soft_cap", "sinks", "bias")
+        used = frozenset(name for name in names if getattr(self, name) is not None)
+        return used | {"dropout"} if self.dropout > 0 else used
 
     def features(self, q: jax.Array, v: jax.Array, mask_info: MaskInfo) -> frozenset[str]:
         """The names of FEATURES that a call uses, from what is known when it is traced.
 
         Args:
             q: [b, s, h, k].
-            v: [b, t, g, v].
+            v: [b, t, g, d].
         """
-        used = {
+        shapes = {
             "bidirectional": not mask_info.causal,
             "cross": q.shape[1] != v.shape[1],
-            "window": self.window is not None,
-            "chunk": self.chunk is not None,
-            "soft_cap": self.soft_cap is not None,
-            "sinks": self.sinks is not None,
             "value_dim": q.shape[-1] != v.shape[-1],
-            "bias": self.bias is not None,
-            "dropout": self.dropout > 0,
         }
-        return frozenset(name for name, is_used in used.items() if is_used)
+        return self.asked | {name for name, is_used in shapes.items() if is_used}
 
     def cap(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | float]:
         """Scores within the soft cap, and the derivative of capping."""
@@ -119,3 +131,8 @@ def _mix(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
+
+
+def padded(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Zeros behind the end of an axis."""
+    return jnp.pad(x, [(0, count if i == axis % x.ndim else 0) for i in range(x.ndim)])

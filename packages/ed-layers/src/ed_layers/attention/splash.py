@@ -2,7 +2,7 @@
 
 The kernel knows a static mask over places and segment ids over tokens; both are made here from a
 `MaskInfo` that is in the order of the row. A chunk becomes part of the segment ids, so it may be
-traced. Rows of padding see each other inside the kernel, and become zeros behind it.
+traced. Padding sees other padding inside the kernel, and becomes zeros after it.
 
 Legend: b batch, s length, h heads, g kv heads, k head dim of queries and keys, d head dim of
 values, x block of queries, y block of keys.
@@ -11,91 +11,62 @@ values, x block of queries, y block of keys.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from ed_layers.attention.mechanism import Mechanism
-from ed_layers.attention.native import (
-    as_blockwise,
-    limit_of,
-    native_platform,
-    over_devices,
-    static,
-    taken,
-)
-from ed_layers.attention.scoring import Scoring
+from ed_layers.attention.devices import over_devices
+from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, Settings, reasons
+from ed_layers.attention.scoring import Limit, limit_of, padded, static
 
 #: Lanes of a TPU register: blocks of keys are multiples of it.
 LANES = 128
 
 
-def blocksparse_attention(
-    q: Float[Array, "b s h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g d"],
-    mask_info: MaskInfo,
-    scoring: Scoring,
-    mechanism: Mechanism,
-) -> Float[Array, "b s h d"]:
-    """Splash attention on TPU, `blockwise` elsewhere; see `attend` for the arguments."""
-    given = (q, k, v, mask_info, scoring, mechanism)
-    if native_platform(mechanism, "blocksparse") == "tpu":
-        missing = refusals(q, k, v, mask_info, scoring)
-        if taken(mechanism, "blocksparse", "splash attention (Pallas)", missing):
-            return splash_attention("blocksparse", *given)
-    return as_blockwise("blocksparse", *given)
+def refusals(call: Projected) -> list[str]:
+    """What splash attention cannot do of a call, beside `LACKS`."""
+    dtype = call.q.dtype
+    return reasons(
+        {
+            "queries and keys that are not the same tokens in order": not call.mask_info.in_order,
+            "a traced window": not static(call.scoring.window),
+            f"{dtype} (it has float32 and bfloat16)": dtype not in (jnp.float32, jnp.bfloat16),
+        }
+    )
 
 
-def refusals(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask_info: MaskInfo, scoring: Scoring
-) -> list[str]:
-    """What splash attention cannot do of what a call asks for."""
-    reasons = {
-        "queries and keys are not the same tokens in order": not mask_info.in_order,
-        "the window is traced": not static(scoring.window),
-        "a bias": scoring.bias is not None,
-        "dropout": scoring.dropout > 0,
-        f"{q.dtype} (it has float32 and bfloat16)": q.dtype not in (jnp.float32, jnp.bfloat16),
-    }
-    return [reason for reason, holds in reasons.items() if holds]
-
-
-def splash_attention(
-    name: str,
-    q: Float[Array, "b s h k"],
-    k: Float[Array, "b s g k"],
-    v: Float[Array, "b s g d"],
-    mask_info: MaskInfo,
-    scoring: Scoring,
-    mechanism: Mechanism,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "b s h d"]:
-    """The kernel, by the block sizes of mechanism `name`.
+def splash_attention(call: Projected, *, interpret: bool = False) -> Float[Array, "b s h d"]:
+    """Splash attention on TPU.
 
     Args:
         interpret: run the kernel's Python on any device; for tests.
     """
-    block_q, block_k, length = blocks_of(mechanism, name, q.shape[1])
-    kernel = partial(
-        on_one_device,
-        block_q=block_q,
-        block_k=block_k,
-        causal=mask_info.causal,
-        window=limit_of(scoring.window),
-        soft_cap=scoring.soft_cap,
-        interpret=interpret,
-    )
-    segments = segments_of(mask_info, scoring.chunk)
-    padding = length - q.shape[1]
-    q, k, v, ids = (padded(x, padding) for x in (q * scoring.scale, k, v, segments))
-    out = over_devices(kernel, mechanism.config, q.astype(k.dtype), k, v, ids, scoring.sinks)
-    return jnp.where(segments[:, :, None, None] > 0, out[:, : segments.shape[1]], 0)
+    window, soft_cap = limit_of(call.scoring.window), call.scoring.soft_cap
+    kernel = partial(on_one_device, window=window, soft_cap=soft_cap, interpret=interpret)
+    return in_whole_blocks(kernel, call, call.scoring.sinks)
+
+
+def in_whole_blocks(
+    kernel: Callable[..., jax.Array], call: Projected, heads: jax.Array | None = None
+) -> Float[Array, "b s h d"]:
+    """Run a kernel of whole blocks on each device's rows and heads; padding gets zeros.
+
+    Args:
+        kernel: `(q, k, v, segments, heads, block_q=, block_k=, causal=) -> out`; q is scaled.
+        heads: an array with the heads as first axis.
+    """
+    length = call.q.shape[1]
+    block_q, block_k, whole = tpu_blocks(call.settings, length)
+    segments = segments_of(call.mask_info, call.scoring.chunk)
+    arrays = (call.q * call.scoring.scale, call.k, call.v, segments)
+    q, k, v, ids = (padded(x, 1, whole - length) for x in arrays)
+    kernel = partial(kernel, block_q=block_q, block_k=block_k, causal=call.mask_info.causal)
+    out = over_devices(kernel, call.config, q.astype(k.dtype), k, v, ids, heads)
+    return jnp.where(segments[:, :, None, None] > 0, out[:, :length], 0)
 
 
 def on_one_device(
@@ -140,15 +111,14 @@ def on_one_device(
     def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
         ids = kernels.SegmentIds(segments, segments)
-        out: Any = run(q, k, v, segment_ids=ids, sinks=sinks)
-        return out.swapaxes(0, 1)
+        out = run(q, k, v, segment_ids=ids, sinks=sinks)
+        return out.swapaxes(0, 1)  # type: ignore[union-attr]
 
     return jax.vmap(row)(q, k, v, segments)
 
 
-def blocks_of(mechanism: Mechanism, name: str, s: int) -> tuple[int, int, int]:
+def tpu_blocks(settings: Settings, s: int) -> tuple[int, int, int]:
     """Tokens per block of queries and of keys, and the length that both divide, at least `s`."""
-    settings = mechanism.settings_of(name)
     longest = -(-s // LANES) * LANES
     block_q, block_k = (
         min(-(-(size or LANES) // LANES) * LANES, longest)
@@ -158,7 +128,7 @@ def blocks_of(mechanism: Mechanism, name: str, s: int) -> tuple[int, int, int]:
     return block_q, block_k, -(-s // both) * both
 
 
-def segments_of(mask_info: MaskInfo, chunk: Any) -> Int[Array, "b s"]:
+def segments_of(mask_info: MaskInfo, chunk: Limit | None) -> Int[Array, "b s"]:
     """Segment ids in which a chunk of a segment is a segment: the place where it starts, from 1."""
     segments = mask_info.q_segment_ids
     if chunk is None:
@@ -169,6 +139,18 @@ def segments_of(mask_info: MaskInfo, chunk: Any) -> Int[Array, "b s"]:
     return jnp.where(segments > 0, starts, 0).astype(segments.dtype)
 
 
-def padded(x: jax.Array, padding: int) -> jax.Array:
-    """Zeros behind the second axis."""
-    return jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+LACKS = frozenset({"bias", "dropout"})
+KERNELS = tuple(
+    Kernel(
+        name,
+        "projected",
+        "splash attention (Pallas)",
+        splash_attention,
+        platform="tpu",
+        language="pallas",
+        lacks=LACKS,
+        refuses=refusals,
+        auto_from=auto_from,
+    )
+    for name, auto_from in (("blocksparse", FULL_SCORES_LIMIT + 1), ("flash_attn2", None))
+)

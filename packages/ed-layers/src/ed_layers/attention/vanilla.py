@@ -12,34 +12,48 @@ import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ed_layers.attention.mechanism import Mechanism
+from ed_layers.attention.kernel import Cached, Kernel, Projected
 from ed_layers.attention.scoring import Scoring, kept, split_heads
 
 KVOrder = Literal["btgk", "bgtk"]
 
 
-def vanilla_attention(
+def vanilla_attention(call: Projected) -> Float[Array, "b s h d"]:
+    """Softmax attention to projected keys and values."""
+    return by_matrix(call.q, call.k, call.v, call.mask_info, call.scoring, "btgk")
+
+
+def vanilla_over_cache(call: Cached) -> Float[Array, "b s h d"]:
+    """Softmax attention to all slots of a cache, in the order in which it keeps them."""
+    stored = call.stored
+    one_by_sum = stored.layout == "leaves"
+    return by_matrix(
+        call.q, *call.numbers(), stored.mask_info, call.scoring, "bgtk", one_by_sum=one_by_sum
+    )
+
+
+def by_matrix(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b _ _ k"],
     v: Float[Array, "b _ _ d"],
     mask_info: MaskInfo,
     scoring: Scoring,
-    mechanism: Mechanism,
+    kv_order: KVOrder,
     *,
-    kv_order: KVOrder = "btgk",
     one_by_sum: bool = False,
 ) -> Float[Array, "b s h d"]:
-    """Softmax attention; see `attend` for the arguments.
+    """Softmax attention by one matrix of scores.
 
     Args:
         kv_order: order of the axes of `k` and `v`: as projected ("btgk") or as the dense cache
             keeps them ("bgtk").
         one_by_sum: on a CPU, compute a single query of a single row by multiply-and-sum. A matmul
             makes XLA:CPU copy the cache of the layer first (39.6 against 27.7 ms a step of a 135M
-            model); on a cache that is stacked and carried by a scan it is the sum that copies, and
-            all of it (34 against 1.3 ms for 24 layers of 4096 slots).
+            model); on a cache that is stacked and carried by a scan the sum copies, and copies all
+            of it (34 against 1.3 ms for 24 layers of 4096 slots).
     """
     b, s, h, _ = q.shape
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
@@ -80,7 +94,7 @@ def vanilla_attention(
 
 
 def score(
-    q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool, dtype: jnp.dtype
+    q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool, dtype: DTypeLike
 ) -> jax.Array:
     """q·k over the head dim: [b, g, r, s, t], never rounded to less than `dtype`."""
 
@@ -108,3 +122,9 @@ def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: boo
     if one_by_sum and (weights.shape[0], weights.shape[3]) == (1, 1):
         return jax.lax.platform_dependent(weights, v, cpu=by_sum, default=by_matmul)
     return by_matmul(weights, v)
+
+
+KERNELS = (
+    Kernel("vanilla", "projected", "plain XLA, all scores", vanilla_attention),
+    Kernel("vanilla", "cache", "plain XLA, all scores", vanilla_over_cache),
+)

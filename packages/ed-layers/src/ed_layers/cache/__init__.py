@@ -1,14 +1,22 @@
-"""Where keys and values live between steps. The layout of each class is its own business."""
+"""Where keys, values and states live between steps. The layout of each class is its own business.
+
+- `spec`: what a layer says it keeps; `ragged`: the flat batch of a serving step
+- `protocol`: what layers, models and engines call, and what attention reads
+- `contiguous`, `paged`, `recurrent`: the caches; `hybrid`: one of several for layers that differ
+- `storage`, `codes`, `sharded`: arrays of many layers, in 8 bits, and split over devices
+"""
 
 from ed_layers.cache.codes import Format as Format
-from ed_layers.cache.cross import CrossCache as CrossCache
-from ed_layers.cache.dense import DenseCache as DenseCache
+from ed_layers.cache.contiguous import CrossCache as CrossCache
+from ed_layers.cache.contiguous import DenseCache as DenseCache
+from ed_layers.cache.contiguous import WindowCache as WindowCache
 from ed_layers.cache.hybrid import HybridCache as HybridCache
 from ed_layers.cache.paged import PagedCache as PagedCache
 from ed_layers.cache.protocol import Cache as Cache
+from ed_layers.cache.protocol import ContiguousCache as ContiguousCache
+from ed_layers.cache.protocol import StateCache as StateCache
 from ed_layers.cache.ragged import RaggedBatch as RaggedBatch
 from ed_layers.cache.recurrent import RecurrentCache as RecurrentCache
 from ed_layers.cache.spec import LayerCacheSpec as LayerCacheSpec
 from ed_layers.cache.spec import RecurrentSpec as RecurrentSpec
 from ed_layers.cache.spec import StateSpec as StateSpec
-from ed_layers.cache.window import WindowCache as WindowCache

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
+from ed_infra.specs import EasyDeLQuantizationConfig
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 #: Format -> dtype of the codes, and the largest magnitude that one can hold.
-FORMATS: dict[str, tuple[Any, float]] = {
-    "int8": (jnp.int8, 127.0),
-    "fp8": (jnp.float8_e4m3fn, 448.0),
+FORMATS = {
+    "int8": (jnp.dtype(jnp.int8), 127.0),
+    "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0),
 }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Codes:
     """Quantized numbers; what they stand for is `values * scale`.
@@ -67,11 +67,11 @@ class Format:
     group_size: int | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Format | None:
+    def of(cls, config: EasyDeLQuantizationConfig | None) -> Format | None:
         """Read a `kv_cache_quantization_config`; None stays None.
 
         Raises:
-            ConfigError: a format that is not of 8 bits.
+            ConfigError: the format does not have 8 bits.
         """
         if config is None:
             return None
@@ -85,7 +85,7 @@ class Format:
     @property
     def dtype(self) -> jnp.dtype:
         """dtype of the codes."""
-        return jnp.dtype(FORMATS[self.name][0])
+        return FORMATS[self.name][0]
 
     def groups(self, size: int) -> int:
         """Scales of a head of `size` numbers.
@@ -114,16 +114,21 @@ class Format:
         return Codes(codes.reshape(x.shape).astype(dtype), jnp.swapaxes(scale, -1, -2))
 
 
-def encode(x: Float[Array, "*rows t k"], like: Numbers) -> Numbers:
-    """What `x` is stored as, in the format of the storage that it goes to."""
+def encode(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
+    """Numbers of single tokens, in the format of the storage that they go to.
+
+    Returns:
+        [..., k]; codes have their scales beside them, [..., n].
+    """
     if not isinstance(like, Codes):
         return x.astype(like.dtype)
     name = next(name for name, (dtype, _) in FORMATS.items() if dtype == like.dtype)
     groups = like.scale.shape[-2]
-    return Format(name, None if groups == 1 else x.shape[-1] // groups).encode(x)
+    codes = Format(name, None if groups == 1 else x.shape[-1] // groups).encode(x[..., None, :])
+    return Codes(codes.values[..., 0, :], codes.scale[..., 0])
 
 
-def decode(x: Numbers, dtype: Any) -> Float[Array, "*rows t k"]:
+def decode(x: Numbers, dtype: DTypeLike) -> Float[Array, "*rows t k"]:
     """The numbers that are stored, in `dtype`."""
     if not isinstance(x, Codes):
         return x.astype(dtype)
@@ -133,12 +138,21 @@ def decode(x: Numbers, dtype: Any) -> Float[Array, "*rows t k"]:
     return (values * scale).reshape(x.shape).astype(dtype)
 
 
+def first_numbers(x: Numbers, size: int) -> Numbers:
+    """The first `size` numbers of each head: whole groups, where they are quantized in groups."""
+    if not isinstance(x, Codes):
+        return x[..., :size]
+    groups = -(-size * x.scale.shape[-2] // x.shape[-1])
+    return Codes(x.values[..., :size], x.scale[..., :groups, :])
+
+
 def map_slots(function: Callable[..., jax.Array], x: Numbers, *others: Numbers) -> Numbers:
     """Apply `function(array, *others, slot_axis)` to numbers, or to codes and scales."""
     if not isinstance(x, Codes):
         return function(x, *others, x.ndim - 2)
-    rest: Any = others
+    codes = [other for other in others if isinstance(other, Codes)]
+    assert len(codes) == len(others), "quantized numbers meet quantized numbers"
     return Codes(
-        function(x.values, *(o.values for o in rest), x.values.ndim - 2),
-        function(x.scale, *(o.scale for o in rest), x.scale.ndim - 1),
+        function(x.values, *(o.values for o in codes), x.values.ndim - 2),
+        function(x.scale, *(o.scale for o in codes), x.scale.ndim - 1),
     )

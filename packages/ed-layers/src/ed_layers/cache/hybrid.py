@@ -6,9 +6,8 @@ Legend: b batch, s new tokens, L layers of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +15,18 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.cache.codes import Format
-from ed_layers.cache.cross import CrossCache
-from ed_layers.cache.dense import DenseCache, counted
+from ed_layers.cache.contiguous import CrossCache, DenseCache, WindowCache, counted
 from ed_layers.cache.paged import PagedCache
+from ed_layers.cache.protocol import KeysValues, Pages, States, Stored
 from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.cache.recurrent import RecurrentCache, State
-from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, Spec, each
-from ed_layers.cache.storage import Layer, Layout
-from ed_layers.cache.window import WindowCache
+from ed_layers.cache.recurrent import RecurrentCache
+from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, grouped
+from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions
 
-#: Where an array goes, by the names of its axes and its shape.
-Place = Callable[[tuple[str | None, ...], tuple[int, ...]], jax.sharding.Sharding | None]
+Memory = DenseCache | WindowCache | CrossCache | PagedCache | RecurrentCache
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["caches", "masks", "tokens", "length"],
-    meta_fields=["table", "capacity", "layout"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HybridCache:
     """A cache of its own for each group of layers.
@@ -43,22 +35,18 @@ class HybridCache:
     cross-attention), and a scan over periods may index layers by a traced number.
 
     Attributes:
-        caches: group -> DenseCache, WindowCache, CrossCache, RecurrentCache or PagedCache.
+        caches: group -> the cache of its layers.
         masks: group -> its mask in this step, between `begin` and `advance`.
         tokens: tokens of each row so far, [b]; None for pages.
-        length: slots so far; None for pages.
-        table: (group, index of each layer in the group's cache, -1 = not in it), static.
-        capacity: slots per row, of contiguous caches.
-        layout: how the layers are stored.
+        table: which layer is where in the cache of a group, static.
+        capacity: tokens that a row can have; None for pages.
     """
 
-    caches: dict[str, Any]
+    caches: dict[str, Memory]
     masks: dict[str, MaskInfo]
     tokens: Int[Array, " b"] | None
-    length: Int[Array, ""] | None
-    table: tuple[tuple[str, tuple[int, ...]], ...]
-    capacity: int
-    layout: Layout
+    table: Table = field(metadata={"static": True})
+    capacity: int | None = field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -68,57 +56,35 @@ class HybridCache:
         batch_size: int,
         capacity: int,
         cross_capacity: int | None = None,
-        dtype: jnp.dtype = jnp.float32,
-        layout: Layout = "stacked",
-        place: Place | None = None,
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> HybridCache:
         """Allocate an empty contiguous cache for each group.
 
         Args:
             specs: what each layer keeps: one spec, or a tuple of specs of different groups.
-            batch_size, capacity: rows, and slots per row.
+            batch_size, capacity: rows, and tokens that a row can have.
             cross_capacity: positions of an encoder, for specs of the group "cross".
-            dtype, layout, format: see `DenseCache.create`.
-            place: gives the sharding of [b, g, t, k] by the names of its axes and its shape.
+            storage: see `Storage`.
+
+        Raises:
+            ConfigError: `cross_capacity` is missing.
         """
-        table, groups = grouped(specs)
-        caches: dict[str, Any] = {}
-        for group, found in groups.items():
-            first = found[0]
-            if not isinstance(first, LayerCacheSpec):
-                sharding = place(("batch",), (batch_size,)) if place else None
-                caches[group] = RecurrentCache.create(
-                    found,  # type: ignore[arg-type]  # `grouped` has seen that they are equal
-                    batch_size=batch_size,
-                    layout=layout,
-                    sharding=sharding,
-                )
-                continue
-            kind: Any = DenseCache if first.window is None else WindowCache
-            size = capacity
+
+        def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
+            window, size = specs[0].window, capacity
+            # A window that no row outgrows forgets nothing.
+            kind = DenseCache if window is None or window >= capacity else WindowCache
             if group == "cross":
-                kind = CrossCache
                 if cross_capacity is None:
                     raise ConfigError(
                         "this model reads an encoder: give the cache cross_capacity, the encoder's "
                         "number of positions"
                     )
-                size = cross_capacity
-            slots = "key_sequence" if kind is DenseCache else None
-            axes = ("batch", "kv_heads", slots, None)
-            shape = (batch_size, first.num_kv_heads, size, first.head_dim)
-            caches[group] = kind.create(
-                found,
-                batch_size=batch_size,
-                capacity=size,
-                dtype=dtype,
-                layout=layout,
-                sharding=place(axes, shape) if place else None,
-                format=format,
-            )
-        zeros = jnp.zeros((batch_size,), jnp.int32)
-        return cls(caches, {}, zeros, jnp.zeros((), jnp.int32), table, capacity, layout)
+                kind, size = CrossCache, cross_capacity
+            return kind.create(specs, batch_size=batch_size, capacity=size, **storage)
+
+        caches, table = memories(specs, make, batch_size, storage)
+        return cls(caches, {}, jnp.zeros((batch_size,), jnp.int32), table, capacity)
 
     @classmethod
     def create_paged(
@@ -128,108 +94,108 @@ class HybridCache:
         num_pages: int | Mapping[str, int],
         page_size: int,
         num_states: int | None = None,
-        dtype: jnp.dtype = jnp.float32,
-        layout: Layout = "stacked",
-        place: Place | None = None,
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> HybridCache:
-        """Allocate a pool of pages for each group, and states for recurrent layers.
+        """Allocate a pool of pages for each group, and state slots for recurrent layers.
 
         Args:
             specs: as in `create`.
             num_pages: pages of each group's pool: one number for all, or group -> number.
             page_size: tokens per page.
-            num_states: recurrent states that sequences can lease; `RaggedBatch.state_slots` names
-                them.
-            place: gives the sharding of [P, page_size, g, 2, k].
+            num_states: state slots that sequences can lease, for recurrent layers.
+            storage: see `Storage`.
+
+        Raises:
+            ConfigError: `num_states` or a group of `num_pages` is missing, or a layer reads an
+                encoder.
         """
-        table, groups = grouped(specs)
-        caches: dict[str, Any] = {}
-        for group, found in groups.items():
-            first = found[0]
-            if not isinstance(first, LayerCacheSpec):
-                if num_states is None:
-                    raise ConfigError(
-                        "this model has recurrent layers: give the paged cache num_states, how "
-                        "many sequences can have a state at a time"
-                    )
-                caches[group] = RecurrentCache.create(
-                    found,  # type: ignore[arg-type]
-                    batch_size=num_states,
-                    layout=layout,
-                )
-                continue
+
+        def make(group: str, specs: Sequence[LayerCacheSpec]) -> Memory:
             if group == "cross":
                 raise ConfigError(
                     "pages hold what a decoder says, not an encoder's keys and values; generate() "
                     "runs models with cross-attention"
                 )
-            pages = num_pages if isinstance(num_pages, int) else num_pages[group]
-            shape = (pages, page_size, first.num_kv_heads, 2, max(first.head_dim, first.values))
-            caches[group] = PagedCache.create(
-                found,
-                num_pages=pages,
-                page_size=page_size,
-                dtype=dtype,
-                layout=layout,
-                sharding=place((None, None, "kv_heads", None, None), shape) if place else None,
-                group=group,
-                format=format,
+            pages = num_pages if isinstance(num_pages, int) else num_pages.get(group)
+            if pages is None:
+                raise ConfigError(
+                    f"num_pages={num_pages} has no pages for the layers of group {group!r}; name "
+                    "each group of the model, or give one number for all"
+                )
+            return PagedCache.create(
+                specs, num_pages=pages, page_size=page_size, group=group, **storage
             )
-        return cls(caches, {}, None, None, table, 0, layout)
+
+        # Any sequence may lease any state slot, so they are not split over devices.
+        caches, table = memories(specs, make, num_states, {**storage, "sharding": None})
+        return cls(caches, {}, None, table, None)
+
+    def simplest(self) -> DenseCache | WindowCache | PagedCache | HybridCache:
+        """The cache of the only group, where every layer has keys and values in it and no other
+        memory; else this cache."""
+        if len(self.table) == 1 and -1 not in self.table[0][1]:
+            cache = self.caches[self.table[0][0]]
+            if isinstance(cache, DenseCache | WindowCache | PagedCache):
+                return cache
+        return self
+
+    @property
+    def layout(self) -> Layout:
+        """How the layers are stored."""
+        return next(iter(self.caches.values())).layout
 
     def begin(
         self, segment_ids: Int[Array, "b s"]
     ) -> tuple[HybridCache, MaskInfo, Int[Array, "b s"]]:
-        """Announce `s` new tokens to every cache; see `DenseCache.begin`.
+        """Announce a step to every cache; see `ContiguousCache.begin`.
 
         Returns:
             the cache that knows each group's mask, the mask over all slots where layers see them
             all (else among the new tokens), and positions.
         """
-        assert self.tokens is not None, "pages are told by a RaggedBatch"
-        assert self.length is not None, "pages are told by a RaggedBatch"
-        segments = segment_ids.astype(jnp.int32)
-        b, s = segments.shape
+        if self.tokens is None:
+            raise ValueError(
+                "a cache of pages is told by a RaggedBatch which tokens a step has: call the model "
+                "with ragged=..., or with a cache from init_cache()"
+            )
+        real = segment_ids != 0
         caches, masks = dict(self.caches), {}
         for group, cache in self.caches.items():
             if isinstance(cache, DenseCache | WindowCache):
-                caches[group], masks[group], _ = cache.begin(segments)
-        index = jnp.broadcast_to(self.length + jnp.arange(s, dtype=jnp.int32), (b, s))
-        mask = masks.get("full", MaskInfo(segments, segments, index, index))
-        tokens = self.tokens + jnp.count_nonzero(segments, axis=1).astype(jnp.int32)
-        positions = counted(self.tokens, segments)
+                caches[group], masks[group], _ = cache.begin(segment_ids)
+        positions, segments = counted(self.tokens, real), real.astype(jnp.int32)
+        mask = masks.get("full", MaskInfo(segments, segments, positions, positions))
+        tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
         return replace(self, caches=caches, masks=masks, tokens=tokens), mask, positions
 
     def update(
         self,
         layer: Layer,
-        kv: tuple[jax.Array, jax.Array] | None,
+        kv: KeysValues | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
         group: str = "full",
-    ) -> tuple[HybridCache, Any]:
+    ) -> tuple[HybridCache, Stored | Pages]:
         """Store this step's keys and values of one layer; give what its attention reads.
 
         Args:
             layer: number of the layer in the model.
             mask_info: of an encoder, for the group "cross"; the others have theirs from `begin`.
         """
-        cache, stored = self.caches[self.known(group)].update(
-            self.index(layer, group),
-            kv,
-            mask_info=self.masks.get(group, mask_info),
-            ragged=ragged,
-            group=group,
-        )
-        return self.with_group(group, cache), stored
+        cache, index = self.memory(layer, group)
+        if isinstance(cache, RecurrentCache):
+            raise ValueError(f"group {group!r} keeps states: its layers call get() and set()")
+        mask_info = self.masks.get(group, mask_info)
+        cache, stored = cache.update(index, kv, mask_info=mask_info, ragged=ragged)
+        return replace(self, caches={**self.caches, group: cache}), stored
 
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
-    ) -> State:
-        """The states of a recurrent layer; see `RecurrentCache.get`."""
-        return self.caches[self.known(group)].get(self.index(layer, group), ragged=ragged)
+    ) -> States:
+        """The states of a recurrent layer; see `StateCache.get`."""
+        cache, index = self.states(layer, group)
+        return cache.get(index, ragged=ragged)
 
     def set(
         self,
@@ -239,78 +205,75 @@ class HybridCache:
         ragged: RaggedBatch | None = None,
         group: str = "recurrent",
     ) -> HybridCache:
-        """Store the states of a recurrent layer; see `RecurrentCache.set`."""
-        cache = self.caches[self.known(group)]
-        return self.with_group(group, cache.set(self.index(layer, group), states, ragged=ragged))
-
-    def advance(self, count: int) -> HybridCache:
-        """Move the write positions after every layer has written its `count` tokens."""
-        assert self.length is not None, "pages do not advance"
-        caches = {
-            group: cache.advance(count) if group in self.masks else cache
-            for group, cache in self.caches.items()
-        }
-        return replace(self, caches=caches, masks={}, length=self.length + count)
-
-    def index(self, layer: Layer, group: str) -> Layer:
-        """Index of a layer of the model in its group's cache; static where the layer is.
-
-        Raises:
-            ValueError: the layer is not of that group.
-        """
-        row = dict(self.table)[group]
-        if not isinstance(layer, int):
-            return jnp.asarray(row, jnp.int32)[layer]
-        if row[layer] < 0:
-            groups = [name for name, other in self.table if other[layer] >= 0]
-            raise ValueError(
-                f"layer {layer} keeps nothing in group {group!r}, but in {', '.join(groups)}: pass "
-                "its group to attend(..., group=...)"
-            )
-        return row[layer]
-
-    def known(self, group: str) -> str:
-        """The group, if there is a cache for it.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if group in self.caches:
-            return group
-        raise ValueError(
-            f"this cache has no group {group!r} (it has: {', '.join(self.caches)}): "
-            "cache_specs() of the model and the group that its layers pass to attend() differ"
-        )
-
-    def with_group(self, group: str, cache: Any) -> HybridCache:
-        """Replace the cache of one group."""
+        """Store the states of a recurrent layer; see `StateCache.set`."""
+        cache, index = self.states(layer, group)
+        cache = cache.set(index, states, ragged=ragged)
         return replace(self, caches={**self.caches, group: cache})
 
+    def advance(self, count: int) -> HybridCache:
+        """End a step; see `ContiguousCache.advance`."""
+        caches = {
+            group: cache.advance(count) if isinstance(cache, DenseCache | WindowCache) else cache
+            for group, cache in self.caches.items()
+        }
+        return replace(self, caches=caches, masks={})
 
-def grouped(
+    def states(self, layer: Layer, group: str) -> tuple[RecurrentCache, Layer]:
+        """The cache of a recurrent layer, and the index of the layer in it."""
+        cache, index = self.memory(layer, group)
+        if isinstance(cache, RecurrentCache):
+            return cache, index
+        raise ValueError(f"group {group!r} keeps keys and values: its layers call update()")
+
+    def memory(self, layer: Layer, group: str) -> tuple[Memory, Layer]:
+        """The cache of a group, and the index of a layer of the model in it; static where the
+        layer is.
+
+        Raises:
+            ValueError: there is no such group, or the layer is not in it.
+        """
+        if group not in self.caches:
+            raise ValueError(
+                f"this cache has no group {group!r} (its groups: {', '.join(self.caches)}); "
+                "cache_specs() of the model and the group that its layers pass to attend() differ"
+            )
+        row = dict(self.table)[group]
+        if not isinstance(layer, int):
+            return self.caches[group], jnp.asarray(row, jnp.int32)[layer]
+        if row[layer] >= 0:
+            return self.caches[group], row[layer]
+        groups = ", ".join(name for name, other in self.table if other[layer] >= 0)
+        raise ValueError(
+            f"layer {layer} keeps nothing in group {group!r}, but in {groups}: pass attend() the "
+            "group of the layer's spec"
+        )
+
+
+def memories(
     specs: Sequence[LayerSpecs],
-) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], dict[str, list[Spec]]]:
-    """Sort layers into groups.
+    make: Callable[[str, Sequence[LayerCacheSpec]], Memory],
+    num_states: int | None,
+    storage: StorageOptions,
+) -> tuple[dict[str, Memory], Table]:
+    """The cache of each group, and which layer is where.
 
-    Returns:
-        the table (group, index of each layer in the group or -1), and the specs of each group.
-
-    Raises:
-        ValueError: the specs of a group differ, or a layer has two of one group.
+    Args:
+        make: makes the cache of a group that keeps keys and values.
+        num_states: rows, or state slots, of recurrent layers.
     """
-    groups: dict[str, list[Spec]] = {}
-    table: dict[str, list[int]] = {}
-    for layer, of_layer in enumerate(specs):
-        for spec in each(of_layer):
-            row = table.setdefault(spec.group, [-1] * len(specs))
-            found = groups.setdefault(spec.group, [])
-            if row[layer] >= 0:
-                raise ValueError(f"layer {layer} has two specs of group {spec.group!r}")
-            if found and found[0] != spec:
-                raise ValueError(
-                    f"layers of group {spec.group!r} differ: {found[0]} and {spec}; give each kind "
-                    "a group of its own"
-                )
-            row[layer] = len(found)
-            found.append(spec)
-    return tuple((group, tuple(row)) for group, row in table.items()), groups
+    store, (table, groups) = Storage(**storage), grouped(specs)
+    caches: dict[str, Memory] = {}
+    for group, members in groups.items():
+        states = [spec for spec in members if isinstance(spec, RecurrentSpec)]
+        if not states:
+            caches[group] = make(group, [x for x in members if isinstance(x, LayerCacheSpec)])
+        elif num_states is None:
+            raise ConfigError(
+                "this model has recurrent layers: give the paged cache num_states, how many "
+                "sequences can have a state at a time"
+            )
+        else:
+            caches[group] = RecurrentCache.create(
+                states, batch_size=num_states, layout=store.layout, sharding=store.sharding
+            )
+    return caches, table

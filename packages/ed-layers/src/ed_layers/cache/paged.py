@@ -6,40 +6,39 @@ Legend: P pages, g kv heads, k numbers of a head, n scales of a head, T flat tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
-from jaxtyping import Array, Float
 
-from ed_layers.cache.codes import Codes, Format, Numbers, encode
-from ed_layers.cache.protocol import keys_values
+from ed_layers.cache.codes import Numbers, encode, map_slots
+from ed_layers.cache.protocol import KeysValues, keys_values
+from ed_layers.cache.protocol import Pages as Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import LayerSpecs, uniform
 from ed_layers.cache.storage import (
+    At,
     Layer,
     Layout,
     PerLayer,
-    allocate,
+    Storage,
+    StorageOptions,
+    layout_of,
     locate,
-    place,
     update_layer,
 )
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["pages"], meta_fields=["group", "value_dim"]
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
     """Pages [P, page_size, g, 2, k] per layer, keys and values side by side *inside* a head.
 
     That order keeps a head's K and V on the same device when heads are sharded, and is a free
     reshape of the `2K` axis that TPU's ragged paged attention takes. Scales of quantized pages are
-    [P, g, 2, n, page_size].
+    [P, g, 2, n, page_size]. Where values are part of their keys, the axis of two has one entry.
 
     Attributes:
         pages: per layer [P, page_size, g, 2, k]; codes and scales if quantized.
@@ -48,8 +47,8 @@ class PagedCache:
     """
 
     pages: PerLayer
-    group: str = "full"
-    value_dim: int | None = None
+    group: str = field(default="full", metadata={"static": True})
+    value_dim: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def create(
@@ -58,106 +57,78 @@ class PagedCache:
         *,
         num_pages: int,
         page_size: int,
-        dtype: jnp.dtype = jnp.float32,
-        layout: Layout = "stacked",
-        sharding: jax.sharding.Sharding | None = None,
         group: str = "full",
-        format: Format | None = None,
+        **storage: Unpack[StorageOptions],
     ) -> PagedCache:
         """Allocate an empty pool.
 
         Args:
             specs: one per layer, all equal.
             num_pages, page_size: pages in the pool, tokens per page.
-            dtype: of what is stored, unless it is quantized.
-            sharding: of one layer's [P, page_size, g, 2, k].
-            format: of 8-bit pages; None stores `dtype`.
+            group: which `slots` and `page_table` of the RaggedBatch these layers use.
+            storage: see `Storage`; `sharding` is of [P, page_size, g, 2, k].
         """
-        spec = uniform(specs)
-        heads, size = spec.num_kv_heads, max(spec.head_dim, spec.values)
-        shape = (num_pages, page_size, heads, 2, size)
-
-        def make(lead: tuple[int, ...]) -> Numbers:
-            stacked = bool(lead)
-            if format is None:
-                return place(jnp.zeros((*lead, *shape), dtype), sharding, stacked=stacked)
-            scale = jnp.zeros((*lead, num_pages, heads, 2, format.groups(size), page_size))
-            return Codes(
-                place(jnp.zeros((*lead, *shape), format.dtype), sharding, stacked=stacked),
-                place(scale.astype(jnp.float32), of_page_scales(sharding), stacked=stacked),
-            )
-
-        return cls(allocate(len(specs), layout, make), group, spec.value_dim)
+        spec, store = uniform(specs), Storage(**storage)
+        if store.format is not None:
+            store.format.groups(spec.values)
+        ways, size = 1 if spec.values_in_keys else 2, max(spec.head_dim, spec.values)
+        shape = (num_pages, page_size, spec.num_kv_heads, ways, size)
+        sharding = store.place((None, None, "kv_heads", None, None), shape)
+        pages = store.numbers(len(specs), shape, sharding, slot_axis=1)
+        return cls(pages, group, spec.value_dim)
 
     @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return first_of(self.pages).shape[-4]
+    def layout(self) -> Layout:
+        """How the layers are stored."""
+        return layout_of(self.pages)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(P, page_size, g, 2, k) of one layer."""
+        pages = self.pages[0] if isinstance(self.pages, tuple) else self.pages
+        return pages.shape[-5:]
 
     @property
     def num_pages(self) -> int:
         """Pages in the pool."""
-        return first_of(self.pages).shape[-5]
+        return self.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.shape[1]
 
     def update(
         self,
         layer: Layer,
-        kv: tuple[Float[Array, "1 T g k"], Float[Array, "1 T g d"]] | None,
+        kv: KeysValues | None,
         *,
         mask_info: MaskInfo | None = None,
-        ragged: RaggedBatch,
+        ragged: RaggedBatch | None = None,
         group: str = "full",
     ) -> tuple[PagedCache, Pages]:
         """Scatter this step's keys and values into their slots; padding tokens are dropped."""
-        size = first_of(self.pages).shape[-1]
-        both = (jnp.pad(x[0], ((0, 0), (0, 0), (0, size - x.shape[-1]))) for x in keys_values(kv))
-        new = jnp.stack(list(both), axis=2)
+        if ragged is None:
+            raise ValueError("a cache of pages needs ragged, the flat batch of a serving step")
+        *_, ways, size = self.shape
+        both = keys_values(kv, values_in_keys=ways == 1)[:ways]
+        new = jnp.stack(
+            [
+                jnp.pad(x[0], ((0, 0), (0, 0), (0, size - x.shape[-1])))
+                for x in both
+                if x is not None
+            ],
+            axis=2,
+        )
         group = ragged.group_of(self.group)
         page, offset = jnp.divmod(ragged.slots[group], self.page_size)
 
-        def update(pages: Numbers, at: tuple[Layer, ...]) -> Numbers:
-            if not isinstance(pages, Codes):
-                new_pages: Any = new.astype(pages.dtype)
-                return pages.at[(*at, page, offset)].set(new_pages, mode="drop")
-            # `encode` takes slots before numbers: a slot axis of one token each.
-            codes: Any = encode(new[..., None, :], pages)
-            heads = (slice(None),) * 3
-            return Codes(
-                pages.values.at[(*at, page, offset)].set(codes.values[..., 0, :], mode="drop"),
-                pages.scale.at[(*at, page, *heads, offset)].set(codes.scale[..., 0], mode="drop"),
-            )
+        def put(pages: Numbers, at: At) -> Numbers:
+            def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
+                between = (slice(None),) * 3 if slot_axis == array.ndim - 1 else ()  # of scales
+                return array.at[(*at, page, *between, offset)].set(tokens, mode="drop")
 
-        cache = replace(self, pages=update_layer(self.pages, layer, update))
+            return map_slots(scatter, pages, encode(new, pages))
+
+        cache = replace(self, pages=update_layer(self.pages, layer, put))
         return cache, Pages(*locate(cache.pages, layer), group, self.value_dim)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """What attention over pages reads: only the pages that a sequence has are ever gathered, never
-    the pool of a layer.
-
-    Attributes:
-        pool: [P, page_size, g, 2, k], or with a leading layer axis; codes and scales if quantized.
-        at: index of the layer in it, `(layer,)` or `()`.
-        group: which page table of the RaggedBatch.
-        value_dim: numbers of a value; None = as many as a key.
-    """
-
-    pool: Numbers
-    at: tuple[Layer, ...]
-    group: str
-    value_dim: int | None = None
-
-
-def first_of(pages: PerLayer) -> Numbers:
-    """The pages of some layer, or of all: their last five dims are those of one."""
-    return pages[0] if isinstance(pages, tuple) else pages
-
-
-def of_page_scales(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Sharding of [P, g, 2, n, page_size] where [P, page_size, g, 2, k] is sharded so."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    pages, page, heads = (*sharding.spec, *(None,) * 3)[:3]
-    spec = jax.sharding.PartitionSpec(pages, heads, None, None, page)
-    return jax.sharding.NamedSharding(sharding.mesh, spec)

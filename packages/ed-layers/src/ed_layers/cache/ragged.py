@@ -5,28 +5,14 @@ Legend: T flat tokens (padded to a bucket), n sequence slots (padded), p pages p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "cu_q_lens",
-        "kv_lens",
-        "seq_of_token",
-        "slots",
-        "page_table",
-        "state_slots",
-        "num_seqs",
-        "prompt_lens",
-    ],
-    meta_fields=["decode_only"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedBatch:
     """Which sequence each flat token belongs to, and where its keys and values live.
@@ -45,9 +31,8 @@ class RaggedBatch:
         num_seqs: how many of the n slots are in use.
         decode_only: no sequence has more than one token (static): attention then leaves out what
             it does for longer ones, which is most of its compile time.
-        prompt_lens: tokens of each sequence that were given, not generated, computed or not; [n].
-            Rotary factors that depend on length follow them (`ed_models.inputs`). None = those of
-            `kv_lens`.
+        prompt_lens: tokens of each sequence's prompt, computed or not; [n]. Rotary factors that
+            depend on length follow them (`ed_models.inputs`). None = `kv_lens`.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -57,7 +42,7 @@ class RaggedBatch:
     page_table: dict[str, Int[Array, "n p"]]
     state_slots: Int[Array, " n"]
     num_seqs: Int[Array, ""]
-    decode_only: bool = False
+    decode_only: bool = field(default=False, metadata={"static": True})
     prompt_lens: Int[Array, " n"] | None = None
 
     @property

@@ -6,39 +6,43 @@ Legend: b rows, n sequence slots of a ragged batch, L layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ed_layers.cache.protocol import States
 from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.cache.spec import RecurrentSpec
+from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import (
+    At,
     Layer,
     Layout,
-    PerLayer,
-    allocate,
-    layer_of,
+    Place,
+    Storage,
     layout_of,
     locate,
+    take_layer,
     update_layer,
+    zeros,
 )
 
-State = dict[str, jax.Array]
 
-
-@partial(jax.tree_util.register_dataclass, data_fields=["states"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentCache:
-    """Named arrays [b, ...] per layer; in serving, b is a number of states that sequences lease.
+    """Named arrays [b, ...] per layer; in serving, b is the number of state slots that sequences
+    lease.
+
+    The cache does not see the tokens, so padding is the layer's own business: it leaves the state
+    of a row as it is where `mask_info.q_segment_ids` of the step are 0.
 
     Attributes:
         states: name -> per layer [b, ...].
     """
 
-    states: dict[str, PerLayer]
+    states: dict[str, jax.Array | tuple[jax.Array, ...]]
 
     @classmethod
     def create(
@@ -47,14 +51,15 @@ class RecurrentCache:
         *,
         batch_size: int,
         layout: Layout = "stacked",
-        sharding: jax.sharding.Sharding | None = None,
+        sharding: Place = None,
     ) -> RecurrentCache:
         """Allocate zeros.
 
         Args:
             specs: one per layer, all equal.
-            batch_size: rows, or states of a pool.
-            sharding: of the batch, the first dimension of every state.
+            batch_size: rows, or state slots.
+            layout: see `Storage`.
+            sharding: of the batch, the first dimension of every state; see `Place`.
         """
         if len(set(specs)) != 1:
             raise ValueError(
@@ -62,72 +67,64 @@ class RecurrentCache:
                 f"{set(specs)}; give each kind a group of its own"
             )
 
-        def make(lead: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> jax.Array:
-            zeros = jnp.zeros((*lead, batch_size, *shape), dtype)
-            if not isinstance(sharding, jax.sharding.NamedSharding):
-                return zeros if sharding is None else jax.device_put(zeros, sharding)
-            spec = jax.sharding.PartitionSpec(*(None,) * len(lead), *sharding.spec[:1])
-            return jax.device_put(zeros, jax.sharding.NamedSharding(sharding.mesh, spec))
+        store = Storage(layout=layout, sharding=sharding)
+        where = store.place(("batch",), (batch_size,))
 
-        return cls(
-            {
-                state.name: allocate(
-                    len(specs), layout, lambda lead, s=state: make(lead, s.shape, s.dtype)
-                )
-                for state in specs[0].states
-            }
-        )
+        def make(lead: tuple[int, ...], state: StateSpec) -> jax.Array:
+            return zeros(lead, (batch_size, *state.shape), state.dtype, where)
+
+        states = specs[0].states
+        return cls({x.name: store.layers(len(specs), partial(make, state=x)) for x in states})
 
     @property
     def layout(self) -> Layout:
         """How the layers are stored."""
         return layout_of(next(iter(self.states.values())))
 
-    def get(self, layer: Layer, *, ragged: RaggedBatch | None = None) -> State:
-        """The states of one layer, name -> [b, ...].
-
-        Args:
-            ragged: give those of its sequences, [n, ...]; zeros for one that begins in this step,
-                whoever had its state before.
-        """
+    def get(
+        self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
+    ) -> States:
+        """The states of one layer; see `StateCache.get`."""
+        located = {name: locate(storage, layer) for name, storage in self.states.items()}
         if ragged is None:
-            return {name: layer_of(storage, layer) for name, storage in self.states.items()}
+            return {name: take_layer(array, at) for name, (array, at) in located.items()}
         begins = ragged.kv_lens == ragged.q_lens
-        found = {}
-        for name, storage in self.states.items():
-            array, at = locate(storage, layer)
+        states = {}
+        for name, (array, at) in located.items():
             rows = array.at[(*at, ragged.state_slots)].get(mode="clip")
-            found[name] = jnp.where(begins.reshape(-1, *(1,) * (rows.ndim - 1)), 0, rows)
-        return found
+            states[name] = jnp.where(begins.reshape(-1, *(1,) * (rows.ndim - 1)), 0, rows)
+        return states
 
     def set(
-        self, layer: Layer, states: Mapping[str, jax.Array], *, ragged: RaggedBatch | None = None
+        self,
+        layer: Layer,
+        states: Mapping[str, jax.Array],
+        *,
+        ragged: RaggedBatch | None = None,
+        group: str = "recurrent",
     ) -> RecurrentCache:
-        """Store the states of one layer, as `get` gave them.
-
-        Raises:
-            ValueError: the names are not those of the cache.
-        """
+        """Store the states of one layer; see `StateCache.set`."""
         if set(states) != set(self.states):
             raise ValueError(
                 f"this cache keeps the states {sorted(self.states)}, got {sorted(states)}"
             )
-        stored = {}
-        for name, storage in self.states.items():
-            new = states[name]
 
-            def put(array: jax.Array, at: tuple[Layer, ...], new: Any = new) -> jax.Array:
-                new = new.astype(array.dtype)
-                if ragged is not None:
-                    # Sequence slots that are not in use must not touch the state of another.
-                    used = jnp.arange(ragged.state_slots.shape[0]) < ragged.num_seqs
-                    rows = array.shape[len(at)]
-                    slots = jnp.where(used, ragged.state_slots, rows)
-                    return array.at[(*at, slots)].set(new, mode="drop")
+        def put(array: jax.Array, at: At, new: jax.Array) -> jax.Array:
+            new = new.astype(array.dtype)
+            if ragged is None:
                 start = (*at, *(0,) * new.ndim)
-                return jax.lax.dynamic_update_slice(
-                    array, new.reshape((1,) * len(at) + new.shape), start
-                )
+                block = new.reshape((1,) * len(at) + new.shape)
+                return jax.lax.dynamic_update_slice(array, block, start)
+            # Places of the batch that are not in use must not touch the state of another sequence.
+            used = jnp.arange(ragged.state_slots.shape[0]) < ragged.num_seqs
+            slots = jnp.where(used, ragged.state_slots, array.shape[len(at)])
+            return array.at[(*at, slots)].set(new, mode="drop")
 
-            stored[name] = update_layer(storage, layer, put)
-        return replace(self, states=stored)
+        return RecurrentCache(
+            {
+                name: update_layer(
+                    storage, layer, lambda array, at, new=states[name]: put(array, at, new)
+                )
+                for name, storage in self.states.items()
+            }
+        )

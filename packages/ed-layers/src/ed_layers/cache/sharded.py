@@ -1,7 +1,8 @@
-"""Slots that are split over devices: each writes what falls into its own part.
+"""Writing tokens into rows of slots, which may be split over devices.
 
-The partitioner would gather the cache for a `dynamic_update_slice` along a sharded dimension. Under
-`shard_map` nothing is sent: the new token is on every device of the row already.
+The partitioner would gather a cache to write along a sharded dimension. Under `shard_map` nothing
+is sent: the new tokens are on every device of their row already, and each device writes those that
+fall into its own slots.
 
 Legend: b batch, g kv heads, t slots, k numbers of a head, s new tokens.
 """
@@ -13,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
-from ed_layers.cache.codes import Codes, Numbers, map_slots
-from ed_layers.cache.storage import Layer, of_scales, update_layer
+from ed_layers.cache.codes import Codes, Numbers, encode, map_slots
+from ed_layers.cache.storage import At, Layer, sharding_of_scales
 
 
 def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None:
@@ -31,7 +33,7 @@ def specs_of(numbers: Numbers, sharding: NamedSharding, *, lead: int) -> Any:
     values = PartitionSpec(*front, *sharding.spec)
     if not isinstance(numbers, Codes):
         return values
-    scales = of_scales(sharding)
+    scales = sharding_of_scales(sharding, 4, 2)
     assert isinstance(scales, NamedSharding)
     return Codes(values, PartitionSpec(*front, *scales.spec))  # type: ignore[arg-type]
 
@@ -41,56 +43,54 @@ def first_slot(sharding: NamedSharding, local: int) -> jax.Array:
     return jax.lax.axis_index(sharding.spec[2]) * local
 
 
-def write_split_slots(
-    storage: Any, layer: Layer, new: Numbers, slot: jax.Array, sharding: NamedSharding
-) -> Any:
-    """As `write_slots`, for a cache whose slots are split over devices."""
+def write_rows(
+    numbers: Numbers,
+    at: At,
+    new: Float[Array, "b s g k"],
+    slots: Int[Array, "b s"],
+    sharding: NamedSharding | None,
+) -> Numbers:
+    """Write tokens of rows into one layer [b, g, t, k], in place.
 
-    def update(numbers: Numbers, at: tuple[Layer, ...]) -> Numbers:
-        def local(numbers: Numbers, new: Numbers, slot: jax.Array, *at: Any) -> Numbers:
-            return map_slots(
-                lambda array, block, axis: put(
-                    array, block, at, axis, slot - first_slot(sharding, array.shape[axis])
-                ),
-                numbers,
-                new,
-            )
-
-        b, g = sharding.spec[:2]
-        new_specs = specs_of(
-            new, NamedSharding(sharding.mesh, PartitionSpec(b, g, None, None)), lead=0
-        )
-        stored = specs_of(numbers, sharding, lead=len(at))
-        scalar = PartitionSpec()
-        return jax.shard_map(
-            local,
-            mesh=sharding.mesh,
-            in_specs=(stored, new_specs, scalar, *(scalar for _ in at)),
-            out_specs=stored,
-            check_vma=False,
-        )(numbers, new, slot, *(jnp.asarray(i) for i in at))
-
-    return update_layer(storage, layer, update)
-
-
-def put(array: jax.Array, block: jax.Array, at: tuple, axis: int, slot: jax.Array) -> jax.Array:
-    """Write a block whose first slot is `slot` of this device, if that is one of its own.
-
-    A single token overwrites its slot, or, elsewhere, some slot by what is there already. Several
-    may reach over an edge: all slots of the layer are looked through.
+    Args:
+        slots: where each token goes; one whose slot does not exist is dropped.
+        sharding: of the layer, where slots are split over devices.
     """
-    size, count = array.shape[axis], block.shape[axis - len(at)]
-    start: list[Any] = [*at, *[0] * (array.ndim - len(at))]
-    block = block.reshape((1,) * len(at) + block.shape)
-    if count == 1:
-        mine = (slot >= 0) & (slot < size)
-        start[axis] = jnp.clip(slot, 0, size - 1)
-        before = jax.lax.dynamic_slice(array, start, block.shape)
-        return jax.lax.dynamic_update_slice(array, jnp.where(mine, block, before), start)
-    shape = (*block.shape[:axis], size, *block.shape[axis + 1 :])
-    before = jax.lax.dynamic_slice(array, start, shape)
-    from_block = jnp.arange(size) - slot
-    taken = jnp.take(block, jnp.clip(from_block, 0, count - 1), axis=axis)
-    mine = (from_block >= 0) & (from_block < count)
-    mine = mine.reshape((size,) + (1,) * (array.ndim - 1 - axis))
-    return jax.lax.dynamic_update_slice(array, jnp.where(mine, taken, before), start)
+    if sharding is None:
+        return scatter(numbers, new, slots, *at)
+
+    def local(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> Numbers:
+        return scatter(numbers, new, slots - first_slot(sharding, numbers.shape[-2]), *at)
+
+    rows, heads = sharding.spec[:2]
+    stored = specs_of(numbers, sharding, lead=len(at))
+    whole = (PartitionSpec(rows, None, heads), PartitionSpec(rows), *(PartitionSpec() for _ in at))
+    write = jax.shard_map(
+        local,
+        mesh=sharding.mesh,
+        in_specs=(stored, *whole),
+        out_specs=stored,
+        check_vma=False,
+    )
+    return write(numbers, new, slots, *(jnp.asarray(layer) for layer in at))
+
+
+def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> Numbers:
+    """As `write_rows`, on one device, or with slots that are not split."""
+    lead = len(at)
+    where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
+
+    def put(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
+        indexed = (*range(lead), slot_axis)
+        # Rows are a batching dimension, so that rows on several devices are written where they are.
+        dims = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(2, 3),
+            inserted_window_dims=indexed,
+            scatter_dims_to_operand_dims=indexed,
+            operand_batching_dims=(lead,),
+            scatter_indices_batching_dims=(0,),
+        )
+        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+        return jax.lax.scatter(array, where, tokens, dims, mode=drop)
+
+    return map_slots(put, numbers, encode(new, numbers))

@@ -1,4 +1,4 @@
-"""What a layer needs kept between steps."""
+"""What a layer needs kept between steps, and which layers are stored together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ class LayerCacheSpec:
         window: tokens after which one is forgotten, itself included; None = all are kept.
         group: layers that are stored together and share page tables: "full", "window" or "cross"
             (keys and values of an encoder, written once). A window makes "full" a "window".
+        values_in_keys: a value is the first `value_dim` numbers of its key, so keys alone are
+            stored. The compressed cache of multi-head latent attention (DeepSeek-V2, 2024) is
+            `LayerCacheSpec(1, 512 + 64, value_dim=512, values_in_keys=True)`.
+
+    Raises:
+        ValueError: a value of `values_in_keys` is wider than its key.
     """
 
     num_kv_heads: int
@@ -23,8 +29,14 @@ class LayerCacheSpec:
     value_dim: int | None = None
     window: int | None = None
     group: str = "full"
+    values_in_keys: bool = False
 
     def __post_init__(self) -> None:
+        if self.values_in_keys and self.values > self.head_dim:
+            raise ValueError(
+                f"value_dim={self.value_dim} is more than the head_dim={self.head_dim} numbers of "
+                "a key, but values_in_keys=True reads values out of keys"
+            )
         # One way to write each spec, so that equal layers compare equal.
         if self.value_dim == self.head_dim:
             object.__setattr__(self, "value_dim", None)
@@ -60,16 +72,35 @@ Spec = LayerCacheSpec | RecurrentSpec
 #: cross-attention of a decoder; attention and recurrence side by side).
 LayerSpecs = Spec | tuple[Spec, ...]
 
-
-def each(specs: LayerSpecs) -> tuple[Spec, ...]:
-    """The specs of one layer as a tuple."""
-    return specs if isinstance(specs, tuple) else (specs,)
+#: (group, index of each layer of the model among the layers of the group, -1 = not in it).
+Table = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def attention_specs(specs: Sequence[LayerSpecs]) -> list[LayerCacheSpec] | None:
-    """The specs, if each layer has keys and values alone; None otherwise."""
-    found = [spec for spec in specs if isinstance(spec, LayerCacheSpec)]
-    return found if len(found) == len(specs) else None
+def grouped(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
+    """Which group has which layers.
+
+    Returns:
+        the table of the groups, and the specs of each group's layers.
+
+    Raises:
+        ValueError: the specs of a group differ, or a layer has two of one group.
+    """
+    groups: dict[str, list[Spec]] = {}
+    table: dict[str, list[int]] = {}
+    for layer, of_layer in enumerate(specs):
+        for spec in of_layer if isinstance(of_layer, tuple) else (of_layer,):
+            row = table.setdefault(spec.group, [-1] * len(specs))
+            members = groups.setdefault(spec.group, [])
+            if row[layer] >= 0:
+                raise ValueError(f"layer {layer} has two specs of group {spec.group!r}")
+            if members and members[0] != spec:
+                raise ValueError(
+                    f"layers of group {spec.group!r} differ: {members[0]} and {spec}; give each "
+                    "kind a group of its own"
+                )
+            row[layer] = len(members)
+            members.append(spec)
+    return tuple((group, tuple(row)) for group, row in table.items()), groups
 
 
 def uniform(specs: Sequence[LayerSpecs]) -> LayerCacheSpec:

@@ -1,89 +1,120 @@
 """Arrays of many layers: stacked for scanned depth, apart for unrolled depth.
 
-Legend: L layers, b batch, g kv heads, t slots, k numbers of a head.
+Legend: L layers, b rows, s new tokens, g kv heads, t slots, k numbers of a head, n scales of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from ed_layers.cache.codes import Codes, Format, Numbers, map_slots
+from ed_layers.cache.codes import Codes, Format, Numbers
 
 Layout = Literal["stacked", "leaves"]
 Layer = int | Int[Array, ""]
+
+#: Where the arrays of one layer are in the numbers that hold it: `(layer,)` in a stack, or `()`.
+At = tuple[Layer, ...]
 
 # One array [L, ...] for scanned depth (a scan carries it and indexes it by a traced layer), or a
 # tuple of L arrays for unrolled depth: slicing a stack inside jit copies the slice.
 PerLayer = Numbers | tuple[Numbers, ...]
 
+#: Where an array of one layer goes: a sharding, a function that gives it by the names of the axes
+#: and the shape, or None, which leaves it to jax.
+Place = Sharding | Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding | None] | None
 
-def allocate(num_layers: int, layout: Layout, make: Callable[[tuple[int, ...]], Any]) -> Any:
-    """Allocate per-layer storage.
+NumbersT = TypeVar("NumbersT", jax.Array, Numbers)
+DimT = TypeVar("DimT")
 
-    Args:
-        num_layers: L.
-        layout: "stacked" for scanned depth, "leaves" for unrolled depth.
-        make: makes an array, given the leading dims (`(L,)` or `()`).
+
+class StorageOptions(TypedDict, total=False):
+    """The fields of `Storage`, as caches take them."""
+
+    dtype: DTypeLike
+    layout: Layout
+    sharding: Place
+    format: Format | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a cache stores its arrays.
+
+    Attributes:
+        dtype: of keys and values, unless they are quantized.
+        layout: "stacked" for a scanned model, "leaves" for an unrolled one.
+        sharding: of the arrays of one layer; see `Place`.
+        format: of 8-bit storage; None stores `dtype`.
     """
-    if layout == "stacked":
-        return make((num_layers,))
-    return tuple(make(()) for _ in range(num_layers))
+
+    dtype: DTypeLike = jnp.float32
+    layout: Layout = "stacked"
+    sharding: Place = None
+    format: Format | None = None
+
+    def place(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding | None:
+        """The sharding of an array of one layer."""
+        return self.sharding(axes, shape) if callable(self.sharding) else self.sharding
+
+    def numbers(
+        self, num_layers: int, shape: tuple[int, ...], sharding: Sharding | None, slot_axis: int
+    ) -> PerLayer:
+        """Allocate zeros for keys or values of all layers; codes and scales if quantized.
+
+        Args:
+            shape, sharding: of one layer, the numbers of a head last.
+            slot_axis: the dimension along which tokens lie; scales have it last.
+        """
+
+        def make(lead: tuple[int, ...]) -> Numbers:
+            if self.format is None:
+                return zeros(lead, shape, self.dtype, sharding)
+            scales = dims_of_scales(shape, slot_axis, self.format.groups(shape[-1]))
+            where = sharding_of_scales(sharding, len(shape), slot_axis)
+            codes = zeros(lead, shape, self.format.dtype, sharding)
+            return Codes(codes, zeros(lead, scales, jnp.float32, where))
+
+        return self.layers(num_layers, make)
+
+    def layers(
+        self, num_layers: int, make: Callable[[tuple[int, ...]], NumbersT]
+    ) -> NumbersT | tuple[NumbersT, ...]:
+        """Allocate an array for all layers; `make` makes it, given its leading dims."""
+        if self.layout == "stacked":
+            return make((num_layers,))
+        return tuple(make(()) for _ in range(num_layers))
 
 
-def allocate_slots(
-    num_layers: int,
-    shape: tuple[int, int, int, int],
-    *,
-    layout: Layout,
-    dtype: Any,
-    format: Format | None,
-    sharding: jax.sharding.Sharding | None,
-) -> PerLayer:
-    """Allocate the keys, or the values, of all layers: zeros [b, g, t, k] for each."""
-    return allocate(
-        num_layers, layout, lambda lead: make_slots(lead, shape, dtype, format, sharding)
-    )
+def zeros(
+    lead: tuple[int, ...], shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None
+) -> jax.Array:
+    """Zeros on their devices; the layer axis of a stack is never sharded."""
+    array = jnp.zeros((*lead, *shape), dtype)
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*(None,) * len(lead), *sharding.spec)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return array if sharding is None else jax.device_put(array, sharding)
 
 
-def make_slots(
-    lead: tuple[int, ...],
-    shape: tuple[int, int, int, int],
-    dtype: Any,
-    format: Format | None,
-    sharding: jax.sharding.Sharding | None,
-) -> Numbers:
-    """Zeros for keys or values [*lead, b, g, t, k], placed; codes and scales if quantized."""
-    if format is None:
-        return place(jnp.zeros((*lead, *shape), dtype), sharding, stacked=bool(lead))
-    b, g, t, k = shape
-    scale = jnp.zeros((*lead, b, g, format.groups(k), t), jnp.float32)
-    return Codes(
-        place(jnp.zeros((*lead, *shape), format.dtype), sharding, stacked=bool(lead)),
-        place(scale, of_scales(sharding), stacked=bool(lead)),
-    )
+def dims_of_scales(dims: Sequence[DimT], slot_axis: int, groups: DimT) -> tuple[DimT, ...]:
+    """Sizes or mesh axes of numbers [.., t, .., k], as their scales [.., n, t] have them."""
+    return (*dims[:slot_axis], *dims[slot_axis + 1 : -1], groups, dims[slot_axis])
 
 
-def of_scales(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Sharding of [b, g, n, t] where [b, g, t, k] is sharded so."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
+def sharding_of_scales(sharding: Sharding | None, ndim: int, slot_axis: int) -> Sharding | None:
+    """Sharding of the scales of `ndim`-dimensional numbers that are sharded so."""
+    if not isinstance(sharding, NamedSharding):
         return sharding
-    b, g, t, _ = (*sharding.spec, *(None,) * 4)[:4]
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(b, g, None, t))
-
-
-def place(array: jax.Array, sharding: jax.sharding.Sharding | None, *, stacked: bool) -> jax.Array:
-    """Put per-layer storage on its devices; the layer axis of a stack is never sharded."""
-    if sharding is None:
-        return array
-    if stacked and isinstance(sharding, jax.sharding.NamedSharding):
-        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
-    return jax.device_put(array, sharding)
+    dims = (*sharding.spec, *(None,) * ndim)[:ndim]
+    return NamedSharding(sharding.mesh, PartitionSpec(*dims_of_scales(dims, slot_axis, None)))
 
 
 def layout_of(storage: PerLayer) -> Layout:
@@ -91,15 +122,15 @@ def layout_of(storage: PerLayer) -> Layout:
     return "leaves" if isinstance(storage, tuple) else "stacked"
 
 
-def locate(storage: Any, layer: Layer) -> tuple[Any, tuple[Layer, ...]]:
-    """The numbers, and the leading index at which the layer is in them: `(layer,)` or `()`."""
+def locate(storage: NumbersT | tuple[NumbersT, ...], layer: Layer) -> tuple[NumbersT, At]:
+    """The numbers that hold a layer, and where it is in them."""
     if isinstance(storage, tuple):
         return storage[static_layer(layer)], ()
     return storage, (layer,)
 
 
-def take_layer(numbers: Any, at: tuple[Layer, ...]) -> Any:
-    """The layer at a leading index, as `locate` gave it."""
+def take_layer(numbers: NumbersT, at: At) -> NumbersT:
+    """The layer out of numbers that hold it, as `locate` gives them."""
     if not at:
         return numbers
     index = jnp.asarray(at[0])
@@ -108,43 +139,18 @@ def take_layer(numbers: Any, at: tuple[Layer, ...]) -> Any:
     )
 
 
-def layer_of(storage: Any, layer: Layer) -> Any:
-    """The numbers of one layer."""
-    return take_layer(*locate(storage, layer))
-
-
 def update_layer(
-    storage: Any, layer: Layer, update: Callable[[Any, tuple[Layer, ...]], Any]
-) -> Any:
-    """Replace one layer by `update(numbers, leading_index)`.
-
-    `update` gets the whole array and the index of the layer in it (`(layer,)` or `()`), so that it
-    writes in place instead of taking the layer out and putting it back.
+    storage: NumbersT | tuple[NumbersT, ...],
+    layer: Layer,
+    update: Callable[[NumbersT, At], NumbersT],
+) -> NumbersT | tuple[NumbersT, ...]:
+    """Replace one layer by `update(numbers, at)`, which writes into the numbers that hold the
+    layer: in place, instead of taking the layer out and putting it back.
     """
     if isinstance(storage, tuple):
-        at = static_layer(layer)
-        return (*storage[:at], update(storage[at], ()), *storage[at + 1 :])
+        index = static_layer(layer)
+        return (*storage[:index], update(storage[index], ()), *storage[index + 1 :])
     return update(storage, (layer,))
-
-
-def write_slots(storage: Any, layer: Layer, new: Numbers, slot: Any) -> Any:
-    """Write new slots [b, g, s, k] of one layer in place, from `slot` on.
-
-    Args:
-        new: in the storage's format, see `encode`.
-        slot: the first, a number or a traced scalar.
-    """
-
-    def update(numbers: Numbers, at: tuple[Layer, ...]) -> Numbers:
-        def put(array: jax.Array, block: jax.Array, axis: int) -> jax.Array:
-            start: list[Any] = [*at, *[0] * (array.ndim - len(at))]
-            start[axis] = slot
-            block = block.reshape((1,) * len(at) + block.shape)
-            return jax.lax.dynamic_update_slice(array, block, start)
-
-        return map_slots(put, numbers, new)
-
-    return update_layer(storage, layer, update)
 
 
 def static_layer(layer: Layer) -> int:

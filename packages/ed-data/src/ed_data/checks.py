@@ -1,0 +1,119 @@
+"""Checks of a mixture that its options alone cannot make: names that lead nowhere, idle keys.
+
+Both answer in a moment, without jax or a tokenizer: for a runner, before anything long starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ed_data.config import Mixture
+from ed_data.errors import DataError, KeyPath
+from ed_data.inform import FILE_TYPES, Inform
+from ed_data.schema import TEXT, Schema
+from ed_data.sources.python import resolve
+from ed_data.transforms import documents, function
+
+#: The path of a key in the mixture, and a message about it.
+Remark = tuple[KeyPath, str]
+_LARGE = 2**26  # bytes; a json file that is one list is read as a whole
+
+
+def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
+    """Look up every name that a mixture would look up only when rows are read.
+
+    These are `format_callback`, `preprocessing_fn` and the objects of type python, which are
+    imported, and the fields of a row, which are looked up in the first row of local files.
+
+    Returns:
+        For each name that leads nowhere, the path of its key and a message.
+    """
+    return [
+        ((key, i, *path), message)
+        for key in ("informs", "eval_informs")
+        for i, inform in enumerate(getattr(mixture, key))
+        for path, message in _names(inform, schema)
+    ]
+
+
+def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
+    for key in ("format_callback", "preprocessing_fn"):
+        try:
+            function(inform, key)
+        except DataError as error:
+            yield (key,), str(error)
+    try:
+        if inform.kind == "python":
+            resolve(str(inform.data_files), inform.label)
+        # A callback may make any field, and `preprocessing_fn` any content.
+        if inform.format_callback is None and _is_near(inform):
+            content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
+            next(documents(inform.replace(num_rows=1, **content), schema=schema), None)
+    except DataError as error:
+        yield error.path or ("data_files",), str(error)
+
+
+def _any_text(content: object) -> str:
+    return "text"
+
+
+def _is_near(inform: Inform) -> bool:
+    """Whether the first row can be read at once."""
+    if inform.kind not in FILE_TYPES:
+        return inform.kind == "python"
+    path = inform.files[0]
+    return "://" not in path and not (
+        inform.kind == "json" and os.path.isfile(path) and os.path.getsize(path) > _LARGE
+    )
+
+
+def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
+    """Name the keys that were set and that another key makes idle.
+
+    Returns:
+        For each of them its path and the reason, for a warning.
+    """
+    set_here = mixture.model_fields_set
+    remarks: list[Remark] = []
+
+    def idle(reason: str, *keys: str) -> None:
+        remarks.extend(
+            ((key,), f"{key} has no effect: {reason}") for key in keys if key in set_here
+        )
+
+    if not mixture.pack_tokens:
+        shuffling = ("pack_shuffle", "pack_shuffle_buffer_factor")
+        idle("pack_tokens is off", "pack_seq_length", "pack_strategy", *shuffling)
+    elif not mixture.pack_shuffle:
+        idle("pack_shuffle is off", "pack_shuffle_buffer_factor")
+    if not mixture.block_mixture:
+        idle("block_mixture is off", "mixture_block_size")
+    if mixture.mixture_weights is None:
+        idle("there are no mixture_weights", "stop_strategy")
+    elif len(mixture.informs) == 1:
+        idle("there is only one inform", "mixture_weights")
+    if mixture.prefetch_workers == 0:
+        idle("prefetch_workers is 0", "prefetch_buffer_size")
+    elif mixture.prefetch_buffer_size == 0:
+        idle("prefetch_buffer_size is 0", "prefetch_workers")
+    if mixture.pack_on_the_fly:
+        idle("pack_on_the_fly writes nothing to disk", "cache_dir", "cache_remote_files")
+
+    reason = "nothing is saved" if mixture.save is None else "packed rows are saved, not documents"
+    if mixture.save is None or mixture.pack_tokens:
+        idle(reason, "text_target_field")
+        if "output_field" in mixture.tokenization.model_fields_set:
+            path = ("tokenization", "output_field")
+            remarks.append((path, f"output_field has no effect: {reason}"))
+        for i, inform in enumerate(mixture.informs):
+            # A column of the schema may read the field all the same.
+            unread = [name for name in inform.additional_fields if name not in schema.fields]
+            if unread:
+                message = f"{', '.join(unread)}: additional_fields have no effect: {reason}"
+                remarks.append((("informs", i, "additional_fields"), message))
+    for i, inform in enumerate(mixture.eval_informs):
+        if inform.additional_fields:
+            message = "additional_fields have no effect: evaluation data is not saved"
+            remarks.append((("eval_informs", i, "additional_fields"), message))
+    return remarks

@@ -1,0 +1,277 @@
+"""The table of sections and the table of actions: whatever a run file may say is one row here.
+
+A row names the class that checks the keys, the checks that need more than this class, and the
+functions that build or do it. Checking, building, documentation and the command line go through these
+rows, so that a new section or action is one row and the code behind it.
+
+Functions that load jax are named by their address (`"module:function"`): this table, and whoever
+checks a run file, imports none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ed_data.config import Mixture
+from ed_esurge.config import EngineConfig
+from ed_infra.errors import did_you_mean, unknown_name
+from ed_infra.options import Options
+from ed_trainers.arguments import ARGUMENTS
+
+from ed_elarge import checks, idle, surroundings
+from ed_elarge.errors import KeyPath, Problem
+from ed_elarge.run_config import Action, RunConfig
+from ed_elarge.sections import (
+    BaseConfigSection,
+    EvalOptions,
+    EvalSection,
+    GenerateOptions,
+    LoaderSection,
+    ModelSection,
+    NoOptions,
+    PlatformSection,
+    ServeOptions,
+    ShardingSection,
+    WriteOptions,
+)
+from ed_elarge.validation import validate
+
+SectionCheck = Callable[[RunConfig], Iterable[Problem]]
+ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
+Idle = Callable[[Any, RunConfig], Iterable[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a run file.
+
+    Attributes:
+        options: the class that checks it; or, where a key chooses among several, key value -> class.
+        chosen_by: that key; without it the first class is taken.
+        has_default: left out, the section has its defaults; else there is none.
+        checks: checks that need more than one key; the same on every machine.
+        looks: checks that look at this machine.
+        idle: keys that others make idle.
+        builds: part -> address of its builder, a function of `eLargeModel`.
+        finishes: address of a function of `(eLargeModel, model)` that the built model goes through.
+    """
+
+    options: type[Options] | type[Mixture] | Mapping[str, type[Options]]
+    chosen_by: str = ""
+    has_default: bool = True
+    checks: tuple[SectionCheck, ...] = ()
+    looks: tuple[SectionCheck, ...] = ()
+    idle: Idle | None = None
+    builds: Mapping[str, str] | None = None
+    finishes: str = ""
+
+    def classes(self) -> Mapping[str, type[Options] | type[Mixture]]:
+        """Every class that may check the section, by the value that chooses it."""
+        return self.options if isinstance(self.options, Mapping) else {"": self.options}
+
+    def validate(
+        self, value: Any, path: KeyPath, *, partial: bool = False
+    ) -> tuple[Any | None, list[Problem]]:
+        """Check the section: `(instance, [])`, or `(None, problems)`."""
+        classes = self.classes()
+        kind = next(iter(classes))
+        if isinstance(value, Mapping):
+            kind = value.get(self.chosen_by, kind)
+        if not isinstance(kind, str) or kind not in classes:
+            problem = str(unknown_name(self.chosen_by, kind, classes))
+            return None, [Problem((*path, self.chosen_by), problem)]
+        return validate(classes[kind], value, path, partial=partial)
+
+
+#: The sections, in the order in which they are checked, written out and described.
+SECTIONS: dict[str, Section] = {
+    "model": Section(
+        ModelSection,
+        has_default=False,
+        checks=(checks.model_config, checks.tokenizer),
+        looks=(surroundings.model,),
+        idle=idle.model,
+        builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
+    ),
+    "loader": Section(LoaderSection, finishes="ed_elarge.build:show_parameters"),
+    "sharding": Section(ShardingSection, checks=(checks.axes,)),
+    "platform": Section(PlatformSection),
+    "base_config": Section(BaseConfigSection, checks=(checks.base_config, checks.one_opinion)),
+    "mixture": Section(
+        Mixture,
+        has_default=False,
+        checks=(checks.lengths,),
+        looks=(surroundings.data,),
+        idle=idle.mixture,
+        builds={
+            "loaders": "ed_elarge.build:loaders",
+            "held_out_texts": "ed_elarge.build:held_out_texts",
+        },
+    ),
+    "trainer": Section(
+        ARGUMENTS,
+        chosen_by="trainer_type",
+        has_default=False,
+        looks=(surroundings.save_directory,),
+        idle=idle.trainer,
+        builds={"trainer": "ed_elarge.build:trainer"},
+    ),
+    "esurge": Section(EngineConfig, idle=idle.engine, builds={"engine": "ed_elarge.build:engine"}),
+    "eval": Section(
+        EvalSection,
+        checks=(checks.tasks_of_section,),
+        looks=(surroundings.include_path,),
+        idle=idle.evaluation,
+    ),
+}
+
+#: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
+LATER: frozenset[str] = frozenset(
+    {"quantization", "lora", "teacher_model", "reference_model", "reward_model"}
+)
+
+
+def unknown_section(name: object) -> str:
+    """The message for a section that does not exist."""
+    if name in LATER:
+        return f"the section {name!r} is not part of this version of ed-elarge"
+    known = [*SECTIONS, "actions"]
+    return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
+
+
+@dataclass(frozen=True)
+class ActionKind:
+    """One action of a run file.
+
+    Attributes:
+        doc: one line for messages.
+        does: address of the function of `(Session, options)` that does it.
+        options: class of its parameters.
+        scalar: the parameter that `name: VALUE` sets, where that makes sense.
+        also: other spellings.
+        needs: sections without which it cannot be done.
+        prepares: address of a function of `(eLargeModel, options)` that finds out, before a training
+            that may take days, whether the action can be done. Actions that have one load jax.
+        checks: checks of its parameters against the run; the same on every machine.
+        looks: checks that look at this machine.
+        idle: parameters that others make idle.
+    """
+
+    doc: str
+    does: str
+    options: type[Options] = NoOptions
+    scalar: str | None = None
+    also: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    prepares: str = ""
+    checks: tuple[ActionCheck, ...] = ()
+    looks: tuple[ActionCheck, ...] = ()
+    idle: Idle | None = None
+
+
+def _write(doc: str, does: str, *also: str) -> ActionKind:
+    looks = (surroundings.written_file,)
+    return ActionKind(doc, does, WriteOptions, scalar="path", also=also, looks=looks)
+
+
+ACTIONS: dict[str, ActionKind] = {
+    "validate": ActionKind(
+        "check the configuration", "ed_elarge.actions:validate", needs=("model",)
+    ),
+    "print": ActionKind(
+        "print a summary of the configuration", "ed_elarge.actions:show", also=("show",)
+    ),
+    "dump_config": ActionKind(
+        "print the whole configuration, defaults included",
+        "ed_elarge.actions:dump_config",
+        also=("print_config", "config"),
+    ),
+    "to_json": _write(
+        "save the whole configuration as JSON",
+        "ed_elarge.actions:to_json",
+        "save_json",
+        "write_json",
+    ),
+    "to_yaml": _write(
+        "save the whole configuration as YAML",
+        "ed_elarge.actions:to_yaml",
+        "save_yaml",
+        "write_yaml",
+    ),
+    "train": ActionKind(
+        "train the model",
+        "ed_elarge.actions:train",
+        needs=("model", "trainer", "mixture"),
+        prepares="ed_elarge.actions:prepare_train",
+    ),
+    "eval": ActionKind(
+        "evaluate with lm-evaluation-harness",
+        "ed_elarge.actions:evaluate",
+        EvalOptions,
+        needs=("model",),
+        prepares="ed_elarge.actions:prepare_eval",
+        checks=(checks.tasks_of_action,),
+        looks=(surroundings.written_file,),
+        idle=idle.evaluation,
+    ),
+    "generate": ActionKind(
+        "print completions",
+        "ed_elarge.actions:generate",
+        GenerateOptions,
+        scalar="prompts",
+        needs=("model",),
+        prepares="ed_elarge.actions:prepare_model",
+        idle=idle.generation,
+    ),
+    "serve": ActionKind(
+        "serve an OpenAI-compatible API",
+        "ed_elarge.actions:serve",
+        ServeOptions,
+        also=("server",),
+        needs=("model",),
+        prepares="ed_elarge.actions:prepare_model",
+        looks=(surroundings.serve,),
+    ),
+}
+
+#: Other spelling -> action.
+ACTION_ALIASES: dict[str, str] = {
+    other: name for name, kind in ACTIONS.items() for other in kind.also
+}
+
+
+def canonical_action(name: object) -> str | None:
+    """The action that a spelling names (`Save-JSON` -> `to_json`), or None."""
+    spelling = str(name).lower().replace("-", "_")
+    spelling = ACTION_ALIASES.get(spelling, spelling)
+    return spelling if spelling in ACTIONS else None
+
+
+def unknown_action(name: object) -> str:
+    """The message for an action that does not exist."""
+    hint = did_you_mean(str(name), [*ACTIONS, *ACTION_ALIASES])
+    return f"unknown action {name!r}{hint} (known: {', '.join(ACTIONS)})"
+
+
+def look(run: RunConfig) -> None:
+    """Look on this machine for everything that a run names.
+
+    Raises:
+        InputError: whatever is not there, or may not be used.
+    """
+    problems = [
+        run.place(problem)
+        for section in SECTIONS.values()
+        for check in section.looks
+        for problem in check(run)
+    ]
+    problems += [
+        run.place_in(action, problem)
+        for action in run.actions
+        for check in ACTIONS[action.name].looks
+        for problem in check(run, action)
+    ]
+    if problems:
+        raise run.error(problems)

@@ -1,0 +1,367 @@
+"""Run files broken in every key: each is refused at its key, or is listed here as valid.
+
+Each key of the example files and of `MAXIMAL` is broken in many ways, one at a time, and the file is
+given to the command line. It must end with exit code 2 and one message whose `file:line:column` is
+that of the broken key; no traceback. What is valid nevertheless is said by `VALID`.
+
+By default a fraction of the files is tried, the same ones every time; `-m nightly` tries all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from ed_elarge import nodes
+from ed_elarge.__main__ import run_file
+from ed_elarge.errors import InputError, KeyPath, dotted
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PART = 16
+"""The default run tries one file in so many."""
+
+#: Every section and action with (nearly) every key, each at a value that means something.
+MAXIMAL = """
+model:
+  config:
+    model_type: llama
+    hidden_size: 64
+    intermediate_size: 128
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 16
+    max_position_embeddings: 512
+    tie_word_embeddings: true
+    initializer_range: 0.05
+    rms_norm_eps: 1.0e-5
+    attention_dropout: 0.1
+    hidden_act: silu
+    rope_theta: 10000.0
+    attention_bias: false
+  tokenizer: {train: {vocab_size: 300, min_frequency: 3}}
+  task: causal-language-model
+loader:
+  dtype: bfloat16
+  param_dtype: float32
+  precision: highest
+  verbose: true
+sharding:
+  axis_dims: [1, -1, 1, 1, 1]
+  axis_names: [dp, fsdp, ep, tp, sp]
+  dcn_axis_dims: [1, 1, 1, 1, 1]
+  auto_shard_model: true
+  fsdp_is_ep_bound: false
+  sp_is_ep_bound: false
+platform:
+  backend: cpu
+  platform: jax
+base_config:
+  values:
+    attn_mechanism: flash
+    decode_attn_mechanism: vanilla
+    blocksize_q: 64
+    attn_softmax_dtype: float32
+    kvdtype: bfloat16
+    sequence_axis_name: sp
+    scan_layers: false
+    gradient_checkpointing: nothing_saveable
+    fcm_max_ratio: 0.1
+  operation_configs:
+    flash_attn2: {platform: jax, block_q: 64, block_k: 64}
+mixture:
+  informs:
+    - type: python
+      data_files: pydoc_data.topics:topics
+      name: topics
+      preprocessing_fn: textwrap:dedent
+      format_callback: copy:copy
+      format_fields: {content: body}
+      content_field: body
+      num_rows: 50
+    - {data_files: texts.jsonl, split: train, content_field: text}
+  eval_fraction: 0.1
+  eval_informs:
+    - {type: txt, data_files: texts.txt, sample_by: paragraph}
+  cache_dir: cache
+  cache_remote_files: false
+  text_target_field: prose
+  batch_size: 8
+  seed: 3
+  shuffle_buffer_size: 100
+  pack_tokens: true
+  pack_seq_length: 128
+  pack_eos_token_id: 0
+  pack_strategy: first_fit
+  pack_shuffle: true
+  pack_shuffle_buffer_factor: 8
+  pack_on_the_fly: true
+  block_mixture: true
+  mixture_block_size: 512
+  stop_strategy: first_exhausted
+  mixture_weights: {topics: 0.5, texts: 0.5}
+  prefetch_workers: 1
+  prefetch_buffer_size: 2
+  tokenization:
+    max_length: 64
+    truncation: true
+    add_special_tokens: false
+    output_field: tokens
+    batch_size: 100
+  save: {path: saved, format: parquet, num_shards: 2, compression: zstd, overwrite: true}
+trainer:
+  trainer_type: sft
+  learning_rate: 1.0e-3
+  optimizer: adamw
+  optimizer_kwargs: {b1: 0.9, b2: 0.95, eps: 1.0e-8, nesterov: true}
+  scheduler: cosine
+  learning_rate_end: 1.0e-5
+  warmup_steps: 5
+  weight_decay: 0.1
+  clip_grad: 1.0
+  tx_mu_dtype: bfloat16
+  master_dtype: float32
+  max_training_steps: 20
+  training_time_limit: 90min
+  total_batch_size: 8
+  gradient_accumulation_steps: 2
+  eval_batch_size: 4
+  seed: 7
+  save_directory: runs/maximal
+  save_steps: 10
+  save_total_limit: 2
+  do_last_save: true
+  resume_if_possible: false
+  log_steps: 2
+  report_steps: 2
+  evaluation_steps: 10
+  progress_bar_type: json
+  use_tensorboard: false
+  lmhead_chunksize: 64
+esurge:
+  max_model_len: 256
+  max_num_seqs: 4
+  max_num_batched_tokens: 64
+  long_prefill_token_threshold: 32
+  page_size: 16
+  hbm_utilization: 0.5
+  cpu_cache_gib: 0.5
+  enable_prefix_caching: false
+  scheduling_policy: priority
+  compile_runner: false
+  use_aot_forward: false
+  overlap_execution: true
+  min_input_pad: 8
+  max_num_seq_buckets: [2, 4]
+  max_logprobs: 5
+  seed: 11
+  silent_mode: true
+  auto_truncate_prompt: true
+  truncate_mode: middle
+  auto_cap_new_tokens: true
+  prefer_preserve_prompt: false
+  reserve_tokens: 8
+  extra_eos_token_ids: [1]
+  extra_stops: ["END"]
+  destroy_pages_on_pause: false
+eval:
+  tasks: [heldout_perplexity, heldout_cloze]
+  num_fewshot: 0
+  max_new_tokens: 32
+  temperature: 0.5
+  top_p: 0.9
+  batch_size: 16
+  use_tqdm: false
+  limit: 10
+  cache_requests: true
+  check_integrity: true
+  write_out: true
+  log_samples: true
+  bootstrap_iters: 10
+  apply_chat_template: false
+  system_instruction: Be brief.
+  predict_only: false
+  random_seed: 1
+  numpy_random_seed: 2
+  fewshot_random_seed: 3
+  output_path: results.json
+  print_results: false
+actions:
+  - validate
+  - to_yaml: {path: saved.yaml}
+  - train
+  - eval: {tasks: [heldout_cloze], engine: esurge, limit: 5}
+  - generate: {prompts: [The], max_new_tokens: 8, temperature: 0.7, top_k: 5, top_p: 0.9, seed: 1,
+               repetition_penalty: 1.1}
+  - serve: {host: 127.0.0.1, port: 0, log_level: error, served_model_name: m, api_key: k,
+            require_api_key: true, cors_origins: ["*"]}
+"""
+
+VALUES: dict[str, Any] = {
+    "true": True,
+    "list": [],
+    "mapping": {"some": 1},
+    "text": "nonsense",
+    "null": None,
+    "inf": math.inf,
+    "nan": math.nan,
+    "minus-one": -1,
+    "zero": 0,
+    "huge": 10**12,
+    "half": 0.5,
+}
+KEYS = ("misspelled", "upper", "twice")
+DEEP = {"deep-list": "[" * 1000 + "]" * 1000, "deep-mapping": "{a: " * 1000 + "1" + "}" * 1000}
+
+
+class Case(NamedTuple):
+    """One way to break one key of one file."""
+
+    file: str
+    path: KeyPath
+    kind: str
+
+    @property
+    def key(self) -> KeyPath:
+        """The path of the key as it stands in the broken file."""
+        name = self.path[-1]
+        if self.kind == "misspelled":
+            name = name[:-2] + name[-1] + name[-2] + "x"
+        if self.kind == "upper":
+            name = name.upper()
+        return (*self.path[:-1], name)
+
+    @property
+    def text(self) -> str:
+        """The broken file."""
+        return written(copied(DOCUMENTS[self.file], self.path, self))
+
+
+def copied(value: Any, path: KeyPath, case: Case) -> Any:
+    """A copy of a document with one key broken."""
+    first, *rest = path
+    if rest:
+        if isinstance(value, list):
+            return [copied(v, tuple(rest), case) if i == first else v for i, v in enumerate(value)]
+        return {k: copied(v, tuple(rest), case) if k == first else v for k, v in value.items()}
+    new = VALUES.get(case.kind, DEEP.get(case.kind))
+    if isinstance(value, list):
+        return [new if i == first else v for i, v in enumerate(value)]
+    if case.kind == "twice":
+        return {**value, f"{first} ": value[first]}
+    if case.kind in KEYS:
+        return {case.key[-1] if k == first else k: v for k, v in value.items()}
+    return {k: new if k == first else v for k, v in value.items()}
+
+
+def written(value: Any, depth: int = 0) -> str:
+    """A document as YAML; a key that ends with a space is written without it."""
+    start = "\n" + "  " * depth
+    if isinstance(value, dict) and value:
+        return "".join(f"{start}{k.strip()}: {written(v, depth + 1)}" for k, v in value.items())
+    if isinstance(value, list) and value:
+        return "".join(f"{start}- {written(v, depth + 1)}" for v in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f".{value}"
+    return value if value in DEEP.values() else json.dumps(value)
+
+
+def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
+    """Every way to break every key, and every item of a list, from the top inwards."""
+    for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+        here = (*path, part)
+        for kind, new in VALUES.items():
+            if type(new) is not type(item) or (new != item and kind not in ("list", "mapping")):
+                yield Case(file, here, kind)
+        if isinstance(part, str):
+            yield from (Case(file, here, kind) for kind in KEYS)
+        if len(here) == 2:
+            yield from (Case(file, here, kind) for kind in DEEP)
+        if isinstance(item, (dict, list)):
+            yield from cases(file, item, here)
+
+
+FILES = {path.name: path.read_text() for path in sorted(EXAMPLES.glob("*.yaml"))}
+FILES["maximal"] = MAXIMAL
+DOCUMENTS = {name: yaml.safe_load(text) for name, text in FILES.items()}
+ALL = [case for name, document in DOCUMENTS.items() for case in cases(name, document)]
+
+
+def dry_run(text: str) -> tuple[int, str]:
+    Path("run.yaml").write_text(text)
+    error = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
+        code = run_file("run.yaml", dry_run=True)
+    return code, error.getvalue()
+
+
+def complaint(case: Case) -> str:
+    """What is wrong with the answer to a broken file; nothing, where it is as it should be."""
+    try:
+        code, text = dry_run(case.text)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    errors = text[text.find("error: ") :] if "error: " in text else ""
+    if code == 0:
+        return "accepted"
+    places = re.findall(r"^(?:error: )?run\.yaml:(\d+):(\d+): (.*)$", errors, re.MULTILINE)
+    if code != 2 or not places:
+        return f"code {code}: {text}"
+    if len(places) > 1:
+        return f"several messages: {errors}"
+    try:
+        spans = nodes.parse(case.text)
+    except InputError as error:
+        spans = error.document
+    key = case.key
+    while isinstance(key[-1], int):  # items of a list: their place, or that of the list's key
+        key = key[:-1]
+    places_of_key = {spans.keys.get(key)} | {
+        span for path, span in spans.values.items() if path[: len(key)] == key
+    }
+    line, column, _ = places[0]
+    if (int(line) - 1, int(column) - 1) not in {(s.line, s.column) for s in places_of_key if s}:
+        if case.kind not in DEEP:
+            return f"elsewhere: {errors}"
+    return ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "texts.txt").write_text("some text\n")
+    model = tmp_path / "runs" / "quickstart" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_themselves_are_valid(folder: Path, name: str) -> None:
+    assert dry_run(FILES[name]) == (0, "")
+
+
+def report() -> None:
+    import collections, sys, time
+
+    t = time.time()
+    rows = []
+    for case in ALL:
+        why = complaint(case)
+        if why:
+            rows.append((case, why))
+    print(len(ALL), len(rows), f"{time.time() - t:.1f} s")
+    for case, why in rows:
+        print(
+            f"{case.file} {dotted(case.path)} [{case.kind}]: {why.strip().splitlines()[0][:200] if not why.startswith('several') else why}"
+        )

@@ -1,0 +1,151 @@
+"""Values of a sealed configuration, which refuse to change, and the mesh that it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ed_infra.errors import ConfigError, MeshError
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRecipe:
+    """A mesh with the ids of its devices: it can be pickled and compared.
+
+    Attributes:
+        names: of the axes.
+        shape: devices along each axis.
+        kinds: names of the axes' `AxisType`.
+        platform: of the devices.
+        devices: ids of the devices, in the order of the mesh.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+    platform: str
+    devices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshRecipe:
+        """Return the recipe of a mesh."""
+        devices = list(mesh.devices.flat)
+        return cls(
+            tuple(mesh.axis_names),
+            mesh.devices.shape,
+            tuple(kind.name for kind in mesh.axis_types),
+            devices[0].platform,
+            tuple(device.id for device in devices),
+        )
+
+    def build(self) -> Mesh:
+        """Make the mesh of this process's devices.
+
+        Raises:
+            MeshError: the process lacks some of them.
+        """
+        try:
+            here = {device.id: device for device in jax.devices(self.platform)}
+        except RuntimeError:
+            here = {}
+        missing = [number for number in self.devices if number not in here]
+        if missing:
+            shown = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+            raise MeshError(
+                f"this configuration was pickled with a mesh of its own ({shown}) over "
+                f"{len(self.devices)} {self.platform} devices, and {len(missing)} of them are not "
+                f"in this process: make a mesh here and call config.set_model_mesh(mesh), or go on "
+                "with config.from_dict(config.to_dict()), whose mesh comes from sharding_axis_dims"
+            )
+        array = np.asarray([here[number] for number in self.devices], dtype=object)
+        kinds = tuple(AxisType[kind] for kind in self.kinds)
+        return Mesh(array.reshape(self.shape), self.names, axis_types=kinds)
+
+
+@dataclasses.dataclass
+class Runtime:
+    """State of a configuration besides its values; never saved to a file.
+
+    Attributes:
+        sealed: whether a module holds the configuration.
+        mesh: the mesh, once it was made or set.
+        custom: the mesh that was set, in place of the one that the fields describe.
+        key: canonical JSON of a sealed configuration.
+    """
+
+    sealed: bool = False
+    mesh: Mesh | None = None
+    custom: MeshRecipe | None = None
+    key: str = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        return Runtime(self.sealed, self.mesh, self.custom)  # a mesh is never copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runtime, (self.sealed, None, self.custom)  # devices stay in their process
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise ConfigError(
+        "this value belongs to a configuration that a model holds and cannot be changed in place; "
+        "make a new configuration with config.replace(name=value)"
+    )
+
+
+class FrozenDict(dict):
+    """A `dict` that cannot change. Writing a value that is there already is allowed."""
+
+    # transformers standardizes rope parameters each time it reads them, by writing equal values.
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self or self[key] != value:
+            _refuse()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else _refuse()
+
+    __delitem__ = clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict:
+        return thaw(self)
+
+    __copy__ = copy = lambda self: dict(self)
+
+
+class FrozenList(list):
+    """A `list` that cannot change."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list:
+        return thaw(self)
+
+    __copy__ = copy = lambda self: list(self)
+
+
+def freeze(value: Any) -> Any:
+    """Return `value` with every list and dict in it replaced by a frozen one."""
+    if isinstance(value, dict):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return FrozenList(freeze(item) for item in value)
+    return value
+
+
+def thaw(value: Any) -> Any:
+    """Return a plain copy of `value`, in which lists and dicts can change."""
+    if isinstance(value, dict):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [thaw(item) for item in value]
+    return value

@@ -1,0 +1,97 @@
+"""Which keys a range of queries may see: what blocks, slots and pages are visited at all.
+
+The rule of a single pair is `MaskInfo.allowed`; here are its bounds. Order indices count from 0
+within a segment; windows and chunks are ints or traced scalars, in which 0 = no limit, or None.
+
+Legend: b batch, s queries, t slots, i query block, j key block, x, y their sizes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jaxtyping import Array, Int
+
+from ed_layers.attention.scoring import Limit
+
+BIG = jnp.iinfo(jnp.int32).max
+
+
+def visible(
+    low: jax.Array,
+    high: jax.Array,
+    window: Limit | None,
+    chunk: Limit | None,
+    *,
+    causal: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """The first and the last order index that a query between `low` and `high` may see.
+
+    No key that a query may see lies outside; the first may be negative, the last beyond the end.
+    """
+    first, last = jnp.zeros_like(low), high if causal else jnp.full_like(high, BIG)
+    if window is not None:
+        width = jnp.minimum(jnp.asarray(window), BIG // 2)  # the sum below must not overflow
+        first = jnp.where(width > 0, jnp.maximum(first, low - width + 1), first)
+        near = jnp.minimum(high, BIG // 2) + width - 1
+        last = jnp.where(width > 0, jnp.minimum(last, near), last)
+    if chunk is not None:
+        size = jnp.maximum(jnp.asarray(chunk), 1)
+        limited = jnp.asarray(chunk) > 0
+        first = jnp.where(limited, jnp.maximum(first, low // size * size), first)
+        own = high - high % size + (size - 1)
+        last = jnp.where(limited, jnp.minimum(last, own), last)
+    return first, last
+
+
+def slots_seen(
+    info: MaskInfo, window: Limit | None, chunk: Limit | None, count: int, first: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """The slots that any query may see, where slot i holds the token of order index first + i: the
+    first of them, and the one after the last.
+
+    Args:
+        info: causal.
+        count: slots.
+        first: order index of the first slot.
+    """
+    real = info.q_segment_ids != 0
+    low = jnp.min(jnp.where(real, info.q_index, BIG))
+    high = jnp.max(jnp.where(real, info.q_index, -1))
+    start, last = visible(low, high, window, chunk)
+    return jnp.clip(start - first, 0, count), jnp.clip(last + 1 - first, 0, count)
+
+
+def blocks_seen(
+    q_segments: Int[Array, "i b x"],
+    q_index: Int[Array, "i b x"],
+    k_segments: Int[Array, "j b y"],
+    k_index: Int[Array, "j b y"],
+    window: Limit | None,
+    chunk: Limit | None,
+    *,
+    causal: bool,
+) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
+    """For each query block the first key block that it can see, and the one after the last.
+
+    Judged from ranges of segment and order index, for all rows together. The conditions are
+    necessary for a pair, on the bounds of a block: no block is left out that a query needs.
+    """
+
+    def bounds(segments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Least and greatest value of each block and row among what is no padding."""
+        real = segments > 0
+        return jnp.min(jnp.where(real, x, BIG), axis=2), jnp.max(jnp.where(real, x, -1), axis=2)
+
+    # Queries as [i, 1, b], keys as [1, j, b].
+    q_low, q_high = (x[:, None] for x in bounds(q_segments, q_index))
+    k_low, k_high = (x[None] for x in bounds(k_segments, k_index))
+    q_from, q_to = (x[:, None] for x in bounds(q_segments, q_segments))
+    k_from, k_to = (x[None] for x in bounds(k_segments, k_segments))
+    first, last = visible(q_low, q_high, window, chunk, causal=causal)
+    live = (q_from <= k_to) & (k_from <= q_to) & (k_low <= last) & (first <= k_high)
+    live = jnp.any(live, axis=2)
+    blocks = jnp.arange(live.shape[1])
+    start = jnp.min(jnp.where(live, blocks, live.shape[1]), axis=1)
+    return start, jnp.max(jnp.where(live, blocks + 1, 0), axis=1)

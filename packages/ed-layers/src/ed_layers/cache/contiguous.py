@@ -1,0 +1,348 @@
+"""Contiguous caches: rows of slots, as `generate` needs them.
+
+Tokens are stored, padding is not: token i of a row is in slot i, or in slot i % w of a ring.
+
+Legend: b batch, g kv heads, t slots, w slots of a ring (the window), k key dim, d value dim, s new
+tokens, L layers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar, Self, Unpack
+
+import jax
+import jax.numpy as jnp
+from ed_infra.masks import MaskInfo
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Int
+
+from ed_layers.cache.codes import Codes, Numbers, encode, first_numbers, map_slots
+from ed_layers.cache.protocol import KeysValues, Stored, keys_values
+from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.cache.sharded import splits_slots, write_rows
+from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, uniform
+from ed_layers.cache.storage import (
+    Layer,
+    Layout,
+    PerLayer,
+    Storage,
+    StorageOptions,
+    layout_of,
+    locate,
+    take_layer,
+    update_layer,
+)
+
+STATIC = {"static": True}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Keys and values as [b, g, t, k] per layer: a batch-1 decode reads each head contiguously.
+
+    Attributes:
+        keys, values: per layer [b, g, t, k] and [b, g, t, d]; codes and scales if quantized. No
+            values where they are part of the keys.
+        tokens: tokens of each row so far, those of the step under way included; [b].
+        slots: where the tokens of the step under way go, [b, s], outside = nowhere; None between
+            steps.
+        value_dim: numbers of a value.
+        sharding: of one layer's keys where slots are split over devices; None = they are not.
+    """
+
+    #: Name of the axis along which slots are split over devices, if they may be.
+    SLOTS: ClassVar[str | None] = None
+
+    keys: PerLayer
+    values: PerLayer | None
+    tokens: Int[Array, " b"]
+    slots: Int[Array, "b s"] | None = None
+    value_dim: int = field(kw_only=True, metadata=STATIC)
+    sharding: NamedSharding | None = field(default=None, metadata=STATIC)
+
+    @classmethod
+    def create(
+        cls,
+        specs: Sequence[LayerSpecs],
+        *,
+        batch_size: int,
+        capacity: int,
+        **storage: Unpack[StorageOptions],
+    ) -> Self:
+        """Allocate an empty cache.
+
+        Args:
+            specs: one per layer, all equal (see HybridCache for those that differ).
+            batch_size, capacity: rows, and tokens that a row can have.
+            storage: see `Storage`; `sharding` is of [b, g, t, k].
+        """
+        spec, store = uniform(specs), Storage(**storage)
+        shape = (batch_size, spec.num_kv_heads, cls.slots_for(spec, capacity))
+        axes = ("batch", "kv_heads", cls.SLOTS, None)
+        sharding = store.place(axes, (*shape, spec.head_dim))
+        if store.format is not None:
+            store.format.groups(spec.values)
+
+        def make(size: int) -> PerLayer:
+            return store.numbers(len(specs), (*shape, size), sharding, slot_axis=2)
+
+        return cls(
+            keys=make(spec.head_dim),
+            values=None if spec.values_in_keys else make(spec.values),
+            tokens=jnp.zeros((batch_size,), jnp.int32),
+            value_dim=spec.values,
+            sharding=splits_slots(sharding),
+            **cls.empty(batch_size, shape[-1]),
+        )
+
+    @classmethod
+    def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
+        """Further fields of a kind of cache, before the first token."""
+        return {}
+
+    @classmethod
+    def slots_for(cls, spec: LayerCacheSpec, capacity: int) -> int:
+        """Slots of a row that can have `capacity` tokens."""
+        return capacity
+
+    @property
+    def layout(self) -> Layout:
+        """How the layers are stored."""
+        return layout_of(self.keys)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a row."""
+        keys = self.keys[0] if isinstance(self.keys, tuple) else self.keys
+        return keys.shape[-2]
+
+    def count(self, segment_ids: Int[Array, "b s"]) -> tuple[Self, Bool[Array, "b s"], jax.Array]:
+        """Add a step's tokens: the cache, which places hold a token, and positions [b, s]."""
+        real = segment_ids != 0
+        positions = counted(self.tokens, real)
+        tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
+        return replace(self, tokens=tokens), real, positions
+
+    def advance(self, count: int) -> Self:
+        """End a step; see `ContiguousCache.advance`."""
+        if self.slots is None or self.slots.shape[1] != count:
+            begun = "none has begun" if self.slots is None else f"one of {self.slots.shape[1]} has"
+            raise ValueError(
+                f"advance({count}) ends a step of {count} places, but {begun}: call begin() with "
+                "this step's segment_ids, and keep the cache that it returns"
+            )
+        return replace(self, slots=None)
+
+    def update(
+        self,
+        layer: Layer,
+        kv: KeysValues | None,
+        *,
+        mask_info: MaskInfo | None = None,
+        ragged: RaggedBatch | None = None,
+        group: str = "full",
+    ) -> tuple[Self, Stored]:
+        """Store this step's keys and values of one layer; see `Cache.update`."""
+        if mask_info is None:
+            raise ValueError("a cache of rows needs mask_info, which its begin() returns")
+        return self.store(layer, kv, mask_info)
+
+    @abstractmethod
+    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+        """What a kind of cache does when it is updated."""
+
+    def write(self, layer: Layer, kv: KeysValues, slots: Int[Array, "b s"]) -> Self:
+        """Store keys [b, s, g, k] and values [b, s, g, d] of one layer in these slots."""
+
+        def stored(storage: PerLayer, new: jax.Array) -> PerLayer:
+            write = partial(write_rows, new=new, slots=slots, sharding=self.sharding)
+            return update_layer(storage, layer, write)
+
+        keys = stored(self.keys, kv[0])
+        if self.values is None or kv[1] is None:
+            return replace(self, keys=keys)
+        return replace(self, keys=keys, values=stored(self.values, kv[1]))
+
+    def read(self, layer: Layer, mask_info: MaskInfo, *, ordered: bool = False) -> Stored:
+        """What attention reads of one layer."""
+        keys, at = locate(self.keys, layer)
+        if self.values is None:
+            # One layer is cut, not a stack of them.
+            keys, at = take_layer(keys, at), ()
+            values = first_numbers(keys, self.value_dim)
+        else:
+            values, _ = locate(self.values, layer)
+        return Stored(keys, values, at, mask_info, self.layout, ordered, self.sharding)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenseCache(Rows):
+    """All tokens of each row: token i is in slot i."""
+
+    SLOTS: ClassVar[str | None] = "key_sequence"
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row can have."""
+        return self.num_slots
+
+    def begin(
+        self, segment_ids: Int[Array, "b s"]
+    ) -> tuple[DenseCache, MaskInfo, Int[Array, "b s"]]:
+        """Announce a step; see `ContiguousCache.begin`. The mask is over all slots."""
+        cache, real, positions = self.count(segment_ids)
+        b, most = segment_ids.shape
+        if not isinstance(cache.tokens, Tracer) and cache.tokens.is_fully_addressable:
+            most = int(jnp.max(cache.tokens))
+        if most > self.capacity:
+            raise ValueError(
+                f"a row gets {most} tokens in a cache for {self.capacity}; create the cache with "
+                f"room for them: init_cache(batch_size, max_length={most} or more)"
+            )
+        slot = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (b, self.capacity))
+        mask_info = MaskInfo(
+            q_segment_ids=real.astype(jnp.int32),
+            kv_segment_ids=jnp.ones_like(slot),  # empty slots come later than any query
+            # A token past the end sees the last slot, whatever its window; see `store`.
+            q_index=jnp.minimum(positions, self.capacity - 1),
+            kv_index=slot,
+        )
+        return replace(cache, slots=jnp.where(real, positions, -1)), mask_info, positions
+
+    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+        """Store this step's keys and values of one layer behind the others; give all.
+
+        A row that gets more tokens than it has slots gets NaN in its last slot, which every later
+        query of the row sees: a mistake that only shows at run time must not pass for an answer.
+        """
+        keys, values = keys_values(kv, values_in_keys=self.values is None)
+        slots, last = self.slots, self.capacity - 1
+        if slots is None:  # nobody has called `begin`: every place is a token
+            slots = self.tokens[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)
+        past = (jnp.max(slots, axis=1, keepdims=True) > last) & (slots >= last)
+        keys = jnp.where(past[:, :, None, None], jnp.nan, keys)
+        if values is not None:
+            values = jnp.where(past[:, :, None, None], jnp.nan, values)
+        cache = self.write(layer, (keys, values), jnp.minimum(slots, last))
+        return cache, cache.read(layer, mask, ordered=mask.causal)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowCache(Rows):
+    """The last `w` tokens of each row, for layers that see no more: token i is in slot i % w.
+
+    Attributes:
+        index: order index of the token in each slot, [b, w]; of an empty one the largest number.
+    """
+
+    index: Int[Array, "b w"] = field(kw_only=True)
+
+    @classmethod
+    def slots_for(cls, spec: LayerCacheSpec, capacity: int) -> int:
+        """As many as the window is long."""
+        if spec.window is None or spec.window > capacity:
+            raise ValueError(
+                f"WindowCache is for layers whose window is shorter than the {capacity} tokens of "
+                f"a row, but got {spec}; DenseCache keeps all tokens"
+            )
+        return spec.window
+
+    @classmethod
+    def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
+        """No slot holds a token."""
+        return {"index": jnp.full((batch_size, num_slots), jnp.iinfo(jnp.int32).max)}
+
+    @property
+    def capacity(self) -> None:
+        """A row can have any number of tokens."""
+        return None
+
+    def begin(
+        self, segment_ids: Int[Array, "b s"]
+    ) -> tuple[WindowCache, MaskInfo, Int[Array, "b s"]]:
+        """Announce a step; see `ContiguousCache.begin`.
+
+        The mask is over what `update` gives: the ring in which a single token has taken its slot;
+        or, of several tokens, the ring as it was and then the new tokens.
+        """
+        cache, real, positions = self.count(segment_ids)
+        kept = real & (positions >= cache.tokens[:, None] - self.num_slots)
+        slots = jnp.where(kept, positions % self.num_slots, self.num_slots)
+        rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+        kv_index = self.index.at[rows, slots].set(positions, mode="drop")
+        cache = replace(cache, slots=slots, index=kv_index)
+        segments, kv_segments = real.astype(jnp.int32), jnp.ones_like(kv_index)
+        if segments.shape[1] > 1:
+            kv_segments = jnp.concatenate([kv_segments, segments], axis=1)
+            kv_index = jnp.concatenate([self.index, positions], axis=1)
+        return cache, MaskInfo(segments, kv_segments, positions, kv_index), positions
+
+    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+        """Store this step's keys and values; give what its queries may see."""
+        kv = keys_values(kv, values_in_keys=self.values is None)
+        if self.slots is None:
+            raise ValueError(
+                "a WindowCache is told by begin() which tokens a step has: call it once a step, "
+                "before the layers"
+            )
+        cache = self.write(layer, kv, self.slots)
+        if self.slots.shape[1] == 1:
+            return cache, cache.read(layer, mask)
+        # New tokens may push out what the first of them still see: attention reads both.
+        before = self.read(layer, mask)
+        keys = behind(before.k, kv[0])
+        if kv[1] is None or self.values is None:
+            values = first_numbers(keys, self.value_dim)
+        else:
+            values = behind(before.v, kv[1])
+        return cache, Stored(keys, values, (), mask, self.layout)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CrossCache(Rows):
+    """Keys and values of an encoder, written once and then read."""
+
+    def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
+        """Write an encoder's keys and values, of at most `num_slots` positions; or, without any,
+        read those that are there. The order of `mask` plays no part."""
+        cache = self
+        if kv is not None:
+            kv = keys_values(kv, values_in_keys=self.values is None)
+            if kv[0].shape[1] > self.num_slots:
+                raise ValueError(
+                    f"an encoder's {kv[0].shape[1]} positions do not fit into a cache for "
+                    f"{self.num_slots}; create it with room for them"
+                )
+            empty = replace(self, tokens=jnp.zeros_like(self.tokens))
+            cache, real, positions = empty.count(mask.kv_segment_ids)
+            cache = cache.write(layer, kv, jnp.where(real, positions, -1))
+        slot = jnp.arange(self.num_slots, dtype=jnp.int32)
+        held = (slot < cache.tokens[:, None]).astype(jnp.int32)
+        queries = (mask.q_segment_ids != 0).astype(jnp.int32)
+        mask = MaskInfo(queries, held, mask.q_index, jnp.zeros_like(held), causal=False)
+        return cache, cache.read(layer, mask)
+
+
+def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b s"]:
+    """Positions of new tokens behind `before` others; padding is not counted."""
+    count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
+    return jnp.maximum(before[:, None] + count - 1, 0)
+
+
+def behind(old: Numbers, new: jax.Array) -> Numbers:
+    """Stored numbers [b, g, t, k] of a layer, and new ones [b, s, g, k] behind them."""
+    tokens = encode(new, old)
+    if isinstance(tokens, Codes):
+        scale = jnp.moveaxis(tokens.scale, 1, -1)
+        tokens = Codes(jnp.swapaxes(tokens.values, 1, 2), scale)
+    else:
+        tokens = jnp.swapaxes(tokens, 1, 2)
+    return map_slots(lambda a, b, axis: jnp.concatenate([a, b], axis), old, tokens)

@@ -1,0 +1,169 @@
+"""What a method is to the machinery: a batch, a loss over models, and models that do not learn.
+
+Legend: b rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.outputs import CausalLMOutput, Metric
+from ed_models.protocol import LanguageModel
+from flax import nnx
+
+from ed_trainers.feed import HostBatch
+
+Batch = Mapping[str, jax.Array]
+
+#: Names of a report that no loss and no metric may take.
+RESERVED = ("step", "weight", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "time")
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a loss.
+
+    Attributes:
+        learner: the one that is trained.
+        frozen: the others by name ("reference", "teacher", "reward"); `models["reference"]`.
+    """
+
+    learner: LanguageModel
+    frozen: Mapping[str, LanguageModel] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> LanguageModel:
+        if name not in self.frozen:
+            raise unknown_name("frozen model", name, self.frozen)
+        return self.frozen[name]
+
+
+class Loss(NamedTuple):
+    """What a batch adds to a step: sums, not means, so that microbatches add up exactly.
+
+    The step minimizes the sum of the means in `sums`: each sum is divided by its own weight over
+    all microbatches.
+
+    Attributes:
+        sums: `"loss"`, the method's own, and what the layers add, by name, coefficient included.
+        metrics: for the log alone.
+        updates: of variables that change without a gradient (`ed_layers.updated`); the step adds
+            them up over its microbatches and applies them once. An evaluation ignores them.
+    """
+
+    sums: dict[str, Metric]
+    metrics: dict[str, Metric]
+    updates: dict[str, jax.Array]
+
+    @classmethod
+    def of(
+        cls, output: CausalLMOutput, total: jax.Array, weight: jax.Array, **metrics: Metric
+    ) -> Loss:
+        """Join the loss of a forward pass with what the layers reported in it.
+
+        Args:
+            output: of the learner.
+            total: the loss, summed over the batch.
+            weight: what it will be divided by, summed over the batch.
+            metrics: the method's own figures.
+        """
+        sums = {"loss": Metric.of(total, weight), **output.losses}
+        return cls(sums, {**output.aux, **metrics}, output.updates)
+
+    def checked(self) -> Loss:
+        """Return the loss itself; called while tracing.
+
+        Raises:
+            ConfigError: there is no `"loss"`, a name is taken twice, or a figure is no scalar.
+        """
+        if "loss" not in self.sums:
+            raise ConfigError(f"sums has no 'loss', only {', '.join(self.sums) or 'nothing'}")
+        for name in [*self.sums, *self.metrics]:
+            if name in RESERVED or (name in self.sums and name in self.metrics):
+                raise ConfigError(f"{name!r} is the name of another figure: rename the metric")
+        for name, metric in {**self.sums, **self.metrics}.items():
+            shapes = jnp.shape(metric.sum), jnp.shape(metric.weight)
+            if shapes != ((), ()):
+                raise ConfigError(
+                    f"the sum and the weight of {name!r} have the shapes {shapes[0]} and "
+                    f"{shapes[1]}: both must be scalars"
+                )
+        return self
+
+
+class LossFn(Protocol):
+    """A method's loss; traced, so a function of its arguments alone."""
+
+    def __call__(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return the sums over a batch.
+
+        Args:
+            models: the learner and the frozen models.
+            batch: the arrays of `prepare`, on the devices, [b, ...].
+            key: randomness of this microbatch; None means deterministic (evaluation).
+        """
+        ...
+
+
+class Frozen:
+    """Models that do not learn, taken apart: compiled steps get their leaves as arguments.
+
+    Args:
+        models: by name.
+        learner: the model that is trained. Steps overwrite its arrays, so an array that a frozen
+            model shares with it (a reference that is the learner itself) is copied.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, LanguageModel] | None = None,
+        learner: LanguageModel | None = None,
+    ):
+        self._graphdefs: dict[str, nnx.GraphDef] = {}
+        parts: dict[str, tuple[nnx.State, nnx.State]] = {}
+        for name, model in (models or {}).items():
+            self._graphdefs[name], params, other = model.split_module()
+            parts[name] = (params, other)
+        overwritten: set[int] = set()
+        if parts and learner is not None:
+            overwritten = _buffers(jax.tree.leaves(learner.split_module()[1:]))
+        leaves, self._treedef = jax.tree.flatten(parts)
+        #: All arrays of the models, in the order that `merge` wants.
+        self.leaves: tuple[jax.Array, ...] = tuple(
+            jnp.copy(leaf) if overwritten and overwritten & _buffers([leaf]) else leaf
+            for leaf in leaves
+        )
+
+    def merge(self, leaves: tuple[jax.Array, ...]) -> dict[str, LanguageModel]:
+        """Return the models with these leaves; while tracing."""
+        parts = jax.tree.unflatten(self._treedef, leaves)
+        return {
+            name: nnx.merge(graphdef, *parts[name]) for name, graphdef in self._graphdefs.items()
+        }
+
+
+def _buffers(leaves: list[jax.Array]) -> set[int]:
+    """Addresses of the memory that arrays occupy here."""
+    return {
+        shard.data.unsafe_buffer_pointer() for leaf in leaves for shard in leaf.addressable_shards
+    }
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as the loop and the evaluation see it.
+
+    Attributes:
+        prepare: turns a loader's batch into numpy arrays [b, ...].
+        loss: of such a batch, on the devices.
+        frozen: the models that do not learn.
+    """
+
+    prepare: Callable[[HostBatch], dict[str, np.ndarray]]
+    loss: LossFn
+    frozen: Frozen = field(default_factory=Frozen)
