@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ed_infra.errors import unknown_name
+from ed_infra.options import Count, Positive
 
-from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, Count, Positive, TrainingArguments
+from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, TrainingArguments
 
 __all__ = [
     "ARGUMENTS",
@@ -71,32 +72,27 @@ def arguments_class(trainer_type: str) -> type[TrainingArguments]:
 
 
 def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
-    """Return the options that were set but do nothing in this run, each with the reason.
+    """Return the options that do nothing in a run with these arguments, each with the reason.
 
-    They are no errors: a run file may keep them for a longer run. Who read the file warns about
-    them with their line; a key below an option is joined by a dot (`optimizer_kwargs.nesterov`).
+    They are no errors: a run file may keep them for a longer run. Whoever reads the file warns
+    about those that it sets, with their line.
     """
-    found: list[tuple[str, str]] = []
-    chosen = arguments.model_fields_set
+    idle: list[tuple[str, str]] = []
     steps = arguments.max_training_steps
     if steps is not None:
-        if "num_train_epochs" in chosen:
-            found.append(("num_train_epochs", f"max_training_steps ({steps}) sets the length"))
+        if "num_train_epochs" in arguments.model_fields_set:
+            idle.append(("num_train_epochs", f"max_training_steps ({steps}) sets the length"))
         if arguments.warmup_steps >= steps:
-            found.append(
-                (
-                    "warmup_steps",
-                    f"the run ends after {steps} steps, within the warm-up of "
-                    f"{arguments.warmup_steps}",
-                )
-            )
+            why = f"the run ends after {steps} steps, within the warm-up"
+            idle.append(("warmup_steps", f"{why}: the learning rate only rises"))
             if arguments.scheduler in DECAYING:
-                found.append(("scheduler", "the run ends within the warm-up: nothing decays"))
+                idle.append(("scheduler", f"{why}: the learning rate never decays"))
         for name in ("save_steps", "evaluation_steps"):
             every = getattr(arguments, name)
             if every is not None and every > steps:
-                found.append((name, f"the run ends after {steps} steps, before the first {every}"))
+                idle.append((name, f"the run ends after {steps} steps, at the end it acts anyway"))
     settings = arguments.optimizer_kwargs
     if arguments.optimizer == "sgd" and settings.get("nesterov") and not settings.get("momentum"):
-        found.append(("optimizer_kwargs.nesterov", "sgd has no momentum: set momentum as well"))
-    return found
+        why = "nesterov is a kind of momentum, and sgd has none here: set momentum as well"
+        idle.append(("optimizer_kwargs", why))
+    return idle

@@ -10,6 +10,7 @@ from ed_models.protocol import LanguageModel
 
 from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.rollout import Weights
+from ed_trainers.state import EasyDeLState
 
 
 class RunningTrainer(Protocol):
@@ -23,6 +24,11 @@ class RunningTrainer(Protocol):
     @property
     def model(self) -> LanguageModel:
         """The model with its present weights; the next step overwrites them."""
+        ...
+
+    @property
+    def state(self) -> EasyDeLState | None:
+        """The present state, optimizer state and all; the next step overwrites it."""
         ...
 
     def weights(self) -> Weights:

@@ -148,13 +148,13 @@ class Checkpoints:
             where = str(self.path(step))
             try:
                 saved = dict(self._read(step, "run", ocp.args.JsonRestore()))
-                found = self._manager.item_metadata(step)["arrays"].tree
+                arrays_there = self._manager.item_metadata(step)["arrays"].tree
             except Exception as error:  # whatever a torn file makes of orbax
                 unreadable.append((step, error))
                 continue
             self._compare(saved, run, where, difference)
             wanted = flat_abstract(state)
-            check_fit(wanted, found, where, dtypes=True)
+            check_fit(wanted, arrays_there, where, dtypes=True)
             try:
                 arrays = self._read(step, "arrays", ocp.args.StandardRestore(wanted))
             except Exception as error:

@@ -63,7 +63,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None: a signal's name, `time limit`, or what `ask` was given.
+        """Why to stop, or None: a signal's name, `time limit`, or the words of `ask`.
 
         With many processes this is a collective: all of them stop if one has a reason.
         """

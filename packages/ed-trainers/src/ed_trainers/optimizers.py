@@ -7,9 +7,9 @@ rank: a norm's weight has rank two when its layers are stacked.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from ed_trainers.base_arguments import OPTIMIZERS, TrainingArguments
 #: Parameters that weight decay leaves alone: biases, and whatever a norm holds.
 NO_DECAY = re.compile(r"(^|\.)bias$|norm[^.]*(\.(weight|scale|bias))?$", re.IGNORECASE)
 
-V = TypeVar("V")
 #: The parameters of an optimizer; optax lets callers leave them out, ours never do.
 Params = optax.Params | None
 #: A tree like the parameters with one number for each.
@@ -88,11 +87,14 @@ def weight_decays(arguments: TrainingArguments, params: Params) -> Numbers:
     Raises:
         ConfigError: a rule matches no parameter.
     """
+    rules = Rules(arguments.weight_decay_rules, kind="weight decay rule")
 
-    def without_rule(path: Sequence[object]) -> float:
-        return arguments.weight_decay if decays(path) else 0.0
+    def decay(path: Sequence[object], _: jax.Array) -> float:
+        return rules.at(path, arguments.weight_decay if decays(path) else 0.0)
 
-    return _by_rules(arguments.weight_decay_rules, "weight decay rule", params, without_rule)
+    numbers = jax.tree_util.tree_map_with_path(decay, params)
+    rules.check_used()
+    return numbers
 
 
 def learning_rate_factors(arguments: TrainingArguments, params: Params) -> Numbers:
@@ -101,7 +103,7 @@ def learning_rate_factors(arguments: TrainingArguments, params: Params) -> Numbe
     Raises:
         ConfigError: a rule matches no parameter.
     """
-    return _by_rules(arguments.learning_rate_rules, "learning rate rule", params, lambda path: 1.0)
+    return Rules(arguments.learning_rate_rules, kind="learning rate rule").tree(params, 1.0)
 
 
 def check_rules(arguments: TrainingArguments, params: Params) -> None:
@@ -112,20 +114,6 @@ def check_rules(arguments: TrainingArguments, params: Params) -> None:
     """
     weight_decays(arguments, params)
     learning_rate_factors(arguments, params)
-
-
-def _by_rules(
-    pairs: Iterable[tuple[str, float]],
-    kind: str,
-    params: Params,
-    without_rule: Callable[[Sequence[object]], float],
-) -> Numbers:
-    rules = Rules(pairs, kind=kind)
-    numbers = jax.tree_util.tree_map_with_path(
-        lambda path, _: rules.at(path, without_rule(path)), params
-    )
-    rules.check_used()
-    return numbers
 
 
 def build_optimizer(

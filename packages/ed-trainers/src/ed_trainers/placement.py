@@ -95,13 +95,13 @@ class Placement:
 
     def sharding(self, shape: tuple[int, ...], *, stacked: bool) -> NamedSharding:
         """Return the sharding of an array [b, s] or, `stacked`, [a, b, s]."""
-        found = self._known.get(shape)
-        if found is None:
+        sharding = self._known.get(shape)
+        if sharding is None:
             axes = ("batch", "sequence", *[None] * len(shape))
             axes = (None, *axes)[: len(shape)] if stacked else axes[: len(shape)]
             spec = self._manager.resolve(axes, mode="train", shape=shape, mesh=self._mesh)
-            found = self._known[shape] = NamedSharding(self._mesh, spec)
-        return found
+            sharding = self._known[shape] = NamedSharding(self._mesh, spec)
+        return sharding
 
     def place(self, batch: Mapping[str, np.ndarray], *, stacked: bool) -> dict[str, jax.Array]:
         """Return the arrays on the devices; every process gives the same global batch."""

@@ -46,7 +46,7 @@ class Progress:
         self._bar.start()
 
     def step(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Move the bar to a step; show `loss` and `tokens_per_second` where they are given."""
+        """Move the bar to a step; show `loss` and `tokens_per_second` where `figures` has them."""
         if self._bar is None:
             return
         if figures is not None:

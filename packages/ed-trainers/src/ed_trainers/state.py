@@ -223,12 +223,10 @@ def split_model(
     if not rules:
         return model.split_module()
 
-    def learns(path: Sequence[object], variable: object) -> bool:
-        if not isinstance(variable, nnx.Param):
-            return False
-        leaves = jax.tree.leaves(variable)
-        return all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves) and rules.at(path, False)
+    def floating(path: Sequence[object], variable: nnx.Variable) -> bool:
+        return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(variable))
 
+    learns = nnx.All(nnx.Param, floating, rules.filter(False))
     graphdef, graphstate, graphother = nnx.split(model, learns, ...)
     rules.check_used()
     if not jax.tree.leaves(graphstate):
@@ -274,7 +272,7 @@ def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
 
 def check_fit(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    found: Mapping[str, Any],
+    saved: Mapping[str, Any],
     where: str,
     *,
     dtypes: bool = False,
@@ -284,17 +282,17 @@ def check_fit(
     Raises:
         CheckpointError: naming the first few differences.
     """
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not in the model" for name in found if name not in wanted]
+    problems = [f"{name} is missing" for name in wanted if name not in saved]
+    problems += [f"{name} is not in the model" for name in saved if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(found[name].shape)}, the model wants {tuple(leaf.shape)}"
+        f"{name} has shape {tuple(saved[name].shape)}, the model wants {tuple(leaf.shape)}"
         for name, leaf in wanted.items()
-        if name in found and tuple(found[name].shape) != tuple(leaf.shape)
+        if name in saved and tuple(saved[name].shape) != tuple(leaf.shape)
     ]
     problems += [
-        f"{name} is {found[name].dtype}, the model wants {leaf.dtype}"
+        f"{name} is {saved[name].dtype}, the model wants {leaf.dtype}"
         for name, leaf in wanted.items()
-        if dtypes and name in found and found[name].dtype != leaf.dtype
+        if dtypes and name in saved and saved[name].dtype != leaf.dtype
     ]
     if problems:
         listing = "; ".join(problems[:3])

@@ -102,10 +102,10 @@ class Trainer(ABC):
                 f"not {type(arguments).__name__}"
             )
         self.arguments = arguments
-        self._given = model if isinstance(model, EasyDeLState) else None
+        self._state = model if isinstance(model, EasyDeLState) else None
         self._model = model.model if isinstance(model, EasyDeLState) else model
         place_model(self._model)
-        if self._given is not None and arguments.trainable_rules:
+        if self._state is not None and arguments.trainable_rules:
             raise ConfigError(
                 "trainable_rules split a model, but a state says already what learns: give the "
                 "rules to EasyDeLState.create(trainable=...), or the model to the trainer"
@@ -146,8 +146,11 @@ class Trainer(ABC):
 
     @property
     def state(self) -> EasyDeLState | None:
-        """The state that is trained: the one given, or of the running training; else None."""
-        return self._given if self._loop is None else self._loop.alive_state() or self._given
+        """The present state: of the running training, or the state that the trainer was made of.
+
+        None for a trainer that was made of a module and is not training.
+        """
+        return self._state if self._loop is None else self._loop.alive_state() or self._state
 
     def weights(self) -> Weights:
         """The present weights, for a `Rollout`; they end when the next step begins."""
@@ -226,8 +229,8 @@ class Trainer(ABC):
         """Let `model` hold the arrays of a state."""
         nnx.update(self._model, state.graphstate, state.graphother)
         self._version = int(state.step)
-        if self._given is not None:
-            self._given = state
+        if self._state is not None:
+            self._state = state
 
     def stop(self, reason: str) -> None:
         """End the running training after the present step, with a checkpoint."""
@@ -241,7 +244,7 @@ class Trainer(ABC):
             self.processing_class.save_pretrained(directory)
 
     def _first_state(self) -> EasyDeLState:
-        return self._given or EasyDeLState.create(
+        return self._state or EasyDeLState.create(
             model=self._model, trainable=self.arguments.trainable_rules
         )
 
