@@ -88,7 +88,7 @@ def test_the_command_line_and_python_show_warnings(
     assert run_file(str(path), dry_run=True) == 0
     shown = capsys.readouterr().err
     assert shown.startswith(f"warning: {path}:")
-    assert "mixture.stop_strategy: has no effect: without mixture_weights" in shown
+    assert "mixture.stop_strategy: has no effect: there are no mixture_weights" in shown
     with pytest.warns(UserWarning, match=r"mixture\.stop_strategy: has no effect"):
         eLargeModel(path)
 

@@ -167,7 +167,7 @@ def train(session: Session, options: NoOptions) -> None:
     held_out = elm.build_eval_dataset()
     if held_out is not None:
         batches = _with_progress(held_out, "measuring what was learned")
-        summary.learned = learned.measure(elm.build_model(), batches, elm.build_tokenizer())
+        summary.learned = learned.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
 def _with_progress(loader: Loader, what: str) -> Iterable[Any]:

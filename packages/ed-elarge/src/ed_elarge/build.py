@@ -7,15 +7,14 @@ when the part is first asked for, and keeps it. Each function imports what it ne
 from __future__ import annotations
 
 import pkgutil
-import re
 from typing import TYPE_CHECKING, Any
 
-from ed_data.config import Inform, Mixture
-from ed_data.errors import DataError
+from ed_data.config import Mixture
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.fields import canonical_field
 
+from ed_elarge.errors import Problem
 from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import ModelSection, TrainedTokenizer
@@ -173,33 +172,21 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
 def look_ahead(run: RunConfig) -> None:
     """Find early what would otherwise show after hours of reading: before anything is tokenized.
 
-    The configuration of a new model is made, its mesh laid over the devices, and one document of
-    each source is read, through its functions and renamed fields.
+    The configuration of a new model is made, its mesh laid over the devices, the functions of the
+    data are imported, and the fields of its first rows looked up.
 
     Raises:
         InputError: one of these cannot be done.
     """
-    from ed_data import documents
+    from ed_data import check_names
 
     if run.model is not None and run.model.config is not None:
         config = new_config(run)
         with run.blame("model", "config"):
             config.mesh  # noqa: B018 - making it is the check
-    for key in ("informs", "eval_informs"):
-        informs: tuple[Inform, ...] = getattr(run.mixture, key, ())
-        for i, inform in enumerate(informs):
-            try:
-                next(iter(documents(inform)), None)
-            except DataError as error:
-                with run.blame("mixture", key, i, *_key_of(inform, str(error))):
-                    raise
-
-
-def _key_of(inform: Inform, message: str) -> list[str]:
-    """The key of an inform that a message names, or whose value it repeats."""
-    values = {key: getattr(inform, key) for key in inform.model_fields_set}
-    named = [key for key in values if re.search(rf"\b{key}\b", message)]
-    return (named or [k for k, v in values.items() if isinstance(v, str) and v in message])[:1]
+    remarks = check_names(run.mixture) if run.mixture is not None else []
+    if remarks:
+        raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
 
 
 def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
@@ -250,4 +237,4 @@ def engine(elm: eLargeModel) -> eSurge:
     """The engine of the section `esurge` around the model."""
     from ed_esurge.engine import eSurge
 
-    return eSurge(elm.build_model(), elm.build_tokenizer(), elm.config.esurge)
+    return eSurge(elm.part("model"), elm.part("tokenizer"), elm.config.esurge)

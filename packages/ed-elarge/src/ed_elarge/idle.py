@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import ed_data
 import pydantic
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
@@ -19,8 +20,8 @@ from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import EvalSection, GenerateOptions, ModelSection
 
-#: `(keys, why)`: keys divided by spaces, and inside a key by dots.
-Idle = Iterable[tuple[str, str]]
+#: `(keys, why)`: keys divided by spaces, and inside a key by dots; or one key as a path.
+Idle = Iterable[tuple[str | KeyPath, str]]
 
 _GREEDY = "temperature 0 always takes the likeliest token"
 
@@ -32,18 +33,8 @@ def model(options: ModelSection, run: RunConfig) -> Idle:
 
 
 def mixture(options: Mixture, run: RunConfig) -> Idle:
-    if not options.pack_tokens:
-        keys = "pack_seq_length pack_strategy pack_shuffle pack_shuffle_buffer_factor"
-        yield keys, "rows are packed with pack_tokens: true only"
-    elif not options.pack_shuffle:
-        yield "pack_shuffle_buffer_factor", "pack_shuffle is false"
-    if options.mixture_weights is None:
-        yield "stop_strategy", "without mixture_weights an epoch holds each document once"
-    if not options.block_mixture:
-        yield "mixture_block_size", "block_mixture is false"
-    if options.save is None:
-        why = "it names a field of the data that is written, and mixture.save is not set"
-        yield "text_target_field tokenization.output_field", why
+    for path, message in ed_data.idle_options(options):
+        yield path, message.partition("no effect: ")[2]
 
 
 def trainer(options: TrainingArguments, run: RunConfig) -> Idle:
@@ -81,7 +72,8 @@ def warnings(
     """The idle keys of one section or action; paths start there."""
     told = set[KeyPath]()
     for keys, why in look(options, run) if look is not None else ():
-        for path in (tuple(key.split(".")) for key in keys.split()):
+        paths = [keys] if isinstance(keys, tuple) else [tuple(k.split(".")) for k in keys.split()]
+        for path in paths:
             if path not in told and _is_set(options, path):
                 told.add(path)
                 yield _warning(path, why)
@@ -93,7 +85,9 @@ def _is_set(options: pydantic.BaseModel, path: KeyPath) -> bool:
     value = getattr(options, name)
     if isinstance(value, pydantic.BaseModel) and rest:
         return _is_set(value, tuple(rest))
-    return value != type(options).model_fields[name].get_default(call_default_factory=True)
+    return bool(rest) or value != type(options).model_fields[name].get_default(
+        call_default_factory=True
+    )
 
 
 def without_effect(run: RunConfig) -> Iterator[Problem]:

@@ -221,9 +221,12 @@ class RunConfig:
         except (ConfigError, CheckpointError, DataError) as error:
             if not self.document.text:
                 raise
+            problem = Problem(path, str(error), on_key=True)
             if isinstance(error, MeshError):
-                path = (*self.prefix, "sharding", "axis_dims")
-            raise self.error([Problem(path, str(error), on_key=True)]) from error
+                problem = self.place(Problem(("sharding", "axis_dims"), str(error), on_key=True))
+            elif isinstance(error, DataError) and error.path:
+                problem = self.place(Problem(("mixture", *error.path), str(error)))
+            raise self.error([problem]) from error
 
     # As plain values.
 

@@ -40,7 +40,7 @@ from ed_elarge.validation import validate
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
-Idle = Callable[[Any, RunConfig], Iterable[tuple[str, str]]]
+Idle = Callable[[Any, RunConfig], idle.Idle]
 
 
 @dataclass(frozen=True)
