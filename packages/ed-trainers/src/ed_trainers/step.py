@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from ed_infra.outputs import Metric
 from ed_layers import updated
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 
 from ed_trainers.contract import Batch, Frozen, Loss, LossFn, Method, Models
 from ed_trainers.optimizers import Schedule, global_norm
@@ -102,8 +104,7 @@ def build_train_step(
         else:
             totals = None
             if len(jax.eval_shape(gradient, *first, None)[1].sums) > 1:
-                # Weights follow from the data, so the compiler drops the forward pass here.
-                totals = _summed(weights, parts)
+                totals = _totals(weights, parts)
             grads, loss = _summed(lambda row, part: gradient(row, part, totals), parts)
 
         weight = loss.sums["loss"].weight
@@ -186,6 +187,23 @@ def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array] | None) -> 
 
 def _weights(loss: Loss) -> dict[str, jax.Array]:
     return {name: metric.weight for name, metric in loss.sums.items()}
+
+
+def _totals(
+    weights: Callable[..., dict[str, jax.Array]], parts: tuple[jax.Array, Batch]
+) -> dict[str, jax.Array]:
+    """Sum the weights of all microbatches without running the model for them.
+
+    Weights follow from the data, so nothing is left of the forward pass once its other results are
+    dropped. This is no scan: in a loop the sum over devices would wait for a collective of its own
+    beside those of the gradients, and XLA's runtime for CPUs lets the two block each other.
+    """
+    first = jax.tree.map(lambda x: x[0], parts)
+    traced, shapes = jax.make_jaxpr(weights, return_shape=True)(*first)
+    jaxpr, _, _ = dce_jaxpr_consts(traced.jaxpr, [True] * len(shapes), instantiate=True)
+    each = jax.vmap(jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.consts)))(*jax.tree.leaves(parts))
+    totals = [jnp.sum(weight) for weight in each]
+    return jax.tree.unflatten(jax.tree.structure(shapes), totals)
 
 
 def _summed(function: Callable[..., T], parts: tuple[jax.Array, Batch]) -> T:
