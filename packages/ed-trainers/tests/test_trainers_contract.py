@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -35,9 +34,8 @@ def routed(toy):
     """`routed(dims, ...)`: the toy model with a router before its head."""
 
     class Routed(toy.Model):
-        def __init__(self, config, *, weighed="tokens", **given):
+        def __init__(self, config, **given):
             super().__init__(config, **given)
-            self.weighed = weighed
             router = jax.random.normal(jax.random.key(7), (self.norm.shape[0], EXPERTS)) * 0.3
             self.router = nnx.Param(router, axes=("embed", None))
             self.router_bias = Updated(jnp.zeros(EXPERTS), axes=(None,), rule=follow_load)
@@ -52,10 +50,9 @@ def routed(toy):
             z = COEFFICIENT * jnp.square(jax.nn.logsumexp(scores, axis=-1))
             chosen = jax.nn.one_hot(jnp.argmax(scores, -1), EXPERTS) * real[..., None]
             load = jnp.sum(chosen, axis=(0, 1))
-            weights = {"tokens": jnp.sum(real), "routed": load[0] + 3.0, "call": 1.0}
             return CausalLMOutput(
                 last_hidden_state=hidden * jax.nn.sigmoid(jnp.max(scores, -1, keepdims=True)),
-                losses={"router_z": Metric.of(jnp.sum(z * real), weights[self.weighed])},
+                losses={"router_z": Metric.of(jnp.sum(z * real), jnp.sum(real))},
                 aux={"first_expert": Metric.of(load[0], jnp.sum(real))},
                 updates={"router_bias": load},
             )
@@ -90,7 +87,7 @@ class Distill(Trainer):
         return Loss.of(output, total, weight, distance=distance)
 
 
-def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), *, weighed="tokens", **given):
+def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), **given):
     """State by name before and after a step of plain gradient descent, its report, the trainer."""
     rows = batch["input_ids"].shape[0]
     arguments = SFTArguments(
@@ -98,7 +95,7 @@ def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), *, weighed="toke
         gradient_accumulation_steps=accumulation,
         **{"optimizer": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, **given},
     )
-    model = routed(dims, weighed=weighed)
+    model = routed(dims)
     run = Distill(arguments, model, frozen={"reference": routed(dims, seed=5)})
     schedule = build_schedule(arguments, 10)
     state = EasyDeLState.create(
@@ -118,37 +115,32 @@ def near(left, right, tolerance):
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
 
-@pytest.mark.parametrize(
-    ("weighed", "accumulation"), [("tokens", 1), ("tokens", 4), ("call", 4), ("routed", 4)]
-)
-def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed, weighed, accumulation):
-    # By hand: each term over the sum of its weights, be they of the data, of the forward pass, or
-    # one for each call.
+def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed):
+    # By hand: one differentiation of main / weight + layer / weight over the whole batch.
     batch = toy.loader(rows=8).batch_at(0)
-    before, after, report, run = one_step(routed, batch, accumulation, weighed=weighed)
-    model, reference = routed(weighed=weighed), routed(seed=5)
+    before, after, report, run = one_step(routed, batch, 1)
+    model, reference = routed(), routed(seed=5)
     graphdef, params, other = model.split_module()
-    stacked = microbatches(run.prepare(batch), accumulation)
-    parts = [{k: v[i] for k, v in stacked.items()} for i in range(accumulation)]
+    prepared = run.prepare(batch)
 
-    def sums(params, name):
-        """Sum and weight of a term or metric over the microbatches."""
+    def objective(params):
         models = Models(nnx.merge(graphdef, params, other), {"reference": reference})
-        losses = [run.loss(models, part, None) for part in parts]
-        figures = [{**loss.sums, **loss.metrics}[name] for loss in losses]
-        return sum(f.sum for f in figures), sum(f.weight for f in figures)
+        loss = run.loss(models, prepared, None)
+        return sum(metric.sum / metric.weight for metric in loss.sums.values()), loss
 
-    def mean(params, name):
-        total, weight = sums(params, name)
-        return total / jax.lax.stop_gradient(weight)
-
-    main, layer = (jax.jit(jax.grad(partial(mean, name=n)))(params) for n in ("loss", "router_z"))
+    grads, loss = jax.grad(objective, has_aux=True)(params)
+    assert loss.sums["loss"].weight != loss.sums["router_z"].weight, "or nothing is tested"
     moved = jax.tree.map(lambda a, b: a - b, before.graphstate, after.graphstate)
-    near(moved, jax.tree.map(jnp.add, main, layer), 1e-5)
-    # The layer's loss is a good part of it.
-    assert np.max(np.abs(layer["router"][...])) > 0.1 * np.max(np.abs(moved["router"][...]))
-    for name in ("loss", "router_z", "first_expert", "distance"):
-        assert report[name] == pytest.approx(float(mean(params, name)), rel=1e-6), name
+    near(moved, grads, 1e-5)
+    # The layer's loss is in it: the router would hardly move without.
+    alone = jax.grad(lambda p: objective(p)[1].sums["loss"].value)(params)
+    assert np.max(np.abs(grads["router"][...] - alone["router"][...])) > 0.1 * np.max(
+        np.abs(grads["router"][...])
+    )
+    for name in ("loss", "router_z"):
+        assert report[name] == pytest.approx(float(loss.sums[name].value), rel=1e-6)
+    for name in ("first_expert", "distance"):
+        assert report[name] == pytest.approx(float(loss.metrics[name].value), rel=1e-6)
 
 
 @pytest.mark.parametrize("accumulation", [2, 8])
