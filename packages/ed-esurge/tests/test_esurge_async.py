@@ -68,6 +68,8 @@ def test_refusals_reach_the_caller(prompts, engine):
         await anext(first)
         with pytest.raises(ConfigError, match="in use"):
             await anext(engine.generate(prompts[0], GREEDY, "same"))
+        # The one that has the id goes on.
+        assert (await anext(first)).outputs[0].token_ids
         await first.aclose()
         with pytest.raises(ConfigError, match="no tokens"):
             await anext(engine.generate([], GREEDY, "empty"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from ed_esurge.core.plan import PlanRow, StepPlan
-from ed_esurge.core.request import Request
+from ed_esurge.core.pages import FREED
+from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
+from ed_esurge.runner.slots import Slots
 from ed_esurge.sampling import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,14 +46,22 @@ def test_few_shapes():
 
 
 def test_buffer_holds_the_plan():
-    decode = Request("d", [1, 2, 3, 4, 5, 6], SamplingParams(logprobs=2), seed=2**32 - 1)
-    decode.pages, decode.slot = [7, 2], 1
-    chunk = Request("c", [9, 8, 7, 6, 5], SamplingParams(), seed=5)
-    chunk.pages, chunk.slot = [3], 0
-    plan = StepPlan(1, (PlanRow("d", 5, 1, True), PlanRow("c", 0, 3, False)))
-    builder = BatchBuilder(page_size=4, num_pages=10, num_slots=4)
+    params = SamplingParams(logprobs=2, presence_penalty=0.5)
+    decode = NewSequence("d", 1, [1, 2, 3, 4, 5, 6], 4, params, seed=2**32 - 1)
+    chunk = NewSequence("c", 0, [9, 8, 7, 6, 5], 5, SamplingParams(), seed=5)
+    rows = (
+        PlanRow("d", 1, 5, [6], {"full": [2], "window": [1]}, samples=1),
+        PlanRow("c", 0, 0, [9, 8, 7], {"full": [3], "window": [4]}),
+    )
+    slots = Slots(4, ("full", "window"), pages=2, vocab_size=12)
+    builder = BatchBuilder(slots, page_size=4, num_pages={"full": 10, "window": 6})
+    for new in (decode, chunk):
+        slots.start(new)
+    slots.grow(PlanRow("d", 1, 0, [1, 2, 3, 4], {"full": [7], "window": [FREED]}))
+    for row in rows:
+        slots.grow(row)
     shape = Shape(8, 3, 2)
-    buffer = builder.build(plan, {"d": decode, "c": chunk}, shape, frozenset({"d"}))
+    buffer = builder.build(StepPlan(1, rows), shape)
     step = builder.fields(shape).unpack(buffer)
     ragged, rows = jax.tree.map(np.asarray, step.ragged), step.rows
     assert step.token_ids.tolist() == [[6, 9, 8, 7, 0, 0, 0, 0]]
@@ -60,10 +69,22 @@ def test_buffer_holds_the_plan():
     assert ragged.kv_lens.tolist() == [6, 3, 0]
     assert ragged.seq_of_token[:4].tolist() == [0, 1, 1, 1]
     assert ragged.slots["full"].tolist() == [2 * 4 + 1, 12, 13, 14, 40, 40, 40, 40]
+    assert ragged.slots["window"].tolist() == [5, 16, 17, 18, 24, 24, 24, 24]
     assert ragged.page_table["full"].tolist() == [[7, 2], [3, 0], [0, 0]]
+    assert ragged.page_table["window"].tolist() == [[0, 1], [4, 0], [0, 0]]
+    assert ragged.state_slots.tolist() == [1, 0, 4]  # 4 is none
+    assert ragged.prompt_lens.tolist() == [4, 5, 0]
     assert ragged.num_seqs == 2
     assert step.logits_at.tolist() == [0, 3, 0]
     assert rows.seed.tolist() == [-1, 0, 0]
     assert rows.slot.tolist() == [1, 4, 4]  # 4 is none
     assert rows.num_logprobs.tolist() == [2, -1, -1]
     assert rows.temperature.tolist() == [1.0, 0.0, 0.0]
+    assert rows.presence_penalty.tolist() == [0.5, 0.0, 0.0]
+    # Whoever takes the slot next has nothing of it.
+    slots.start(NewSequence("e", 1, [1], 1, SamplingParams(temperature=0)))
+    slots.grow(row := PlanRow("e", 1, 0, [1], {"full": [5], "window": [5]}, samples=1))
+    step = builder.fields(shape).unpack(builder.build(StepPlan(2, (row,)), shape))
+    assert np.asarray(step.ragged.page_table["full"]).tolist() == [[5, 0], [0, 0], [0, 0]]
+    assert step.rows.slot.tolist() == [4, 4, 4]
+    assert step.rows.num_logprobs.tolist() == [-1, -1, -1]

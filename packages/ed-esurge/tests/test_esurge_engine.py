@@ -343,3 +343,8 @@ def test_other_weights_and_a_pause_in_the_middle(surge, llama, make_llama, promp
     assert surge.stats()["num_compiled"] == traces
     with pytest.raises(ConfigError, match="structure"):
         surge.update_model_weights(make_llama(attention_bias=True))
+
+
+def test_an_end_that_cannot_be_sampled_is_refused(llama):
+    with pytest.raises(ConfigError, match="999, outside the vocabulary of 260"):
+        eSurge(llama, extra_eos_token_ids=(999,), compile_runner=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ed_esurge import SamplingParams, eSurge
-from ed_esurge.runner.memory import page_bytes
+from ed_esurge.engine.setup import page_bytes
 
 # Largest difference of a token's log-probability from the unquantized engine's, relative to the
 # largest log-probability.
@@ -39,7 +39,7 @@ def test_quantized_pages(make_llama, surge, prompts, dtype, record_property):
     )
     worst = np.abs(ours - other).max() / np.abs(other).max()
     assert 1e-5 < worst <= BOUNDS[dtype]
-    assert engine._runner.cache_bytes() == bytes_of_page * engine._runner.num_pages
+    assert engine.loop.runner.cache_bytes() == bytes_of_page * engine.loop.runner.num_pages["full"]
     record_property(
         "summary",
         f"engine with pages in {dtype}: log-probabilities off by {worst:.1e} (<= {BOUNDS[dtype]}), "

@@ -13,8 +13,8 @@ from ed_esurge.runner.sampler import (
     SamplerRows,
     SamplerState,
     adjust,
-    cutoff,
     cutoff_of_best,
+    kept_of_all,
     sample,
 )
 
@@ -129,13 +129,14 @@ def test_cutoff_is_the_same_from_candidates_and_from_all():
     odds = jnp.exp(jnp.asarray(scaled - scaled.max(axis=1, keepdims=True)))
     given = rows(8, top_k=[0, 3, 0, 0, 9, 40, 0, 1], top_p=[0.5, 1, 0.9, 1, 0.8, 0.99, 0.7, 1])
     few = cutoff_of_best(jax.lax.top_k(odds, 128)[0], jnp.sum(odds, axis=-1), given)
-    every = cutoff(odds, jnp.sum(odds, axis=-1), given)
+    every = kept_of_all(odds, jnp.sum(odds, axis=-1), given)
     unfiltered = (given.top_k == 0) & (given.top_p >= 1)
-    np.testing.assert_array_equal(np.where(unfiltered, 0, few), every)
-    for row, bound in enumerate(np.asarray(every)):
+    bounds = np.where(unfiltered, 0, few)[:, None]
+    np.testing.assert_array_equal(np.asarray(odds) >= bounds, every)
+    for row, kept in enumerate(np.asarray(every)):
         top_k, top_p = int(given.top_k[row]), float(given.top_p[row])
         expected = reference_support(scaled[row], 1.0, top_k, top_p, 0.0)
-        assert set(np.flatnonzero(np.asarray(odds[row]) >= bound).tolist()) == expected
+        assert set(np.flatnonzero(kept).tolist()) == expected
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.context import fit, truncate
-from ed_esurge.engine.intake import Intake
+from ed_esurge.engine.intake import Intake, fit, salt, seeds_of, truncate
+from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.testing import byte_tokenizer
 from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids, render_chat
@@ -105,6 +107,8 @@ CONFIG = EngineConfig(max_model_len=10)
         ({"reserve_tokens": 4}, 10, 9, (6, 4)),
         ({"prefer_preserve_prompt": False}, 8, 5, (5, 5)),
         ({"prefer_preserve_prompt": False}, 3, 50, (1, 9)),
+        ({}, 10, 0, (10, 0)),
+        ({"reserve_tokens": 4}, 12, 0, (10, 0)),
     ],
 )
 def test_context_is_filled_as_the_options_say(options, length, asked, expected):
@@ -160,7 +164,7 @@ def intake(**options) -> Intake:
 )
 def test_impossible_requests_are_refused(prompt, params, message):
     with pytest.raises(ConfigError, match=message):
-        intake().group("a", prompt, SamplingParams(**params), 0)
+        intake().prepare("a", prompt, SamplingParams(**params))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,23 @@ def test_impossible_requests_are_refused(prompt, params, message):
         {"allowed_token_ids": []},
         {"min_tokens": 30},
         {"temprature": 1},
+        # Numbers that the device, or the host's memory, could not hold.
+        {"top_k": 2**31},
+        {"temperature": float("inf")},
+        {"temperature": float("nan")},
+        {"repetition_penalty": float("inf")},
+        {"repetition_penalty": 1e-30},
+        {"presence_penalty": float("nan")},
+        {"logit_bias": {1: float("inf")}},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": {2**40: 1.0}},
+        {"stop_token_ids": (2**31,)},
+        {"min_p": float("nan")},
+        {"n": 10**9},
+        {"max_tokens": 2**31},
+        {"logprobs": 2**31},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
     ],
 )
 def test_impossible_options_are_refused(params):
@@ -183,13 +204,64 @@ def test_impossible_options_are_refused(params):
         SamplingParams(**params)
 
 
-def test_seeds_depend_on_what_was_asked():
-    make = intake()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": -1},
+        {"max_num_seqs": 10**9},
+        {"page_size": 10**6},
+        {"max_model_len": 2**31},
+        {"num_pages": 2**20, "page_size": 2**11},
+        {"cpu_cache_gib": float("inf")},
+        {"hbm_utilization": float("nan")},
+        {"extra_eos_token_ids": (-1,)},
+        {"max_logprobs": 2**40},
+    ],
+)
+def test_engines_that_cannot_be_are_refused(options):
+    with pytest.raises(ValidationError):
+        EngineConfig(**options)
 
+
+def test_tokens_beyond_the_vocabulary_end_and_ban_nothing():
+    """A tokenizer may know more tokens than the model: no step can sample them."""
+    model = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=100, eos_token_id=[2, 100]),
+        generation_json='{"eos_token_id": 99}',
+    )
+    assert TOKENIZER.eos_token_id >= 100
+    assert eos_token_ids(model, TOKENIZER, (7,)) == {2, 7, 99}
+    words = "no", "—"
+    known = max(max(ids) for ids in bad_word_ids(TOKENIZER, words[:1])) + 1
+    small = Intake(
+        EngineConfig(),
+        TOKENIZER,
+        eos_token_ids=frozenset(),
+        max_model_len=64,
+        vocab_size=known,
+        max_logprobs=0,
+    )
+    add = small.prepare("a", [1], SamplingParams(bad_words=words))
+    assert add.bad_token_ids == bad_word_ids(TOKENIZER, words[:1])
+
+
+def test_requests_share_a_salt_or_not():
+    plain = intake().prepare("a", [1], SamplingParams())
+    assert plain.salt == b""
+    salts = [
+        intake().prepare("a", [1], SamplingParams(), cache_salt=text).salt
+        for text in ("", "x", "x")
+    ]
+    assert [len(one) for one in salts] == [16] * 3
+    assert salts[0] != salts[1] == salts[2]
+    assert (
+        len({salt(*case) for case in [(0, 0, None), (1, 0, None), (0, 1, None), (1, 1, "")]}) == 4
+    )
+
+
+def test_seeds_depend_on_what_was_asked():
     def seeds(arrival: int, **params) -> list[int]:
-        group = make.group("a", [1], SamplingParams(**params), 0)
-        make.number(group, arrival)
-        return [c.request.seed for c in group.completions.values()]
+        return seeds_of(SamplingParams(**params), 0, arrival)
 
     assert seeds(0, seed=5, n=3) == seeds(7, seed=5, n=3)
     assert len(set(seeds(0, seed=5, n=3))) == 3

@@ -179,6 +179,20 @@ class Engine:
             self.done[i] += counts[i]
 
 
+def ragged(state_slots: list[int], q_lens: list[int], kv_lens: list[int], used: int) -> RaggedBatch:
+    """A step of sequences that have state slots, without pages; `used` of them are real."""
+    ints: Any = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    return RaggedBatch(
+        cu_q_lens=ints(np.cumsum([0, *q_lens])),
+        kv_lens=ints(kv_lens),
+        seq_of_token=ints(np.repeat(np.arange(len(q_lens)), q_lens)),
+        slots={"full": ints(np.zeros(sum(q_lens)))},
+        page_table={"full": ints(np.zeros((len(q_lens), 1)))},
+        state_slots=ints(state_slots),
+        num_seqs=ints(used),
+    )
+
+
 def numbers(codes: Any) -> jax.Array:
     """What codes stand for."""
     return decode(codes, jnp.float32)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_cases import BOUNDS, Engine, G, K, sequence, whole
+from cache_cases import BOUNDS, Engine, G, K, ragged, sequence, whole
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
@@ -23,7 +23,6 @@ from ed_layers.cache import (
     HybridCache,
     LayerCacheSpec,
     PagedCache,
-    RaggedBatch,
     RecurrentCache,
     RecurrentSpec,
     StateCache,
@@ -70,48 +69,6 @@ def test_an_encoder_is_written_once_and_then_read(mechanism, format):
     info = MaskInfo.full(1, 10)
     with pytest.raises(ValueError, match="10 positions do not fit into a cache for 9"):
         attend(*long, info, cache=cache, group="cross", mechanism=VANILLA)
-
-
-def test_states_of_rows():
-    cache = RecurrentCache.create([STATE] * 2, batch_size=3)
-    new = {"conv": jnp.ones((3, 3, 2)), "ssm": jnp.full((3, 4), 2.0)}
-    cache = jax.jit(lambda cache, layer: cache.set(layer, new))(cache, jnp.int32(1))
-    assert not np.asarray(cache.get(0)["conv"]).any()
-    found = cache.get(1)
-    np.testing.assert_array_equal(found["conv"], new["conv"])
-    assert found["ssm"].dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match=r"keeps the states \['conv', 'ssm'\]"):
-        cache.set(0, {"conv": new["conv"]})
-
-
-def ragged(state_slots: list[int], q_lens: list[int], kv_lens: list[int], used: int) -> RaggedBatch:
-    ints: Any = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    return RaggedBatch(
-        cu_q_lens=ints(np.cumsum([0, *q_lens])),
-        kv_lens=ints(kv_lens),
-        seq_of_token=ints(np.repeat(np.arange(len(q_lens)), q_lens)),
-        slots={"full": ints(np.zeros(sum(q_lens)))},
-        page_table={"full": ints(np.zeros((len(q_lens), 1)))},
-        state_slots=ints(state_slots),
-        num_seqs=ints(used),
-    )
-
-
-@pytest.mark.parametrize("layout", ["stacked", "leaves"])
-def test_states_of_sequences(layout):
-    """Sequences lease states: one that begins gets zeros, and unused places touch nobody's."""
-    cache = RecurrentCache.create([STATE] * 2, batch_size=4, layout=layout)
-    step = ragged([3, 1, 0], [2, 1, 0], [2, 1, 0], used=2)
-    new = {"conv": jnp.arange(18.0).reshape(3, 3, 2) + 1, "ssm": jnp.ones((3, 4))}
-    assert not np.asarray(cache.get(0, ragged=step)["conv"]).any()
-    cache = cache.set(0, new, ragged=step)
-    np.testing.assert_array_equal(cache.get(0)["conv"][3], new["conv"][0])
-    np.testing.assert_array_equal(cache.get(0)["conv"][1], new["conv"][1])
-    assert not np.asarray(cache.get(0)["conv"])[[0, 2]].any(), "slot 0 belongs to no sequence here"
-    later = ragged([1, 3, 0], [1, 2, 0], [2, 2, 0], used=2)
-    found = cache.get(0, ragged=later)["conv"]
-    np.testing.assert_array_equal(found[0], new["conv"][1])
-    assert not np.asarray(found[1]).any(), "a new sequence in state 3"
 
 
 def test_periods_of_a_scan_find_their_layers():
@@ -301,101 +258,3 @@ def test_latents_that_cannot_be():
             sizes = {"num_pages": 1, "page_size": 4}
         with pytest.raises(ConfigError, match="group_size 6 does not divide the 8 numbers"):
             create([LATENT], **sizes, format=Format("int8", 6))
-
-
-# A recurrent layer: h = decay * h + x, for each sequence by itself.
-
-
-def recurrent_layer(cache: Any, x: Any, segments: Any, batch: RaggedBatch | None) -> Any:
-    """Its output and the cache: rows [b, s], or flat tokens [1, T]."""
-    state = cache.get(1, ragged=batch)["h"]
-
-    def token(state: Any, now: Any) -> Any:
-        value, row, real = now
-        new = jnp.where(real, 0.5 * state[row] + value, state[row])
-        return state.at[row].set(new), new
-
-    if batch is None:
-        rows = jnp.arange(x.shape[0])
-        state, out = jax.lax.scan(
-            token, state, (x.T, jnp.broadcast_to(rows, x.T.shape), segments.T != 0)
-        )
-        return cache.set(1, {"h": state}), out.T
-    real = jnp.arange(x.shape[1]) < batch.cu_q_lens[-1]
-    state, out = jax.lax.scan(token, state, (x[0], batch.seq_of_token, real))
-    return cache.set(1, {"h": state}, ragged=batch), out[None]
-
-
-def recurrence(x: np.ndarray) -> np.ndarray:
-    """What the layer gives for one sequence alone."""
-    h, out = 0.0, []
-    for value in x:
-        h = 0.5 * h + value
-        out.append(h)
-    return np.asarray(out)
-
-
-H_STATE = RecurrentSpec((StateSpec("h", ()),))
-
-
-@pytest.mark.parametrize("layout", ["stacked", "leaves"])
-def test_rows_of_a_recurrent_model(layout):
-    """Left-padded prompts, then tokens: each row as it is alone; padding moves no state."""
-    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
-    segments = np.ones((3, 8), np.int32)
-    segments[0, :2] = segments[2, :5] = 0
-    cache: Any = HybridCache.create([H_STATE] * 2, batch_size=3, capacity=8, layout=layout)
-    step = jax.jit(lambda cache, x, info: recurrent_layer(cache, x, info.q_segment_ids, None))
-    outs, positions = [], []
-    for now in (slice(0, 4), slice(4, 7), slice(7, 8)):
-        cache, info, at = cache.begin(jnp.asarray(segments[:, now]))
-        cache, out = step(cache, x[:, now], info)
-        cache = cache.advance(out.shape[1])
-        outs.append(out)
-        positions.append(at)
-    out, at = np.concatenate(outs, axis=1), np.concatenate(positions, axis=1)
-    for row, kept in enumerate(segments != 0):
-        np.testing.assert_allclose(out[row, kept], recurrence(x[row, kept]), rtol=1e-6)
-        np.testing.assert_array_equal(at[row, kept], np.arange(kept.sum()))
-
-
-@pytest.mark.parametrize("layout", ["stacked", "leaves"])
-def test_sequences_of_a_recurrent_model(layout):
-    """Sequences come, go, and are preempted; each step some of them, and each as it is alone."""
-    draw = np.random.default_rng(0)
-    lengths = {"a": 9, "b": 5, "c": 7, "d": 3}
-    x = {name: draw.normal(size=n).astype(np.float32) for name, n in lengths.items()}
-    cache: Any = HybridCache.create_paged(
-        [H_STATE] * 2, num_pages=1, page_size=4, num_states=2, layout=layout
-    )
-    free, slot = [0, 1], {}
-    done = dict.fromkeys(x, 0)
-    outs: dict[str, list[Any]] = {name: [] for name in x}
-    step = jax.jit(lambda cache, x, batch: recurrent_layer(cache, x, None, batch))
-    # Tokens of each sequence in a step; "-b": b is preempted, and starts anew later.
-    script = ["a3 b2", "b1 a1", "-b a2 c4", "c3", "b4 a3", "b1 d2", "d1"]
-    for line in script:
-        parts = line.split()
-        for name in (part[1:] for part in parts if part.startswith("-")):
-            free.append(slot.pop(name))
-            done[name], outs[name] = 0, []
-        counts = {part[0]: int(part[1:]) for part in parts if not part.startswith("-")}
-        for name in counts:
-            slot.setdefault(name, free.pop() if name not in slot else slot[name])
-        q_lens = [*counts.values(), *[0] * (3 - len(counts))]
-        kv_lens = [*(done[name] + n for name, n in counts.items()), *[0] * (3 - len(counts))]
-        slots = [*(slot[name] for name in counts), *[0] * (3 - len(counts))]
-        flat = np.concatenate([x[name][done[name] :][:n] for name, n in counts.items()])
-        batch = ragged(slots, q_lens, kv_lens, used=len(counts))
-        pad = 8 - len(flat)
-        batch = replace(batch, seq_of_token=jnp.pad(batch.seq_of_token, (0, pad)))
-        cache, out = step(cache, jnp.pad(flat, (0, pad))[None], batch)
-        at = 0
-        for name, n in counts.items():
-            outs[name].append(np.asarray(out)[0, at : at + n])
-            done[name], at = done[name] + n, at + n
-            if done[name] == lengths[name]:
-                free.append(slot.pop(name))
-    assert done == lengths
-    for name, values in x.items():
-        np.testing.assert_allclose(np.concatenate(outs[name]), recurrence(values), rtol=1e-6)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ed_esurge.outputs import Logprob as Logprob
     from ed_esurge.outputs import RequestMetrics as RequestMetrics
     from ed_esurge.outputs import RequestOutput as RequestOutput
+    from ed_esurge.sampling import PoolingParams as PoolingParams
     from ed_esurge.sampling import SamplingParams as SamplingParams
     from ed_esurge.server import serve as serve
     from ed_esurge.server.app import create_app as create_app
@@ -25,6 +26,7 @@ __getattr__, __dir__, __all__ = attach(
         "CompletionOutput": "ed_esurge.outputs",
         "EngineConfig": "ed_esurge.config",
         "Logprob": "ed_esurge.outputs",
+        "PoolingParams": "ed_esurge.sampling",
         "RequestMetrics": "ed_esurge.outputs",
         "RequestOutput": "ed_esurge.outputs",
         "SamplingParams": "ed_esurge.sampling",

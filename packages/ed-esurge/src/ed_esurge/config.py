@@ -7,7 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Options
 from pydantic import Field, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
+# Tokens and pages are counted in 32 bits on the device.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class EngineConfig(Options):
@@ -21,21 +23,22 @@ class EngineConfig(Options):
     # How much fits.
     max_model_len: PositiveInt = 8192
     """Longest prompt plus completion. Capped, and said once, at the model's own limit."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Annotated[int, Field(gt=0, le=2**16)] = 256
     """Most sequences in one step. On a CPU 16 unless you say otherwise: more compile longer."""
     max_num_batched_tokens: PositiveInt | None = None
     """Token budget of one step; longer prompts are prefilled in chunks. None: 8192 on TPU, 2048 on
     GPU, 512 on CPU."""
     long_prefill_token_threshold: PositiveInt | None = None
     """Most prompt tokens that one sequence may take of a step. None: the whole budget."""
-    page_size: PositiveInt = 128
+    page_size: Annotated[int, Field(gt=0, le=2**16)] = 128
     """Tokens of one page of the key/value cache."""
     num_pages: PositiveInt | None = None
-    """Pages in the pool. None: as many as `hbm_utilization` (accelerator) or `cpu_cache_gib` hold,
-    and never more than `max_num_seqs` sequences of `max_model_len` can use."""
+    """Pages in the pool (in each, where layers of a sliding window have their own). None: as many
+    as `hbm_utilization` (accelerator) or `cpu_cache_gib` hold, and never more than `max_num_seqs`
+    sequences of `max_model_len` can use."""
     hbm_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Part of an accelerator's memory that weights and pages together may take."""
-    cpu_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    cpu_cache_gib: Annotated[float, Field(gt=0, le=2**20)] = 1.0
     """Upper bound of the page pool on the CPU backend, GiB. Grown, if need be, to hold one sequence
     of `max_model_len`."""
 
@@ -56,7 +59,7 @@ class EngineConfig(Options):
     """Smallest token bucket of a step that prefills."""
     max_num_seq_buckets: tuple[PositiveInt, ...] | None = None
     """Sequence buckets, ascending. None: powers of two up to `max_num_seqs`."""
-    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
     """Most alternatives per position that a request may ask for."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds the requests that bring no seed (folded with their arrival number)."""
@@ -78,7 +81,7 @@ class EngineConfig(Options):
     """Refuse whatever does not fit, whatever the four options above say."""
 
     # Stops that every request gets.
-    extra_eos_token_ids: tuple[int, ...] = ()
+    extra_eos_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a completion besides the model's own (not with `ignore_eos`)."""
     extra_stops: tuple[str, ...] = ()
     """Stop strings of every request."""
@@ -103,10 +106,20 @@ class EngineConfig(Options):
                     f"max_num_seqs {self.max_num_seqs}: append {self.max_num_seqs}"
                 )
         budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs and "max_num_seqs" in self.given:
+        if (
+            budget is not None
+            and budget < self.max_num_seqs
+            and "max_num_seqs" in self.model_fields_set
+        ):
             raise ValueError(
                 f"max_num_batched_tokens {budget} is below max_num_seqs {self.max_num_seqs}: "
                 "each running sequence needs one token of a step"
+            )
+        if self.num_pages is not None and self.num_pages * self.page_size >= 2**31:
+            raise ValueError(
+                f"num_pages {self.num_pages} of page_size {self.page_size} hold "
+                f"{self.num_pages * self.page_size} tokens; a pool holds fewer than 2**31: lower "
+                "num_pages"
             )
         if (self.reserve_tokens or 0) >= self.max_model_len:
             raise ValueError(
@@ -114,8 +127,3 @@ class EngineConfig(Options):
                 f"in max_model_len {self.max_model_len}"
             )
         return self
-
-    @property
-    def given(self) -> set[str]:
-        """Names that the user set, as against defaults."""
-        return self.model_fields_set

@@ -97,7 +97,9 @@ class eSurgeLM(TemplateLM):
     def max_length(self) -> int:
         """Most tokens that the model sees before a token that is scored.
 
-        The engine's prompt holds the scored tokens too, and leaves room for one to generate.
+        The engine's prompt holds the scored tokens too, so one fewer than the context. And one
+        fewer than that: windows of rolling likelihoods, and with them published figures, are those
+        of engines that cannot score without room for a token to generate.
         """
         return self.engine.max_model_len - 2
 
@@ -151,7 +153,7 @@ class eSurgeLM(TemplateLM):
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Sum of the continuation's log-probabilities, and whether it is the greedy one."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         prompts, lengths = [], []
         for _key, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -252,13 +254,13 @@ class eSurgeLM(TemplateLM):
         Raises:
             ConfigError: a keyword that the engine does not have.
         """
-        given: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
-        if given.pop("num_beams", 1) != 1:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
+        if options.pop("num_beams", 1) != 1:
             raise ConfigError("the engine has no beam search: drop num_beams")
-        stops = [stop for stop in given.pop("until", ()) if stop]
-        length = given.pop("max_gen_toks")
-        given = {name: value for name, value in given.items() if name not in _IGNORED}
-        unknown = sorted(set(given) - set(SamplingParams.model_fields))
+        stops = [stop for stop in options.pop("until", ()) if stop]
+        length = options.pop("max_gen_toks")
+        options = {name: value for name, value in options.items() if name not in _IGNORED}
+        unknown = sorted(set(options) - set(SamplingParams.model_fields))
         if unknown:
             hint = did_you_mean(unknown[0], SamplingParams.model_fields)
             raise ConfigError(f"generation keyword {unknown[0]!r} is not known{hint}")
@@ -267,7 +269,7 @@ class eSurgeLM(TemplateLM):
             stops.append(eos)
         # As in the Hugging Face backend: tasks may look for markup in the text.
         temperature = 1.0 if keywords.get("do_sample") else 0.0
-        options = {"skip_special_tokens": False, "temperature": temperature, **given}
+        options = {"skip_special_tokens": False, "temperature": temperature, **options}
         return SamplingParams(max_tokens=length, stop=tuple(stops), **options)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -84,10 +86,12 @@ class RequestOutput:
     A delta lists only the completions that changed; `prompt_logprobs` come with the first one.
 
     Attributes:
-        prompt: the text that was given, if it was text.
+        prompt: the text of the prompt, if it was text.
         prompt_token_ids: what the model saw: after truncation.
         prompt_logprobs: one entry per prompt token; the first is None. None when not asked for.
         finished: all completions have a finish reason; no output follows.
+        pooled: the vector [d] of a request with `PoolingParams`, float32. Its one output has one
+            completion without tokens, which says how the request ended.
     """
 
     request_id: str
@@ -98,6 +102,7 @@ class RequestOutput:
     prompt: str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     delta: bool = False
+    pooled: np.ndarray | None = None
 
     def add(self, new: RequestOutput) -> None:
         """Append a later delta to this output, in place."""
@@ -122,3 +127,5 @@ class RequestOutput:
         self.metrics = new.metrics
         if self.prompt_logprobs is None:
             self.prompt_logprobs = new.prompt_logprobs
+        if self.pooled is None:
+            self.pooled = new.pooled

@@ -1,13 +1,18 @@
-"""How one request wants its tokens chosen: vLLM's names. Imports neither jax nor transformers."""
+"""What one request wants, sampled tokens or a pooled vector: vLLM's names. Imports neither jax nor
+transformers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
 from pydantic import Field, field_validator, model_validator
 
-TokenId = Annotated[int, Field(ge=0)]
+# Numbers go to the device in 32 bits.
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Count
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class SamplingParams(Options):
@@ -19,22 +24,23 @@ class SamplingParams(Options):
     the model: before any of these.
     """
 
-    n: Annotated[int, Field(ge=1)] = 1
+    n: Annotated[int, Field(ge=1, le=4096)] = 1
     """Completions per prompt. They share the prompt's pages and differ in their seeds."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     """0 or -1: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Smallest probability, relative to the most probable token's, that may be sampled."""
-    seed: int | None = None
-    """Same seed, prompt and options give the same tokens, whatever else is in the batch. None:
-    drawn from the engine's seed and the request's arrival number."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Same seed, prompt and options give the same tokens, whatever else is in the batch. Any number
+    of 64 bits, as in OpenAI's API. None: drawn from the engine's seed and the request's arrival
+    number."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
-    """None: as many as the context holds."""
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    max_tokens: Count | None = 16
+    """None: as many as the context holds. 0, with `prompt_logprobs`: only score the prompt."""
+    min_tokens: Count = 0
     """No end of sequence, stop token or stop string before so many tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; a single string is accepted."""
@@ -43,16 +49,16 @@ class SamplingParams(Options):
     """Go on past the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
 
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Count | None = None
     """Alternatives per generated position (0: the chosen token alone)."""
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Count | None = None
     """The same for prompt positions. Such a request does not read the prefix cache."""
 
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Over prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
-    logit_bias: dict[TokenId, float] = Field(default_factory=dict)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     allowed_token_ids: tuple[TokenId, ...] | None = None
     """Sample from these alone."""
     bad_words: tuple[str, ...] = ()
@@ -85,6 +91,8 @@ class SamplingParams(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 gives nothing: it needs prompt_logprobs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower it"
@@ -106,3 +114,13 @@ class SamplingParams(Options):
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
+
+
+class PoolingParams(Options):
+    """Options of a request for one vector instead of tokens: the model's hidden states, pooled."""
+
+    pooling: Literal["last", "mean"] = "last"
+    """Which hidden states, after the last norm: that of the last token, or the mean over the
+    prompt. A mean needs every token computed, so it does not read the prefix cache."""
+    normalize: bool = True
+    """Scale the vector to length 1."""

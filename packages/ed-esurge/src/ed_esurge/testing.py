@@ -105,16 +105,16 @@ class ScriptedEngine:
         self._running += 1
         done = False
         try:
-            given = 0
+            sent = 0
             for choice in range(sampling_params.n):
                 reply = self._reply(prompt_token_ids, choice)
                 for out in _completion(self.tokenizer, reply, choice, sampling_params):
                     await asyncio.sleep(self._delay)
-                    if given == self._fail_after:
+                    if sent == self._fail_after:
                         self.is_healthy = False
                         return
-                    first = given == 0
-                    given += 1
+                    first = sent == 0
+                    sent += 1
                     self._stamp(metrics, first)
                     last = done = out.finished and choice == sampling_params.n - 1
                     yield RequestOutput(

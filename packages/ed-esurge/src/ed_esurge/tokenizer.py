@@ -7,8 +7,8 @@ once gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from ed_infra.errors import ConfigError
 from tokenizers.decoders import DecodeStream
@@ -16,6 +16,27 @@ from tokenizers.decoders import DecodeStream
 # Tokens of context before new ones, so that word spaces and byte sequences come out right.
 CONTEXT = 8
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a Hugging Face tokenizer."""
+
+    bos_token_id: Any  # an id, or None
+    eos_token_id: Any
+    chat_template: Any  # Jinja text, or None
+    name_or_path: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
+        """A mapping with `input_ids`."""
+        ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """Text of token ids."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """A conversation as text."""
+        ...
 
 
 class Detokenizer:
@@ -28,7 +49,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
@@ -142,7 +163,7 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
-def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text."""
     if tokenizer is None:
         raise ConfigError(
@@ -151,7 +172,9 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Any], **options: Any) -> list[int]:
+def render_chat(
+    tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
     """Token ids of a conversation, by the tokenizer's chat template.
 
     Args:
@@ -173,12 +196,8 @@ def render_chat(tokenizer: Any, messages: Sequence[Any], **options: Any) -> list
     return encode(tokenizer, text, add_special_tokens=False)
 
 
-def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences of words, with and without a space before them (as in vLLM)."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word.lstrip(), " " + word.lstrip()):
-            ids = encode(tokenizer, text, add_special_tokens=False)
-            if ids:
-                found[tuple(ids)] = None
-    return tuple(found)
+    texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+    known = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(ids for ids in known if ids))

@@ -26,14 +26,14 @@ from ed_infra.errors import ConfigError
 def angles(
     positions: ArrayLike,
     frequencies: ArrayLike,
-    attention_scaling: float = 1.0,
+    attention_scaling: ArrayLike = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[jax.Array, "*p r2"], Float[jax.Array, "*p r2"]]:
     """Return cos and sin of positions.
 
     Args:
         positions: int [...].
-        frequencies: float32 [r / 2].
+        frequencies: float32 [r / 2], or of each position, [..., r / 2].
         attention_scaling: factor of both.
         dtype: of the result; the angles themselves are float32.
 

@@ -1,25 +1,75 @@
-"""What one step computes: the scheduler's product, in plain numbers."""
+"""What one step computes: the scheduler's product, in plain numbers.
+
+A plan is complete: whoever holds the weights and the plans so far can run it, in another process
+too. It tells what is new alone. A sequence comes with all of its data when it takes a slot
+(`NewSequence`), and its rows then bring the tokens and the pages of one step (`PlanRow`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
+class NewSequence:
+    """A sequence that takes a slot: what the runner must know until another takes the slot.
+
+    Attributes:
+        request_id: whose.
+        slot: the number that the sequence leases while it runs: its place in the runner's tables
+            and in the sampler's state, and the place of its recurrent state.
+        token_ids: all tokens known so far: the prompt, and after a preemption the output too.
+        prompt_len: how many of them are the prompt.
+        params: how to sample, or what to pool.
+        seed: 32-bit seed of its sampling keys.
+        end_token_ids: ids that may not be sampled before `min_tokens` tokens.
+        bad_token_ids: token sequences that may not be generated.
+        adapter: which LoRA adapter; 0 = none.
+    """
+
+    request_id: str
+    slot: int
+    token_ids: Sequence[int]
+    prompt_len: int
+    params: SamplingParams | PoolingParams
+    seed: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    adapter: int = 0
+
+
+class PlanRow(NamedTuple):
     """One sequence's share of a step.
 
     Attributes:
         request_id: whose.
+        slot: the slot of the sequence.
         start: position of the first token computed; equals the number of cached tokens.
-        count: tokens computed: 1 for a decode, more for (a chunk of) a prefill.
-        samples: the last token known is among them, so the step yields the next one.
+        token_ids: tokens computed: one for a decode, more for (a chunk of) a prompt.
+        pages: group -> page numbers that continue the sequence's page table; only groups that
+            have new ones.
+        samples: tokens to sample after the last one; 0 before the end of what is known.
+        scores: the step gives the log-probability of each next prompt token.
+        pools: the hidden states are pooled; the vector comes out with the end of the prompt.
     """
 
     request_id: str
+    slot: int
     start: int
-    count: int
-    samples: bool
+    token_ids: Sequence[int]
+    pages: Mapping[str, Sequence[int]]
+    samples: int = 0
+    scores: bool = False
+    pools: bool = False
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token computed."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +78,22 @@ class StepPlan:
 
     Attributes:
         step: running number.
-        rows: at most `max_num_seqs`; their counts sum to at most the token budget.
+        rows: at most `max_num_seqs`; their tokens are at most the token budget.
+        started: sequences that have a row for the first time since they took their slot.
         preempted: requests that went back to the queue while this step was planned.
     """
 
     step: int
     rows: tuple[PlanRow, ...]
+    started: tuple[NewSequence, ...] = ()
     preempted: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> dict[str, int]:
         """request id -> tokens of this step."""
-        return {row.request_id: row.count for row in self.rows}
+        return {row.request_id: len(row.token_ids) for row in self.rows}
 
     @property
     def total(self) -> int:
         """Tokens of this step."""
-        return sum(row.count for row in self.rows)
-
-    @property
-    def is_decode(self) -> bool:
-        """Every row computes one token."""
-        return all(row.count == 1 for row in self.rows)
+        return sum([len(row.token_ids) for row in self.rows])

@@ -4,50 +4,59 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping
 
-from ed_esurge.core.page_pool import PagePool
 from ed_esurge.core.request import Request
 
 
 class PrefixCache:
-    """Finds pages whose keys and values belong to the beginning of a prompt.
+    """Knows pages whose keys and values belong to the beginning of a prompt.
 
-    The key of a page is a 128-bit BLAKE2 digest of the key of the page before it and the token ids
-    in it, so it stands for the whole prefix; only full pages have one. A page stays known until
-    the pool gives it to somebody else.
+    The key of a page is a 128-bit BLAKE2 digest of the key of the page before it (of the first
+    page: the request's salt) and the token ids in it, so it stands for the whole prefix; only full
+    pages have one. A page stays known until the pool gives it to somebody else.
 
     Args:
         page_size: tokens of a page.
+        needed: group -> pages before a position that a query there reads; None = all.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, needed: Mapping[str, int | None]) -> None:
         self.page_size = page_size
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
+        self.needed = dict(needed)
+        self._page_of: dict[str, dict[bytes, int]] = {group: {} for group in needed}
+        self._key_of: dict[str, dict[int, bytes]] = {group: {} for group in needed}
         self.queries = 0
         self.hits = 0
-        """Prompt tokens looked up, and found, since the start."""
+        """Prompt tokens looked up, and those that were known, since the start."""
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._key_of
+    def knows(self, group: str, page: int) -> bool:
+        """Whether the contents of a page may be of use again."""
+        return page in self._key_of[group]
 
-    def __len__(self) -> int:
-        return len(self._key_of)
+    def match(self, request: Request) -> dict[str, list[int | None]]:
+        """Group -> pages of the longest known prefix of a request's tokens.
 
-    def match(self, request: Request, pool: PagePool) -> list[int]:
-        """Hold and return the pages of the longest known prefix of a request's tokens.
-
-        At least one token is left to compute: its logits are what the request waits for.
+        All groups have as many; None stands for a page that nobody will read, behind a window. At
+        least one token is left to compute: its hidden state is what the request waits for.
         """
-        self._extend_keys(request, (request.num_tokens - 1) // self.page_size)
-        pages: list[int] = []
-        for key in request.page_keys[: (request.num_tokens - 1) // self.page_size]:
-            page = self._page_of.get(key)
-            if page is None:
+        most = (request.num_tokens - 1) // self.page_size
+        self._extend_keys(request, most)
+        keys = request.page_keys[:most]
+        best, run = 0, dict.fromkeys(self.needed, 0)  # run: known pages up to here, in a row
+        for count, key in enumerate(keys, 1):
+            for group, pages in self._page_of.items():
+                run[group] = run[group] + 1 if key in pages else 0
+            if all(run[g] >= min(count, n or count) for g, n in self.needed.items() if n != 0):
+                best = count
+            elif any(run[g] < count for g, n in self.needed.items() if n is None):
                 break
-            pages.append(page)
-        pool.hold(pages)
-        return pages
+        matched: dict[str, list[int | None]] = {}
+        for group, pages in self._page_of.items():
+            needed = self.needed[group]
+            first = 0 if needed is None else max(best - needed, 0)
+            matched[group] = [None] * first + [pages[key] for key in keys[first:best]]
+        return matched
 
     def insert(self, request: Request, since: int, until: int) -> None:
         """Make the pages known that the request fills from position `since` to before `until`."""
@@ -55,28 +64,30 @@ class PrefixCache:
         if first == full:
             return
         self._extend_keys(request, full)
-        for index in range(first, full):
-            key, page = request.page_keys[index], request.pages[index]
-            # Two sequences may compute the same prefix at once: the first one's page is known.
-            if key not in self._page_of and page not in self._key_of:
-                self._page_of[key] = page
-                self._key_of[page] = key
+        for group, pages in self._page_of.items():
+            known, held = self._key_of[group], request.pages[group]
+            for index in range(first, full):
+                key, page = request.page_keys[index], held[index]
+                # Two sequences may compute the same prefix at once: the first one's page is known.
+                if key not in pages and page not in known:
+                    pages[key] = page
+                    known[page] = key
 
-    def forget(self, page: int) -> None:
+    def forget(self, group: str, page: int) -> None:
         """Drop a page, because its contents will be overwritten."""
-        key = self._key_of.pop(page, None)
+        key = self._key_of[group].pop(page, None)
         if key is not None:
-            del self._page_of[key]
+            del self._page_of[group][key]
 
     def clear(self) -> None:
         """Drop all pages (other weights)."""
-        self._page_of.clear()
-        self._key_of.clear()
+        for table in (*self._page_of.values(), *self._key_of.values()):
+            table.clear()
 
     def _extend_keys(self, request: Request, count: int) -> None:
         keys = request.page_keys
         while len(keys) < count:
             start = len(keys) * self.page_size
             tokens = array("q", request.tokens(start, start + self.page_size))
-            before = keys[-1] if keys else b""
+            before = keys[-1] if keys else request.salt
             keys.append(hashlib.blake2b(before + tokens.tobytes(), digest_size=16).digest())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ed_esurge.outputs import FinishReason
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
 class Status(enum.Enum):
@@ -25,46 +25,61 @@ class Request:
     A user's request with `n` completions is `n` of these.
 
     Attributes:
-        request_id: unique in the engine.
+        request_id: unique in the scheduler.
         prompt: token ids, at least one.
-        params: how to sample.
+        params: how to sample, or what to pool.
         eos_token_ids: ids that end it (empty with `ignore_eos`).
-        max_tokens: most tokens to generate; prompt + max_tokens fits the context.
+        max_tokens: most tokens to generate; prompt + max_tokens fits the context. 0: the request
+            ends with its prompt (a pooled one always does).
         priority: smaller goes first under the `priority` policy.
         arrival: number of the request in order of arrival: the scheduler's tie-break.
         seed: 32-bit seed of its sampling keys.
         bad_token_ids: token sequences that may not be generated.
+        salt: what the prefix-cache keys begin with.
+        adapter: which LoRA adapter; 0 = none.
         output: generated token ids.
         num_computed: how many of `prompt + output` have keys and values in `pages`.
-        pages: page numbers, in order of position.
+        pages: group -> page numbers, in order of position; see `ed_esurge.core.pages`.
         page_keys: prefix-cache keys of the full pages, as far as they were computed.
-        slot: row of the sampler's state while running.
+        slot: what it leases while running; see `NewSequence`.
         num_cached: prompt tokens found in the prefix cache at the first admission.
     """
 
     request_id: str
-    prompt: list[int]
-    params: SamplingParams
+    prompt: Sequence[int]
+    params: SamplingParams | PoolingParams
     eos_token_ids: frozenset[int] = frozenset()
     max_tokens: int = 16
     priority: int = 0
     arrival: int = 0
     seed: int = 0
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    salt: bytes = b""
+    adapter: int = 0
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: dict[str, list[int]] = field(default_factory=dict)
     page_keys: list[bytes] = field(default_factory=list)
     slot: int | None = None
     num_cached: int | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    scored: bool = field(init=False)
+    """Log-probabilities of the prompt are wanted."""
+    pooled: bool = field(init=False)
+    """A vector is wanted, and no token."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"request {self.request_id!r} has an empty prompt: give one token")
+        self.pooled = isinstance(self.params, PoolingParams)
+        self.scored = (
+            isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
+        )
+        if self.pooled:
+            self.max_tokens = 0
 
     @property
     def num_tokens(self) -> int:
@@ -75,28 +90,47 @@ class Request:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
-    def tokens(self, start: int, stop: int) -> list[int]:
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether pages of others may stand for its beginning, which is then not computed."""
+        if isinstance(self.params, PoolingParams):
+            return self.params.pooling == "last"
+        return not self.scored
+
+    def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Token ids of the positions `start` … `stop - 1`, over prompt and output."""
         edge = len(self.prompt)
         if stop <= edge:
             return self.prompt[start:stop]
         if start >= edge:
             return self.output[start - edge : stop - edge]
-        return self.prompt[start:] + self.output[: stop - edge]
+        return [*self.prompt[start:], *self.output[: stop - edge]]
 
-    def append(self, token: int) -> None:
-        """Take a sampled token, and set `finish_reason` if the request ends with it."""
-        self.output.append(token)
-        if len(self.output) >= self.params.min_tokens:
-            if token in self.eos_token_ids:
-                self.finish_reason = "stop"
-                return
-            if token in self.params.stop_token_ids:
-                self.finish_reason, self.stop_reason = "stop", token
-                return
-        if len(self.output) >= self.max_tokens:
-            self.finish_reason = "length"
+    def take(self, tokens: Sequence[int]) -> int:
+        """Append sampled tokens up to the one that ends the request, and return how many.
 
-    def stop_ids(self) -> Collection[int]:
+        Sets `finish_reason` if one of them ends it.
+        """
+        params = self.params
+        assert isinstance(params, SamplingParams), "a pooled request samples nothing"
+        output = self.output
+        for count, token in enumerate(tokens, 1):
+            output.append(token)
+            length = len(output)
+            if length >= params.min_tokens:
+                if token in self.eos_token_ids:
+                    self.finish_reason = "stop"
+                    return count
+                if token in params.stop_token_ids:
+                    self.finish_reason, self.stop_reason = "stop", token
+                    return count
+            if length >= self.max_tokens:
+                self.finish_reason = "length"
+                return count
+        return len(tokens)
+
+    def end_token_ids(self) -> tuple[int, ...]:
         """Ids that may not be sampled before `min_tokens` tokens."""
-        return self.eos_token_ids.union(self.params.stop_token_ids)
+        if not isinstance(self.params, SamplingParams):
+            return ()
+        return tuple(sorted(self.eos_token_ids.union(self.params.stop_token_ids)))

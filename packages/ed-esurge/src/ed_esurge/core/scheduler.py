@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ed_esurge.core.page_pool import PagePool
-from ed_esurge.core.plan import PlanRow, StepPlan
-from ed_esurge.core.prefix_cache import PrefixCache
+from ed_esurge.core.pages import PageGroup, PageTables, pages_of_sequence
+from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import Request, Status
 from ed_esurge.outputs import FinishReason
 
@@ -38,37 +37,45 @@ class Scheduler:
 
     There is no prefill phase: each running sequence has tokens that are not computed yet (one when
     it decodes, more before) and gets some of them. Sequences that decode go first, then prompts in
-    order, in chunks; then the queue, strictly from its head. If the pool runs dry, the last
+    order, in chunks; then the queue, strictly from its head. If a pool runs dry, the last
     sequence in order gives its pages back and is computed anew later ("preempted"); its tokens
     stay, so it goes on where it was.
 
     Args:
         limits: see `Limits`.
-        num_pages: size of the page pool; it must hold one sequence of `max_model_len`.
+        num_pages: pages of the pool, or name -> pool of each group of layers; a pool must hold one
+            sequence of `max_model_len`.
         page_size: tokens of a page.
-        prefix_caching: whether equal prefixes share pages.
+        prefix_caching: whether equal prefixes share pages. A page does not restore the state of a
+            recurrent layer: for a model with such layers, False.
     """
 
     def __init__(
-        self, limits: Limits, *, num_pages: int, page_size: int, prefix_caching: bool = True
+        self,
+        limits: Limits,
+        *,
+        num_pages: int | Mapping[str, PageGroup],
+        page_size: int,
+        prefix_caching: bool = True,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
             raise ValueError(
                 f"a budget of {limits.token_budget} tokens cannot serve {limits.max_num_seqs} "
                 "sequences: each needs one token of a step"
             )
-        needed = -(-limits.max_model_len // page_size)
-        if num_pages < needed:
-            raise ValueError(
-                f"{num_pages} pages of {page_size} tokens hold {num_pages * page_size} tokens, "
-                f"fewer than max_model_len {limits.max_model_len}: give at least {needed} pages "
-                "or lower max_model_len"
-            )
+        groups = {"full": PageGroup(num_pages)} if isinstance(num_pages, int) else num_pages
+        at_once = min(limits.chunk or limits.token_budget, limits.token_budget)
+        for group in groups.values():
+            needed = pages_of_sequence(group.window, limits.max_model_len, at_once, page_size)
+            if group.num_pages < needed:
+                raise ValueError(
+                    f"{group.num_pages} pages of {page_size} tokens hold "
+                    f"{group.num_pages * page_size} tokens, "
+                    f"fewer than max_model_len {limits.max_model_len}: give at least {needed} "
+                    "pages or lower max_model_len"
+                )
         self.limits = limits
-        self.page_size = page_size
-        self.prefix_cache = PrefixCache(page_size) if prefix_caching else None
-        forget = self.prefix_cache.forget if self.prefix_cache is not None else None
-        self.pool = PagePool(num_pages, on_reuse=forget)
+        self.pages = PageTables(groups, page_size, prefix_caching=prefix_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -79,20 +86,14 @@ class Scheduler:
     # ---- the queue
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: its id is in use, or it can never fit the context.
-        """
-        if request.request_id in self.requests:
-            raise ValueError(f"request id {request.request_id!r} is in use: choose another")
-        longest = len(request.prompt) + request.max_tokens
-        if longest > self.limits.max_model_len:
-            raise ValueError(
-                f"request {request.request_id!r}: {len(request.prompt)} prompt tokens and "
-                f"max_tokens {request.max_tokens} exceed max_model_len {self.limits.max_model_len}"
-            )
-        self.requests[request.request_id] = request
+        """Queue a request whose id is free and which fits the context: the engine saw to both."""
+        name, length = request.request_id, len(request.prompt) + request.max_tokens
+        assert name not in self.requests, f"request id {name!r} is in use"
+        assert length <= self.limits.max_model_len, (
+            f"request {name!r}: {len(request.prompt)} prompt tokens and max_tokens "
+            f"{request.max_tokens} exceed max_model_len {self.limits.max_model_len}"
+        )
+        self.requests[name] = request
         insort(self.waiting, request, key=self._order)
 
     def finish(self, request_id: str, reason: FinishReason, stop: int | str | None = None) -> bool:
@@ -114,73 +115,78 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if there is nothing to compute."""
         rows: dict[str, PlanRow] = {}
+        started: list[NewSequence] = []
         preempted: list[str] = []
         budget = self.limits.token_budget
-        decoding = [r for r in self.running if r.num_tokens - r.num_computed == 1]
-        prefilling = [r for r in self.running if r.num_tokens - r.num_computed > 1]
-        for request in decoding + prefilling:
+        decoding: list[tuple[Request, int]] = []
+        prefilling: list[tuple[Request, int]] = []
+        for request in self.running:
+            missing = request.num_tokens - request.num_computed
+            (decoding if missing == 1 else prefilling).append((request, missing))
+        for request, missing in decoding + prefilling:
             if request.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            count = min(self._wanted(request), budget)
+            count = min(missing, self.limits.chunk or missing, budget)
             if count <= 0:
                 continue
-            while not self._reserve(request, count):
+            while (pages := self.pages.reserve(request, count)) is None:
                 victim = self.running[-1]
                 self._preempt(victim)
                 preempted.append(victim.request_id)
                 undone = rows.pop(victim.request_id, None)
-                budget += undone.count if undone is not None else 0
+                budget += len(undone.token_ids) if undone is not None else 0
                 if victim is request:
                     break
             else:
-                rows[request.request_id] = _row(request, count)
+                rows[request.request_id] = _row(request, count, pages)
                 budget -= count
         for row in rows.values():
-            self._share(row)
+            self.pages.share(self.requests[row.request_id], row.start, row.stop)
         # Whoever was just preempted heads the queue: admitting it now would only undo that.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
                 break
             request = self.waiting[0]
-            count = self._admit(request, budget)
-            if count is None:
+            row = self._admit(request, budget)
+            if row is None:
                 break
-            rows[request.request_id] = row = _row(request, count)
-            self._share(row)
-            budget -= count
+            rows[request.request_id] = row
+            started.append(_start(request))
+            self.pages.share(request, row.start, row.stop)
+            budget -= len(row.token_ids)
         if not rows:
             return None
         self._step += 1
-        return StepPlan(self._step, tuple(rows.values()), tuple(preempted))
+        return StepPlan(self._step, tuple(rows.values()), tuple(started), tuple(preempted))
 
-    def advance(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
+    def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Take the result of a step.
 
         Args:
             plan: what was run.
-            sampled: request id -> token, for each row that samples.
+            sampled: request id -> tokens, at least one, for each row that samples. Tokens after
+                one that ends the request are dropped.
 
         Returns:
-            The requests that got a token; those that ended with it are finished and freed.
+            request id -> how many tokens it took, for each row that samples or ends its request.
+            Those that ended are finished and freed.
         """
-        grown = []
+        taken: dict[str, int] = {}
         for row in plan.rows:
             request = self.requests.get(row.request_id)
             if request is None or request.status is not Status.RUNNING:
                 continue  # ended from outside while the step ran
-            request.num_computed = row.start + row.count
+            request.num_computed = row.stop
             if row.samples:
-                request.append(sampled[row.request_id])
-                grown.append(request)
-                if request.finish_reason is not None:
-                    self._retire(request)
-        return grown
-
-    def forget_prefixes(self) -> None:
-        """Drop the prefix cache: the weights are others now."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.clear()
-            self.pool.forget_kept()
+                taken[row.request_id] = request.take(sampled[row.request_id])
+                # Tokens that were proposed in the row and not confirmed are computed anew.
+                request.num_computed = min(row.stop, request.num_tokens - 1)
+            elif request.max_tokens == 0 and row.stop == request.num_tokens:
+                taken[row.request_id] = 0
+                request.finish_reason = "stop" if request.pooled else "length"
+            if request.finish_reason is not None:
+                self._retire(request)
+        return taken
 
     def preempt_all(self) -> None:
         """Send every running sequence back to the queue, to be computed anew."""
@@ -193,62 +199,30 @@ class Scheduler:
         first = request.priority if self.limits.policy == "priority" else 0
         return first, request.arrival
 
-    def _wanted(self, request: Request) -> int:
-        missing = request.num_tokens - request.num_computed
-        chunk = self.limits.chunk
-        return missing if chunk is None else min(missing, chunk)
-
-    def _share(self, row: PlanRow) -> None:
-        """Let others find the pages that this row fills, in this very step: on the device, every
-        layer writes the keys and values of all tokens before any of them reads."""
-        if self.prefix_cache is not None:
-            request = self.requests[row.request_id]
-            self.prefix_cache.insert(request, row.start, row.start + row.count)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def _reserve(self, request: Request, count: int) -> bool:
-        """Give the request pages for `count` more tokens, if the pool has them."""
-        needed = self._pages_for(request.num_computed + count) - len(request.pages)
-        if needed <= 0:
-            return True
-        pages = self.pool.allocate(needed)
-        if pages is None:
-            return False
-        request.pages += pages
-        return True
-
-    def _admit(self, request: Request, budget: int) -> int | None:
+    def _admit(self, request: Request, budget: int) -> PlanRow | None:
         """Start the head of the queue; None, and no change, if its pages are not there."""
-        if self.prefix_cache is not None and request.params.prompt_logprobs is None:
-            request.pages = self.prefix_cache.match(request, self.pool)
-            request.num_computed = len(request.pages) * self.page_size
-        count = min(self._wanted(request), budget)
-        needed = self._pages_for(request.num_computed + count) - len(request.pages)
+        self.pages.begin(request)
+        missing = request.num_tokens - request.num_computed
+        count = min(missing, self.limits.chunk or missing, budget)
         # Each running sequence will soon want a page: an admission that leaves none for them only
         # leads to preemption.
-        if self.pool.num_free - needed < len(self.running):
-            self._drop_pages(request)
-            return None
-        if not self._reserve(request, count):
-            self._drop_pages(request)
+        if self.pages.reserve(request, count, spare=len(self.running)) is None:
+            self.pages.release(request)
             return None
         if request.num_cached is None:
             request.num_cached = request.num_computed
-            if self.prefix_cache is not None:
-                self.prefix_cache.queries += len(request.prompt)
-                self.prefix_cache.hits += request.num_computed
+            if self.pages.prefixes is not None:
+                self.pages.prefixes.queries += len(request.prompt)
+                self.pages.prefixes.hits += request.num_computed
         self.waiting.pop(0)
         request.status = Status.RUNNING
         request.slot = self._slots.pop()
         insort(self.running, request, key=self._order)
-        return count
+        return _row(request, count, {name: tuple(held) for name, held in request.pages.items()})
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self._drop_pages(request)
-        self._drop_slot(request)
+        self._let_go(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -256,23 +230,45 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
-        self._drop_pages(request)
-        self._drop_slot(request)
+        self._let_go(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
 
-    def _drop_pages(self, request: Request) -> None:
-        cache = self.prefix_cache
-        self.pool.release(request.pages, keep=cache.__contains__ if cache is not None else None)
-        request.pages = []
-        request.num_computed = 0
-
-    def _drop_slot(self, request: Request) -> None:
+    def _let_go(self, request: Request) -> None:
+        self.pages.release(request)
         if request.slot is not None:
             self._slots.append(request.slot)
             request.slot = None
 
 
-def _row(request: Request, count: int) -> PlanRow:
+def _row(request: Request, count: int, pages: Mapping[str, Sequence[int]]) -> PlanRow:
     start = request.num_computed
-    return PlanRow(request.request_id, start, count, samples=start + count == request.num_tokens)
+    stop = start + count
+    slot = request.slot
+    assert slot is not None, "a running request has a slot"
+    return PlanRow(
+        request.request_id,
+        slot,
+        start,
+        request.tokens(start, stop),
+        pages,
+        1 if stop == request.num_tokens and request.max_tokens else 0,
+        # Scores leave with the first token: a preempted request is not scored again.
+        request.scored and start < len(request.prompt) - 1 and not request.output,
+        request.pooled,
+    )
+
+
+def _start(request: Request) -> NewSequence:
+    assert request.slot is not None, "a running request has a slot"
+    return NewSequence(
+        request.request_id,
+        request.slot,
+        request.tokens(0, request.num_tokens),
+        len(request.prompt),
+        request.params,
+        request.seed,
+        request.end_token_ids(),
+        request.bad_token_ids,
+        request.adapter,
+    )

@@ -7,17 +7,22 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
+from contextlib import aclosing
 from typing import Any
 
-from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
+from flax import nnx
 
-from ed_esurge.completion import Group
+from ed_esurge.core.commands import Abort, Add, Command, UpdateWeights
+from ed_esurge.engine.intake import Params, Prompt
 from ed_esurge.engine.surge import eSurge
+from ed_esurge.model import ServedModel
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -28,6 +33,8 @@ class _Follower:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.over = False
+        """Nothing follows: the last output or an error was read."""
 
     def put(self, item: RequestOutput | BaseException) -> None:
         """Hand over an output; called by the engine's thread."""
@@ -38,6 +45,7 @@ class _Follower:
 
     async def get(self) -> RequestOutput:
         item = await self._queue.get()
+        self.over = isinstance(item, BaseException) or item.finished
         if isinstance(item, BaseException):
             raise item
         return item
@@ -54,7 +62,8 @@ class AsyncEngine:
     def __init__(self, engine: eSurge, *, stuck_after: float = 300.0) -> None:
         self.engine = engine
         self.stuck_after = stuck_after
-        self._inbox: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
+        # Commands, and who hears that one is done (a future) or was refused.
+        self._inbox: deque[tuple[Command, _Follower | Future[None] | None]] = deque()
         self._wake = threading.Event()
         self._followers: dict[str, _Follower] = {}
         self._thread: threading.Thread | None = None
@@ -65,7 +74,7 @@ class AsyncEngine:
     # ---- what a server shows
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
 
     @property
@@ -115,51 +124,68 @@ class AsyncEngine:
 
     # ---- requests
 
-    async def generate(
+    def generate(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Prompt,
         sampling_params: SamplingParams,
         request_id: str,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of one request, as they come. Closing the generator early aborts the request.
 
         Args:
             prompt_token_ids: token ids (text is encoded too, in the calling thread).
+            priority, cache_salt: see `eSurge.add_request`.
 
         Raises:
             ConfigError: the request can never run, or its id is in use.
             EasyDeLError: the engine has stopped or failed.
         """
-        self._check_alive()
-        if request_id in self._followers:
-            raise ConfigError(f"request id {request_id!r} is in use: choose another")
-        group = self.engine.prepare(
-            request_id, prompt_token_ids, sampling_params, priority=priority
+        return self._outputs(
+            prompt_token_ids, sampling_params, request_id, priority=priority, cache_salt=cache_salt
         )
-        follower = self._followers[request_id] = _Follower()
-        finished = False
+
+    async def embed(
+        self,
+        prompt_token_ids: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """The pooled vector of one prompt; cancelling aborts the request. See `generate`."""
+        outputs = self._outputs(
+            prompt_token_ids, pooling_params, request_id, priority=priority, cache_salt=cache_salt
+        )
+        async with aclosing(outputs):
+            return await anext(outputs)
+
+    async def _outputs(
+        self, prompt: Prompt, params: Params, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        self._check_alive()
+        add = self.engine.prepare(request_id, prompt, params, **options)
+        follower = _Follower()
         try:
-            self._post(lambda: self._submit(group))
-            while not finished:
-                output = await follower.get()
-                finished = output.finished
-                yield output
+            self._post(add, follower)
+            while not follower.over:
+                yield await follower.get()
         finally:
-            self._followers.pop(request_id, None)
-            if not finished:
-                self._post(lambda: self.engine.abort_request(request_id))
+            if not follower.over:
+                self._post(Abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request: its generator gives a last output. Unknown ids are ignored."""
-        self._post(lambda: self.engine.abort_request(request_id))
+        self._post(Abort(request_id))
 
-    async def update_model_weights(self, model_or_state: Any) -> None:
+    async def update_model_weights(self, model_or_state: ServedModel | nnx.State) -> None:
         """Serve other weights from the next step on; see `eSurge.update_model_weights`."""
         self._check_alive()
-        done: Future[Any] = Future()
-        self._post(lambda: self.engine.update_model_weights(model_or_state), done)
+        done: Future[None] = Future()
+        self._post(UpdateWeights(model_or_state), done)
         await asyncio.wrap_future(done)
 
     def _check_alive(self) -> None:
@@ -170,15 +196,9 @@ class AsyncEngine:
 
     # ---- the thread
 
-    def _post(self, action: Callable[[], Any], done: Future[Any] | None = None) -> None:
-        self._inbox.append((action, done))
+    def _post(self, command: Command, waiting: _Follower | Future[None] | None = None) -> None:
+        self._inbox.append((command, waiting))
         self._wake.set()
-
-    def _submit(self, group: Group) -> None:
-        try:
-            self.engine.submit(group)
-        except ConfigError as error:
-            self._give(group.request_id, error)
 
     def _run(self) -> None:
         try:
@@ -187,7 +207,7 @@ class AsyncEngine:
                 self._read_inbox()
                 if self.engine.has_unfinished_requests:
                     for output in self.engine.step():
-                        self._give(output.request_id, output)
+                        self._give(output)
                 if not self.engine.has_unfinished_requests or self.engine.paused:
                     # The beat goes on while there is nothing to do.
                     self._wake.wait(min(0.2, self.stuck_after / 4))
@@ -200,31 +220,41 @@ class AsyncEngine:
 
     def _read_inbox(self) -> None:
         while self._inbox:
-            action, done = self._inbox.popleft()
+            command, waiting = self._inbox.popleft()
             try:
-                result = action()
+                self.engine.execute(command)
             except Exception as error:
-                if done is None:
+                if waiting is None:
                     raise
-                done.set_exception(error)
-            else:
-                if done is not None:
-                    done.set_result(result)
+                _refuse(waiting, error)
+                continue
+            if isinstance(waiting, Future):
+                waiting.set_result(None)
+            elif waiting is not None and isinstance(command, Add):
+                self._followers[command.request_id] = waiting
 
-    def _give(self, request_id: str, item: RequestOutput | BaseException) -> None:
-        follower = self._followers.get(request_id)
+    def _give(self, output: RequestOutput) -> None:
+        follower = self._followers.get(output.request_id)
         if follower is not None:
-            follower.put(item)
+            follower.put(output)
+        if output.finished:
+            self._followers.pop(output.request_id, None)
 
     def _end(self, error: BaseException) -> None:
         """Nobody is left waiting."""
-        for follower in list(self._followers.values()):
-            follower.put(error)
-        while self._inbox:
-            _, done = self._inbox.popleft()
-            if done is not None:
-                done.set_exception(error)
+        waiting = [*self._followers.values(), *(who for _, who in self._inbox if who is not None)]
+        self._followers.clear()
+        self._inbox.clear()
+        for who in waiting:
+            _refuse(who, error)
         if self._failure is None:
             for name in self.engine.unfinished_requests():
                 self.engine.abort_request(name)
             self.engine.step()  # takes the last outputs, which nobody waits for
+
+
+def _refuse(waiting: _Follower | Future[None], error: BaseException) -> None:
+    if isinstance(waiting, Future):
+        waiting.set_exception(error)
+    else:
+        waiting.put(error)

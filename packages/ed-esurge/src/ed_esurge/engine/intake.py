@@ -1,23 +1,21 @@
-"""From a user's prompt and options to sequences that the scheduler can take."""
+"""From a user's prompt and options to a request that fits the engine."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.completion import Completion, Group
 from ed_esurge.config import EngineConfig
-from ed_esurge.context import fit
-from ed_esurge.core.request import Request
-from ed_esurge.outputs import RequestMetrics
-from ed_esurge.sampling import SamplingParams
-from ed_esurge.tokenizer import bad_word_ids, encode
+from ed_esurge.core.commands import Add
+from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
 
 Prompt = str | Sequence[int]
+Params = SamplingParams | PoolingParams
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -31,49 +29,76 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 class Intake:
-    """Checks requests and makes groups of them; touches nothing that runs, so any thread may.
+    """Checks requests; touches nothing that runs, so any thread may.
 
     Args:
         eos_token_ids: tokens that end a completion.
         max_model_len, vocab_size, max_logprobs: the engine's limits.
+        prompt_class: which prompts have the same keys and values for the same tokens, by length.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         *,
         eos_token_ids: frozenset[int],
         max_model_len: int,
         vocab_size: int,
         max_logprobs: int,
+        prompt_class: Callable[[int], int] = lambda length: 0,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
+        self.prompt_class = prompt_class
 
-    def group(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
-    ) -> Group:
-        """Make the sequences of a request. Their arrival numbers and seeds come with `number`.
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Add:
+        """Make the command that queues a request.
 
         Raises:
             ConfigError: the request can never run as it is.
         """
-        self._check(params)
+        sampling = params if isinstance(params, SamplingParams) else None
+        if sampling is not None:
+            self._check(sampling)
         text = prompt if isinstance(prompt, str) else None
         ids = (
             encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         )
         self._check_tokens("the prompt", ids)
-        ids, max_tokens = fit(ids, params.max_tokens, self.config, self.max_model_len)
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        asked = 0 if sampling is None else sampling.max_tokens
+        ids, max_tokens = fit(ids, asked, self.config, self.max_model_len)
+        options: dict[str, Any] = {} if sampling is None else self._sampling(sampling, max_tokens)
+        return Add(
+            request_id,
+            ids,
+            params,
+            max_tokens,
+            priority=priority,
+            prompt=text,
+            salt=salt(0, self.prompt_class(len(ids)), cache_salt),
+            arrival_time=time.monotonic(),
+            **options,
+        )
+
+    def _sampling(self, params: SamplingParams, max_tokens: int) -> dict[str, Any]:
+        """Fields of `Add` for a request that samples."""
         if params.min_tokens > max_tokens:
             raise ConfigError(
                 f"min_tokens {params.min_tokens} is above the {max_tokens} tokens that fit after "
                 f"this prompt: lower it"
             )
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
         ends = eos.union(params.stop_token_ids)
         if params.min_tokens and ends.issuperset(params.allowed_token_ids or [-1]):
             raise ConfigError(
@@ -81,37 +106,13 @@ class Intake:
                 "another, or drop min_tokens"
             )
         words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else ()
-        stops = (*params.stop, *self.config.extra_stops) if self._gives_text(params) else ()
-        metrics = RequestMetrics(arrival_time=time.monotonic())
-        group = Group(request_id, params, text, ids, metrics)
-        for index in range(params.n):
-            # One of n computes the prompt's log-probabilities; the others share its pages.
-            own = params if index == 0 else params.replace(prompt_logprobs=None)
-            request = Request(
-                f"{request_id}#{index}",
-                ids,
-                own,
-                eos_token_ids=eos,
-                max_tokens=max_tokens,
-                priority=priority,
-                bad_token_ids=words,
-            )
-            completion = Completion(request, index, self.tokenizer, stops)
-            group.completions[request.request_id] = completion
-        return group
-
-    def number(self, group: Group, arrival: int) -> int:
-        """Give a group's sequences their arrival numbers and seeds; returns the next number."""
-        seed = group.params.seed
-        source = f"{self.config.seed}:{arrival}" if seed is None else str(seed)
-        for index, completion in enumerate(group.completions.values()):
-            completion.request.arrival = arrival + index
-            digest = hashlib.blake2b(f"{source}/{index}".encode(), digest_size=4).digest()
-            completion.request.seed = int.from_bytes(digest, "big")
-        return arrival + len(group.completions)
-
-    def _gives_text(self, params: SamplingParams) -> bool:
-        return self.tokenizer is not None and params.detokenize
+        gives_text = self.tokenizer is not None and params.detokenize
+        return {
+            "eos_token_ids": eos,
+            # A word with a token that the model does not know is never generated.
+            "bad_token_ids": tuple(word for word in words if max(word) < self.vocab_size),
+            "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
+        }
 
     def _check(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -134,3 +135,89 @@ class Intake:
                 raise ConfigError(
                     f"{name} has token id {token}, outside the vocabulary of {self.vocab_size}"
                 )
+
+
+def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
+    """What the prefix-cache keys of a request begin with: pages are shared within one salt only.
+
+    Args:
+        adapter: which LoRA adapter; 0 = none.
+        prompt_class: prompts of different classes have different keys for the same tokens.
+        cache_salt: the user's.
+    """
+    if not adapter and not prompt_class and cache_salt is None:
+        return b""
+    source = repr((adapter, prompt_class, cache_salt)).encode()
+    return hashlib.blake2b(source, digest_size=16).digest()
+
+
+def seeds_of(params: Params, engine_seed: int, arrival: int) -> list[int]:
+    """32-bit seeds of a request's sequences, one for each.
+
+    Args:
+        engine_seed, arrival: they make the seeds of a request that brings none.
+    """
+    if isinstance(params, PoolingParams):
+        return [0]
+    source = f"{engine_seed}:{arrival}" if params.seed is None else str(params.seed)
+    digests = (
+        hashlib.blake2b(f"{source}/{index}".encode(), digest_size=4).digest()
+        for index in range(params.n)
+    )
+    return [int.from_bytes(digest, "big") for digest in digests]
+
+
+def fit(
+    prompt: list[int], max_tokens: int | None, config: EngineConfig, max_model_len: int
+) -> tuple[list[int], int]:
+    """Cut the prompt and lower `max_tokens` until both fit the context, as the options say.
+
+    Args:
+        prompt: token ids.
+        max_tokens: asked for; None is "as many as fit", 0 needs no room beside the prompt.
+        config: the policy.
+        max_model_len: the context, prompt and completion together.
+
+    Returns:
+        the prompt to use, and the number of tokens to generate: at least 1, or 0 as asked.
+
+    Raises:
+        ConfigError: it does not fit, and the options forbid to change what does not.
+    """
+    if not prompt:
+        raise ConfigError("the prompt has no tokens: give at least one")
+    room = 0 if max_tokens == 0 else max(1, config.reserve_tokens or 1)
+    if not config.prefer_preserve_prompt and max_tokens is not None:
+        room = max(room, min(max_tokens, max_model_len - 1))
+    longest = max_model_len - room
+    least = 1 if max_tokens is None else max_tokens
+    if len(prompt) > longest and len(prompt) + least > max_model_len:
+        if config.strict_context or not config.auto_truncate_prompt:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, but max_model_len {max_model_len} leaves "
+                f"{longest} beside {room} to generate: shorten it, or allow auto_truncate_prompt "
+                "(and not strict_context)"
+            )
+        prompt = truncate(prompt, longest, config.truncate_mode)
+    free = max_model_len - len(prompt)
+    if max_tokens is None:
+        return prompt, free
+    if max_tokens > free:
+        if config.strict_context or not config.auto_cap_new_tokens:
+            raise ConfigError(
+                f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens exceeds "
+                f"max_model_len {max_model_len}: ask for at most {free}, or allow "
+                "auto_cap_new_tokens (and not strict_context)"
+            )
+        max_tokens = free
+    return prompt, max_tokens
+
+
+def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
+    """Throw away the left, the right or the middle of a prompt."""
+    if mode == "left":
+        return prompt[-length:]
+    if mode == "right":
+        return prompt[:length]
+    head = length - length // 2
+    return prompt[:head] + prompt[len(prompt) - length // 2 :]

@@ -1,22 +1,24 @@
-"""What an `EngineConfig` comes to for a given model and machine."""
+"""What an `EngineConfig` comes to for a model and a machine: shapes, limits, and how much fits."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any
 
+import jax
+from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
+from ed_layers.cache import HybridCache
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.scheduler import Limits
+from ed_esurge.core.pages import PageGroup, pages_of_sequence
+from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.model import ServedModel, is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
-from ed_esurge.runner.memory import pool_size
 from ed_esurge.runner.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
+GIB = 2**30
 # Tokens of a step when the user names no budget: enough to keep the device busy.
 TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
 # Sequences of a step on a CPU when the user names no number.
@@ -25,19 +27,33 @@ CPU_SEQS = 16
 
 @dataclass(frozen=True)
 class Setup:
-    """Effective sizes.
+    """Effective sizes for a model.
 
     Attributes:
         limits: the scheduler's.
         buckets: the runner's shapes.
+        windows: group of layers -> the window that they see.
     """
 
+    model: ServedModel
+    config: EngineConfig
     limits: Limits
     buckets: Buckets
+    windows: dict[str, int | None]
 
     @classmethod
-    def resolve(cls, model: Any, config: EngineConfig) -> Setup:
-        """Cap the options at what model and platform can do."""
+    def resolve(cls, model: ServedModel, config: EngineConfig) -> Setup:
+        """Cap the options at what model and platform can do.
+
+        Raises:
+            ConfigError: an end-of-sequence id of the options is outside the vocabulary.
+        """
+        vocab = model.config.vocab_size
+        for token in config.extra_eos_token_ids:
+            if token >= vocab:
+                raise ConfigError(
+                    f"extra_eos_token_ids has token id {token}, outside the vocabulary of {vocab}"
+                )
         longest = config.max_model_len
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and positions < longest:
@@ -47,10 +63,10 @@ class Setup:
                 f"using {positions}",
             )
             longest = int(positions)
-        platform = model.mesh.devices.flat[0].platform
+        platform = platform_of(model)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
         seqs = config.max_num_seqs
-        if platform == "cpu" and "max_num_seqs" not in config.given:
+        if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
         seqs = min(seqs, budget)
         # More tokens than all sequences together can have are never in one step.
@@ -69,62 +85,125 @@ class Setup:
             min_tokens=config.min_input_pad,
             seq_buckets=config.max_num_seq_buckets,
         )
-        return cls(limits, buckets)
+        return cls(model, config, limits, buckets, windows_of(model))
 
-    def runner(self, model: Any, config: EngineConfig) -> ModelRunner:
-        """The runner, its pool sized by what memory is left."""
+    def runner(self) -> ModelRunner:
+        """The runner, its pools sized by what memory is left."""
+        return self._runner(self._pool_sizes())
 
-        def make(num_pages: int) -> ModelRunner:
-            return ModelRunner(
-                model,
-                self.buckets,
-                page_size=config.page_size,
-                num_pages=num_pages,
-                max_num_seqs=self.limits.max_num_seqs,
-                max_logprobs=config.max_logprobs,
-                ahead_of_time=config.use_aot_forward,
-            )
-
-        def workspace() -> int:
-            trial = make(self.buckets.shapes[-1].pages)
-            try:
-                return trial.workspace_bytes() + trial.state_bytes()
-            finally:
-                trial.free()
-
-        pages = pool_size(
-            model,
-            config,
-            max_model_len=self.limits.max_model_len,
-            max_num_seqs=self.limits.max_num_seqs,
-            workspace=workspace,
+    def scheduler(self, runner: ModelRunner) -> Scheduler:
+        """The scheduler over the runner's pools."""
+        caching = self.config.enable_prefix_caching
+        if caching and is_recurrent(self.model):
+            caching = False
+            if "enable_prefix_caching" in self.config.model_fields_set:
+                once(
+                    logger,
+                    "enable_prefix_caching is off for this model: a page does not restore the "
+                    "state of its recurrent layers",
+                )
+        groups = {
+            name: PageGroup(pages, self.windows[name]) for name, pages in runner.num_pages.items()
+        }
+        return Scheduler(
+            self.limits,
+            num_pages=groups,
+            page_size=self.config.page_size,
+            prefix_caching=caching,
         )
-        return make(pages)
+
+    def _runner(self, num_pages: dict[str, int]) -> ModelRunner:
+        return ModelRunner(
+            self.model,
+            self.buckets,
+            page_size=self.config.page_size,
+            num_pages=num_pages,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_logprobs=self.config.max_logprobs,
+            ahead_of_time=self.config.use_aot_forward,
+        )
+
+    def _pool_sizes(self) -> dict[str, int]:
+        """Pages of each group's pool.
+
+        On an accelerator: what `hbm_utilization` of its memory leaves beside everything that is
+        there already and the largest step's workspace. On a CPU: `cpu_cache_gib`. Never more than
+        `max_num_seqs` sequences of `max_model_len` can use, never less than one such sequence.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        config, limits = self.config, self.limits
+        longest, size = limits.max_model_len, config.page_size
+        at_once = min(limits.chunk or limits.token_budget, limits.token_budget)
+        needed = {
+            name: pages_of_sequence(window, longest, at_once, size)
+            for name, window in self.windows.items()
+        }
+        # A token's place is a number of 32 bits.
+        most = {
+            name: min(pages * limits.max_num_seqs, (2**31 - 1) // size)
+            for name, pages in needed.items()
+        }
+        if config.num_pages is not None:
+            for pages in needed.values():
+                if config.num_pages < pages:
+                    raise ConfigError(
+                        f"num_pages {config.num_pages} of {size} tokens cannot hold one "
+                        f"sequence of max_model_len {longest}: give at least {pages}"
+                    )
+            return {
+                name: config.num_pages if window is None else min(config.num_pages, most[name])
+                for name, window in self.windows.items()
+            }
+        of_page = {name: page_bytes(self.model, size, name) for name in needed}
+        of_sequence = sum(needed[name] * of_page[name] for name in needed)
+        memory = accelerator_memory(self.model)
+        if memory is None:
+            free = int(config.cpu_cache_gib * GIB)
+        else:
+            limit, used = memory
+            free = int(limit * config.hbm_utilization) - used - self._workspace(needed)
+            if free < of_sequence:
+                raise ConfigError(
+                    f"hbm_utilization {config.hbm_utilization} of {limit / GIB:.1f} GiB leaves "
+                    f"{max(free, 0) / GIB:.2f} GiB for pages, but one sequence of max_model_len "
+                    f"{longest} takes {of_sequence / GIB:.2f} GiB: lower max_model_len or "
+                    "max_num_batched_tokens, or raise hbm_utilization"
+                )
+        return {
+            name: max(pages, min(most[name], pages * free // of_sequence))
+            for name, pages in needed.items()
+        }
+
+    def _workspace(self, num_pages: dict[str, int]) -> int:
+        """Bytes that a step needs besides weights and pages."""
+        trial = self._runner(num_pages)
+        try:
+            return trial.workspace_bytes() + trial.state_bytes()
+        finally:
+            trial.free()
 
 
-def served_model(model: Any) -> Any:
-    """The model as the engine wants it: on a CPU unrolled, which steps up to six times faster."""
-    if model.mesh.devices.flat[0].platform == "cpu" and model.layout != "leaves":
-        return model.to_layout("leaves")
-    return model
+def page_bytes(model: ServedModel, page_size: int, group: str = "full") -> int:
+    """Bytes of one page on the device that holds most of it, over all layers of a group."""
+    cache = model.init_paged_cache(1, page_size, num_states=1)
+    part = cache.caches[group] if isinstance(cache, HybridCache) else cache
+    return device_bytes(part)
 
 
-def model_name(model: Any) -> str:
-    """What the model calls itself: the last part of where it came from, or its type."""
-    origin = getattr(model.config, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
-    return PurePath(origin).name or str(model.config.model_type)
+def device_bytes(tree: object) -> int:
+    """Bytes of arrays on the device that holds most of them."""
+    leaves = jax.tree.leaves(tree)
+    return sum(max(shard.data.nbytes for shard in leaf.addressable_shards) for leaf in leaves)
 
 
-def eos_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> frozenset[int]:
-    """Every token that ends a text: the checkpoint's, the config's, the tokenizer's, the user's."""
-    stored = json.loads(getattr(model, "generation_json", None) or "{}")
-    sources = (
-        stored.get("eos_token_id"),
-        getattr(model.config, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    found = set(extra)
-    for source in sources:
-        if source is not None:
-            found.update(source if isinstance(source, list | tuple) else [source])
-    return frozenset(int(token) for token in found)
+def accelerator_memory(model: ServedModel) -> tuple[int, int] | None:
+    """`(limit, in use)` in bytes of the fullest device of the model; None for a CPU."""
+    devices = []
+    for device in model.config.mesh.local_devices:
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        if stats is None or "bytes_limit" not in stats:
+            return None
+        devices.append((stats["bytes_limit"], stats["bytes_in_use"]))
+    return min(devices, key=lambda pair: pair[0] - pair[1])

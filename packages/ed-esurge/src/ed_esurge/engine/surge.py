@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, Self
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from flax import nnx
+from tqdm import tqdm
 
-from ed_esurge.completion import Group
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.intake import Intake, Prompt, as_prompts
-from ed_esurge.engine.setup import Setup, eos_token_ids, served_model
-from ed_esurge.engine.setup import model_name as name_of
-from ed_esurge.outputs import CompletionOutput, RequestOutput
-from ed_esurge.progress import Counter
-from ed_esurge.runner.model_runner import wants_scores
-from ed_esurge.runner.result import StepResult
-from ed_esurge.sampling import SamplingParams
-from ed_esurge.tokenizer import render_chat
+from ed_esurge.core.commands import (
+    Abort,
+    Add,
+    Command,
+    DropWeights,
+    Pause,
+    Resume,
+    UpdateWeights,
+)
+from ed_esurge.engine.intake import Intake, Params, Prompt, as_prompts
+from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.setup import Setup
+from ed_esurge.model import ServedModel, eos_token_ids, prompt_class, served_model
+from ed_esurge.model import model_name as name_of
+from ed_esurge.outputs import RequestOutput
+from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.tokenizer import Tokenizer, render_chat
 
 logger = get_logger(__name__)
 
@@ -43,8 +53,8 @@ class eSurge:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
+        model: ServedModel,
+        tokenizer: Tokenizer | None = None,
         config: EngineConfig | Mapping[str, Any] | None = None,
         *,
         model_name: str | None = None,
@@ -59,15 +69,16 @@ class eSurge:
         self.model_name = model_name or name_of(model)
         model = served_model(model)
         setup = Setup.resolve(model, config)
+        runner = setup.runner()
         self.max_model_len = setup.limits.max_model_len
-        self._runner = setup.runner(model, config)
-        self.vocab_size = self._runner.vocab_size
+        self.vocab_size = runner.vocab_size
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
-        self._scheduler = Scheduler(
-            setup.limits,
-            num_pages=self._runner.num_pages,
-            page_size=config.page_size,
-            prefix_caching=config.enable_prefix_caching,
+        self.loop = EngineLoop(
+            setup.scheduler(runner),
+            runner,
+            tokenizer,
+            seed=config.seed,
+            overlap=config.overlap_execution,
         )
         self._intake = Intake(
             config,
@@ -75,26 +86,26 @@ class eSurge:
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            max_logprobs=self._runner.max_logprobs,
+            max_logprobs=runner.max_logprobs,
+            prompt_class=partial(prompt_class, runner.model),
         )
-        self._groups: dict[str, Group] = {}
-        self._owner: dict[str, Group] = {}  # by the id of a sequence
-        self._pending: StepResult | None = None
-        self._backlog: list[RequestOutput] = []
-        self._arrivals = self._names = self._steps = 0
-        self._paused = False
+        self._names = 0
         self._lock = threading.RLock()
         if config.compile_runner:
-            with Counter("compiling", quiet=config.silent_mode) as counter:
-                self._runner.compile_all(counter.show)
+            with _bar("compiling", quiet=config.silent_mode) as bar:
+                runner.compile_all(bar)
         if not config.silent_mode:
             logger.info("%s: %s", self.model_name, self.describe())
 
     def describe(self) -> str:
         """One line on what was set up."""
-        runner, limits = self._runner, self._scheduler.limits
+        runner, limits = self.loop.runner, self.loop.scheduler.limits
+        pages = " and ".join(
+            f"{count} pages" if group == "full" else f"{count} pages of group {group}"
+            for group, count in runner.num_pages.items()
+        )
         return (
-            f"{runner.num_pages} pages of {runner.page_size} tokens "
+            f"{pages or 'no pages'} of {runner.page_size} tokens "
             f"({runner.cache_bytes() / 2**30:.2f} GiB), up to {limits.max_num_seqs} sequences of "
             f"{limits.max_model_len} tokens, {limits.token_budget} tokens a step, "
             f"{len(runner.buckets.shapes)} shapes"
@@ -106,125 +117,77 @@ class eSurge:
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request; its outputs come from `step`.
 
         Args:
             request_id: unique among those that are not finished.
             prompt: text, or token ids.
-            sampling_params: default `SamplingParams()`.
+            params: `SamplingParams()` by default; `PoolingParams` for a vector.
             priority: smaller goes first, under the `priority` policy.
+            cache_salt: pages of the prefix cache are shared among equal salts only, so that the
+                time of an answer does not tell what others asked.
 
         Raises:
             ConfigError: the request can never run, or its id is in use.
         """
-        self.submit(self.prepare(request_id, prompt, sampling_params, priority=priority))
+        self.execute(
+            self.prepare(
+                request_id,
+                prompt,
+                params or SamplingParams(),
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
 
     def prepare(
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        params: Params,
         *,
         priority: int = 0,
-    ) -> Group:
+        cache_salt: str | None = None,
+    ) -> Add:
         """Check and tokenize a request without queueing it; safe in any thread."""
-        return self._intake.group(request_id, prompt, sampling_params or SamplingParams(), priority)
+        return self._intake.prepare(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt
+        )
 
-    def submit(self, group: Group) -> None:
-        """Queue what `prepare` made."""
+    def execute(self, command: Command) -> None:
+        """Do what a command says before the next step; see `ed_esurge.core.commands`."""
         with self._lock:
-            if group.request_id in self._groups:
-                raise ConfigError(f"request id {group.request_id!r} is in use: choose another")
-            self._arrivals = self._intake.number(group, self._arrivals)
-            self._groups[group.request_id] = group
-            for sequence, completion in group.completions.items():
-                self._owner[sequence] = group
-                self._scheduler.add(completion.request)
+            self.loop.execute(command)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; `step` gives its last output. False if it is not running."""
         with self._lock:
-            group = self._groups.get(request_id)
-            if group is None:
-                return False
-            ended = []
-            for sequence, completion in group.completions.items():
-                if completion.finish_reason is None:
-                    self._scheduler.finish(sequence, "abort")
-                    ended.append(completion.abort())
-            self._backlog.append(self._emit(group, ended))
-            return True
+            known = request_id in self.loop
+            self.loop.execute(Abort(request_id))
+            return known
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to give."""
-        return bool(self._groups or self._backlog)
+        return bool(self.loop.open_requests or self.loop.backlog)
 
     def unfinished_requests(self) -> list[str]:
         """Ids of the requests that wait or run."""
-        return list(self._groups)
-
-    # ---- the loop
+        return self.loop.open_requests
 
     def step(self) -> list[RequestOutput]:
-        """Run one step for everybody, and return what is new (`RequestOutput.delta`)."""
+        """Run one step for everybody, and return what is new (`RequestOutput.delta`).
+
+        Raises:
+            EasyDeLError: the weights are gone; see `weights`.
+        """
         with self._lock:
-            outputs, self._backlog = self._backlog, []
-            if self._paused:
-                return outputs
-            result = self._pending or self._start()
-            self._pending = None
-            if result is None:
-                return outputs
-            grown = {
-                request.request_id
-                for request in self._scheduler.advance(result.plan, result.tokens())
-            }
-            if self.config.overlap_execution:
-                # The device works on the next step while this one's text is made.
-                self._pending = self._start()
-            return outputs + self._deliver(result, grown)
-
-    def _start(self) -> StepResult | None:
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return None
-        self._steps += 1
-        for row in plan.rows:
-            self._owner[row.request_id].mark_scheduled()
-        return self._runner.run(plan, self._scheduler.requests)
-
-    def _deliver(self, result: StepResult, grown: set[str]) -> list[RequestOutput]:
-        """Turn a step's tokens into deltas; a stop string found here ends its request."""
-        changed: dict[str, list[CompletionOutput]] = {}
-        for index, row in enumerate(result.plan.rows):
-            group = self._owner.get(row.request_id)
-            if group is None:
-                continue  # ended while the step ran
-            completion = group.completions[row.request_id]
-            params = completion.request.params
-            if wants_scores(completion.request, row.start):
-                count = params.prompt_logprobs or 0
-                group.take_prompt(row.start, result.prompt(index, count), self.tokenizer)
-            if row.request_id not in grown or completion.finish_reason is not None:
-                continue
-            out = completion.take(result.sampled(index, params.logprobs))
-            if out.finish_reason is not None:
-                self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
-            changed.setdefault(group.request_id, []).append(out)
-        return [self._emit(self._groups[name], outs) for name, outs in changed.items()]
-
-    def _emit(self, group: Group, outputs: list[CompletionOutput]) -> RequestOutput:
-        delta = group.delta(outputs)
-        if delta.finished:
-            del self._groups[group.request_id]
-            for sequence in group.completions:
-                del self._owner[sequence]
-        return delta
+            return self.loop.step()
 
     # ---- the simple interface
 
@@ -252,21 +215,41 @@ class eSurge:
             params = list(sampling_params)
         if len(params) != len(many):
             raise ConfigError(f"{len(many)} prompts but {len(params)} sampling parameters")
-        names = [self._name() for _ in many]
-        groups = [self.prepare(*args) for args in zip(names, many, params, strict=True)]
-        for group in groups:
-            self.submit(group)
+        return self._complete(many, params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Pool the hidden states of prompts, all at once: one vector each, in `pooled`.
+
+        Args:
+            prompts: one prompt or many, each text or token ids.
+            pooling_params: what to pool; default `PoolingParams()`.
+            use_tqdm: show how many are done.
+        """
+        many = as_prompts(prompts)
+        return self._complete(many, [pooling_params or PoolingParams()] * len(many), use_tqdm)
+
+    def _complete(
+        self, prompts: Sequence[Prompt], params: Sequence[Params], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        names = [self._name() for _ in prompts]
+        for command in [self.prepare(*args) for args in zip(names, prompts, params, strict=True)]:
+            self.execute(command)
         whole: dict[str, RequestOutput] = {}
-        done = 0
-        with Counter("prompts", quiet=not use_tqdm) as counter:
+        with _bar("prompts", quiet=not use_tqdm) as bar:
+            bar.total = len(names)
             for delta in self._follow(set(names)):
                 if delta.request_id in whole:
                     whole[delta.request_id].add(delta)
                 else:
                     delta.delta = False
                     whole[delta.request_id] = delta
-                done += delta.finished
-                counter.show(done, len(many))
+                bar.update(int(delta.finished))
         return [whole[name] for name in names]
 
     def stream(
@@ -296,7 +279,7 @@ class eSurge:
         waiting = set(names)
         try:
             while waiting:
-                if self._paused:
+                if self.loop.paused:
                     raise EasyDeLError("the engine is paused: call resume() first")
                 others = []
                 for output in self.step():
@@ -306,11 +289,11 @@ class eSurge:
                     if output.finished:
                         waiting.discard(output.request_id)
                     yield output
-                self._backlog = others + self._backlog
+                self.loop.backlog = others + self.loop.backlog
         finally:
             for name in waiting:
                 self.abort_request(name)
-            self._backlog = [out for out in self._backlog if out.request_id not in names]
+            self.loop.backlog = [out for out in self.loop.backlog if out.request_id not in names]
 
     def _name(self) -> str:
         self._names += 1
@@ -318,57 +301,57 @@ class eSurge:
 
     # ---- weights and memory
 
-    def update_model_weights(self, model_or_state: Any) -> None:
-        """Serve other weights from the next step on.
+    def update_model_weights(self, model_or_state: ServedModel | nnx.State) -> None:
+        """Serve other weights from the next step on; the engine keeps a copy.
 
         Requests in flight go on with their tokens, which are computed anew; cached prefixes are
-        dropped. Nothing is compiled.
+        dropped. Nothing is compiled. The caller may change or donate its arrays afterwards.
 
         Args:
             model_or_state: a model of the same architecture, in any layout, or its state.
+
+        Raises:
+            ConfigError: its structure or a shape differs.
         """
-        with self._lock:
-            self._settle()
-            self._runner.replace_weights(model_or_state)
+        self.execute(UpdateWeights(model_or_state))
+
+    @contextmanager
+    def weights(self, model_or_state: ServedModel | nnx.State) -> Iterator[Self]:
+        """Serve the caller's own arrays within a `with` block, without a copy of them.
+
+        The block ends what the engine knows of them, so a train step may donate them. After the
+        block the engine has no weights: a step is an error before `update_model_weights` or the
+        next block. (Arrays of another type, place or layout are converted, which is a copy.)
+
+        Args:
+            model_or_state: see `update_model_weights`.
+        """
+        self.execute(UpdateWeights(model_or_state, copy=False))
+        try:
+            yield self
+        finally:
+            self.execute(DropWeights())
 
     def pause(self) -> None:
         """Stop stepping. With `destroy_pages_on_pause` the pages' memory is freed; requests in
         flight stay queued and are computed anew after `resume`."""
-        with self._lock:
-            self._settle()
-            self._paused = True
-            if self.config.destroy_pages_on_pause and self._runner.allocated:
-                self._runner.free()
+        self.execute(Pause(free_pages=self.config.destroy_pages_on_pause))
 
     @property
     def paused(self) -> bool:
         """Between `pause` and `resume`."""
-        return self._paused
+        return self.loop.paused
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        with self._lock:
-            if not self._runner.allocated:
-                self._runner.allocate()
-            self._paused = False
+        self.execute(Resume())
 
     def terminate(self) -> None:
         """Abort everything and free the pages. The engine is of no use afterwards."""
         with self._lock:
-            for name in list(self._groups):
-                self.abort_request(name)
-            self.pause()
-            if self._runner.allocated:
-                self._runner.free()
-
-    def _settle(self) -> None:
-        """Finish the step in flight, send everybody back to the queue, drop cached prefixes."""
-        if self._pending is not None:
-            result, self._pending = self._pending, None
-            grown = self._scheduler.advance(result.plan, result.tokens())
-            self._backlog += self._deliver(result, {request.request_id for request in grown})
-        self._scheduler.preempt_all()
-        self._scheduler.forget_prefixes()
+            for name in self.loop.open_requests:
+                self.loop.execute(Abort(name))
+            self.loop.execute(Pause())
 
     def __enter__(self) -> Self:
         return self
@@ -376,19 +359,11 @@ class eSurge:
     def __exit__(self, *exc: object) -> None:
         self.terminate()
 
-    # ---- numbers
-
     def stats(self) -> dict[str, float]:
         """Current numbers, for metrics; counters count from the start."""
-        scheduler = self._scheduler
-        cache = scheduler.prefix_cache
-        return {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "kv_cache_usage": scheduler.pool.usage,
-            "prefix_cache_queries": cache.queries if cache is not None else 0,
-            "prefix_cache_hits": cache.hits if cache is not None else 0,
-            "num_preemptions": scheduler.num_preemptions,
-            "num_steps": self._steps,
-            "num_compiled": self._runner.num_traces,
-        }
+        return self.loop.stats()
+
+
+def _bar(label: str, *, quiet: bool) -> tqdm[NoReturn]:
+    """A bar on stderr; silent where that is no terminal."""
+    return tqdm(desc=label, disable=True if quiet else None)

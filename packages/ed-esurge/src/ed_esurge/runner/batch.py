@@ -6,7 +6,6 @@ array (floats by their bits) and are sliced apart inside the jitted step, where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -15,28 +14,12 @@ import numpy as np
 from ed_layers.cache import RaggedBatch
 
 from ed_esurge.core.plan import StepPlan
-from ed_esurge.core.request import Request
 from ed_esurge.runner.buckets import Shape
 from ed_esurge.runner.sampler import SamplerRows
+from ed_esurge.runner.slots import FLOATS, OF_SAMPLING, OF_SEQUENCE, Slots
 
-GROUP = "full"
-
-# Fields of a sequence slot: (name, is_float).
-SEQ_FIELDS = (
-    ("kv_lens", False),
-    ("logits_at", False),
-    ("slot", False),
-    ("seed", False),
-    ("top_k", False),
-    ("num_logprobs", False),
-    ("temperature", True),
-    ("top_p", True),
-    ("min_p", True),
-    ("presence_penalty", True),
-    ("frequency_penalty", True),
-    ("repetition_penalty", True),
-)
-TOKEN_FIELDS = ("token_ids", "seq_of_token", "slots")
+# Numbers of a row that change with every step; those of its slot follow.
+OF_ROW = ("kv_lens", "logits_at")
 
 
 @dataclass(frozen=True)
@@ -57,143 +40,150 @@ class StepInput:
 
 
 class Fields:
-    """Where each field lies in the buffer of a shape."""
+    """Where each array lies in the buffer of a shape.
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.ranges: dict[str, slice] = {}
-        start = 0
-        sizes = [(name, shape.tokens) for name in TOKEN_FIELDS]
-        sizes += [(name, shape.seqs) for name, _ in SEQ_FIELDS]
-        sizes += [
-            ("cu_q_lens", shape.seqs + 1),
-            ("page_table", shape.seqs * shape.pages),
-            ("num_seqs", 1),
-        ]
-        for name, size in sizes:
-            self.ranges[name] = slice(start, start + size)
-            start += size
-        self.size = start
+    Args:
+        groups: names of the page groups.
+    """
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Named views of a host buffer; floats as float32."""
-        floats = {name for name, is_float in SEQ_FIELDS if is_float}
-        return {
-            name: buffer[at].view(np.float32) if name in floats else buffer[at]
-            for name, at in self.ranges.items()
+    def __init__(self, shape: Shape, groups: tuple[str, ...]) -> None:
+        self.shape, self.groups = shape, groups
+        numbers = len(OF_ROW) + len(OF_SEQUENCE) + len(OF_SAMPLING)
+        self.shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (shape.tokens,),
+            "seq_of_token": (shape.tokens,),
+            "slots": (len(groups), shape.tokens),
+            "rows": (numbers, shape.seqs),
+            "cu_q_lens": (shape.seqs + 1,),
+            "num_seqs": (1,),
+            "page_table": (len(groups), shape.seqs, shape.pages),
         }
+        self.ranges: dict[str, slice] = {}
+        self.size = 0
+        for name, dims in self.shapes.items():
+            self.ranges[name] = slice(self.size, self.size + int(np.prod(dims)))
+            self.size = self.ranges[name].stop
+
+    def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """One array of a host buffer."""
+        return buffer[self.ranges[name]].reshape(self.shapes[name])
 
     def unpack(self, buffer: jax.Array) -> StepInput:
         """Take the buffer apart; called inside the jitted step."""
-        shape = self.shape
         part = {
-            name: jax.lax.slice(buffer, (at.start,), (at.stop,)) for name, at in self.ranges.items()
+            name: jax.lax.slice(buffer, (at.start,), (at.stop,)).reshape(self.shapes[name])
+            for name, at in self.ranges.items()
         }
-        for name, is_float in SEQ_FIELDS:
-            if is_float:
-                part[name] = jax.lax.bitcast_convert_type(part[name], jnp.float32)
+        names = (*OF_ROW, *OF_SEQUENCE, *OF_SAMPLING)
+        row = {
+            name: jax.lax.bitcast_convert_type(line, jnp.float32) if name in FLOATS else line
+            for name, line in zip(names, part["rows"], strict=True)
+        }
         ragged = RaggedBatch(
             cu_q_lens=part["cu_q_lens"],
-            kv_lens=part["kv_lens"],
+            kv_lens=row["kv_lens"],
             seq_of_token=part["seq_of_token"],
-            slots={GROUP: part["slots"]},
-            page_table={GROUP: part["page_table"].reshape(shape.seqs, shape.pages)},
-            state_slots=part["slot"],
+            slots=dict(zip(self.groups, part["slots"], strict=True)),
+            page_table=dict(zip(self.groups, part["page_table"], strict=True)),
+            state_slots=row["state_slots"],
             num_seqs=part["num_seqs"][0],
-            decode_only=shape.decodes,
+            decode_only=self.shape.decodes,
+            prompt_lens=row["prompt_lens"],
         )
-        rows = SamplerRows(
-            position=part["kv_lens"],
-            **{name: part[name] for name, _ in SEQ_FIELDS if name not in ("kv_lens", "logits_at")},
-        )
-        return StepInput(part["token_ids"][None], ragged, part["logits_at"], rows)
+        rows = SamplerRows(position=row["kv_lens"], **{name: row[name] for name in OF_SAMPLING})
+        return StepInput(part["token_ids"][None], ragged, row["logits_at"], rows)
 
 
 class BatchBuilder:
     """Fills buffers.
 
     Args:
-        page_size, num_pages: of the pool.
-        num_slots: rows of the sampler's state; that number itself means "no row".
+        slots: what is known of the sequences.
+        page_size: tokens of a page.
+        num_pages: pages of each group's pool; the slot after the last page is nowhere.
     """
 
-    def __init__(self, *, page_size: int, num_pages: int, num_slots: int) -> None:
+    def __init__(self, slots: Slots, *, page_size: int, num_pages: dict[str, int]) -> None:
         self.page_size = page_size
-        self.nowhere = num_pages * page_size
-        self.num_slots = num_slots
+        self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
+        self._slots = slots
         self._fields: dict[Shape, Fields] = {}
+        self._decodes: dict[tuple[Shape, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def fields(self, shape: Shape) -> Fields:
         """The layout of a shape's buffer."""
         if shape not in self._fields:
-            self._fields[shape] = Fields(shape)
+            self._fields[shape] = Fields(shape, tuple(self.nowhere))
         return self._fields[shape]
 
     def empty(self, shape: Shape) -> np.ndarray:
         """The buffer of a step without sequences (to compile with)."""
-        return self.build(StepPlan(0, ()), {}, shape)
+        return self.build(StepPlan(0, ()), shape)
 
-    def build(
-        self,
-        plan: StepPlan,
-        requests: Mapping[str, Request],
-        shape: Shape,
-        adjusted: frozenset[str] = frozenset(),
-    ) -> np.ndarray:
+    def build(self, plan: StepPlan, shape: Shape) -> np.ndarray:
         """Write a plan into a new buffer (a device may still be reading the last one).
 
         Args:
-            plan: the rows, in any order.
-            requests: by id; their pages hold every token of the plan.
+            plan: the rows, in any order; `Slots.start` and `Slots.grow` have seen them.
             shape: at least as large as the plan.
-            adjusted: ids of requests that have a row in the sampler's state.
 
         Returns:
             int32 [fields(shape).size].
         """
-        fields = self.fields(shape)
-        buffer = np.zeros(fields.size, np.int32)
-        at = fields.views(buffer)
-        table = at["page_table"].reshape(shape.seqs, shape.pages)
-        at["slots"][:] = self.nowhere
-        at["seq_of_token"][:] = max(len(plan.rows) - 1, 0)
-        at["slot"][:] = self.num_slots
-        at["num_logprobs"][:] = -1
-        at["top_p"][:] = 1.0
-        at["repetition_penalty"][:] = 1.0
-        filled = 0
-        for i, row in enumerate(plan.rows):
-            request, params = requests[row.request_id], requests[row.request_id].params
-            end, stop = filled + row.count, row.start + row.count
-            table[i, : len(request.pages)] = request.pages
-            if row.count == 1:
-                page, offset = divmod(row.start, self.page_size)
-                at["slots"][filled] = request.pages[page] * self.page_size + offset
-                at["token_ids"][filled] = request.tokens(row.start, stop)[0]
-                at["seq_of_token"][filled] = i
-            else:
-                page, offset = np.divmod(np.arange(row.start, stop), self.page_size)
-                at["slots"][filled:end] = table[i, page] * self.page_size + offset
-                at["token_ids"][filled:end] = request.tokens(row.start, stop)
-                at["seq_of_token"][filled:end] = i
-            at["kv_lens"][i] = stop
-            at["cu_q_lens"][i + 1] = filled = end
-            at["logits_at"][i] = end - 1
-            if not row.samples:
-                continue
-            if params.logprobs is not None:
-                at["num_logprobs"][i] = params.logprobs
-            if row.request_id in adjusted:
-                at["slot"][i] = request.slot
-                at["presence_penalty"][i] = params.presence_penalty
-                at["frequency_penalty"][i] = params.frequency_penalty
-                at["repetition_penalty"][i] = params.repetition_penalty
-            if not params.greedy:
-                at["seed"][i] = np.uint32(request.seed).view(np.int32)
-                at["temperature"][i] = params.temperature
-                at["top_k"][i] = max(params.top_k, 0)
-                at["top_p"][i] = params.top_p
-                at["min_p"][i] = params.min_p
-        at["cu_q_lens"][len(plan.rows) + 1 :] = filled
-        at["num_seqs"][0] = len(plan.rows)
+        fields, known = self.fields(shape), self._slots
+        planned, count, nobody = plan.rows, len(plan.rows), known.num_slots
+        tokens = plan.total
+        buffer = np.empty(fields.size, np.int32)
+        starts = np.array([row.start for row in planned], np.int32)
+        lengths: int | np.ndarray = 1
+        if tokens == count:
+            # Which token is whose is the same in every step of so many sequences.
+            if (shape, count) not in self._decodes:
+                frame = self._frame(fields, np.ones(count, np.int32))
+                self._decodes[shape, count] = frame, np.arange(count)
+            frame, of_token = self._decodes[shape, count]
+            token_ids = [row.token_ids[0] for row in planned]
+            positions = starts
+        else:
+            lengths = np.array([len(row.token_ids) for row in planned], np.int32)
+            frame = self._frame(fields, lengths)
+            token_ids = [token for row in planned for token in row.token_ids]
+            of_token = np.arange(count).repeat(lengths)
+            before = lengths.cumsum() - lengths
+            positions = np.arange(tokens) + (starts - before)[of_token]
+        buffer[: frame.size] = frame
+        buffer[:tokens] = token_ids
+
+        padding = [nobody] * (shape.seqs - count)
+        of_row = np.array([row.slot for row in planned] + padding)
+        rows, edge = fields.view(buffer, "rows"), len(OF_ROW) + len(OF_SEQUENCE)
+        rows[0, :count] = starts + lengths
+        known.numbers.take(of_row, axis=1, out=rows[len(OF_ROW) :], mode="clip")
+        idle = [index for index, row in enumerate(planned) if not row.samples]
+        if idle:
+            rows[edge:, idle] = known.numbers[len(OF_SEQUENCE) :, nobody:]
+
+        page = positions // self.page_size
+        inside = positions - page * self.page_size
+        tables, slots = fields.view(buffer, "page_table"), fields.view(buffer, "slots")
+        for group, table, places in zip(self.nowhere, tables, slots, strict=True):
+            known.page_table[group].take(of_row, axis=0, out=table, mode="clip")
+            places[:tokens] = table[of_token, page] * self.page_size + inside
         return buffer
+
+    def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:
+        """The beginning of a buffer, as far as the lengths of the rows decide it."""
+        frame = np.zeros(fields.ranges["page_table"].start, np.int32)
+        ends, count = lengths.cumsum(dtype=np.int32), len(lengths)
+        total = int(ends[-1]) if count else 0
+        of_token = fields.view(frame, "seq_of_token")
+        of_token[:] = max(count - 1, 0)
+        of_token[:total] = np.arange(count).repeat(lengths)
+        for places, nowhere in zip(fields.view(frame, "slots"), self.nowhere.values(), strict=True):
+            places[:] = nowhere
+        fields.view(frame, "rows")[1, :count] = ends - 1
+        borders = fields.view(frame, "cu_q_lens")
+        borders[1 : count + 1] = ends
+        borders[count + 1 :] = total
+        fields.view(frame, "num_seqs")[0] = count
+        return frame

@@ -1,42 +1,50 @@
 """The model on the device: one jitted step per shape, over flat leaves, with the pages donated.
 
-Legend: T flat tokens, n sequence slots, l alternatives, d hidden, v vocabulary.
+Legend: T flat tokens, n rows, m slots, l alternatives, d hidden, v vocabulary.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, EasyDeLError
+from ed_layers.cache import Cache, HybridCache, PagedCache
 from flax import nnx
+from tqdm import tqdm
 
-from ed_esurge.core.plan import StepPlan
-from ed_esurge.core.request import Request
-from ed_esurge.runner.adjust import RowKeeper
+from ed_esurge.core.plan import PlanRow, StepPlan
+from ed_esurge.model import ServedModel
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
+from ed_esurge.runner.hidden import pool, score
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.sampler import SamplerState, sample
-from ed_esurge.runner.scoring import score
+from ed_esurge.runner.slots import Slots
 
-Progress = Callable[[int, int], None]
+Tree = TypeVar("Tree")
+
+# A function of the device: the step of a shape; ("score", T) and ("pool", T), which read a step's
+# hidden states; ("put", 0), which writes a line of the sampler's state.
+Name = Shape | tuple[str, int]
+PUT: Name = ("put", 0)
 
 
 class ModelRunner:
-    """Runs `StepPlan`s.
+    """Runs `StepPlan`s: all that it needs to know comes with them.
 
     Args:
-        model: a causal language model; its leaves are used as they are (the caller chose the
-            layout).
+        model: its leaves are used as they are (the caller chose the layout).
         buckets: the shapes.
-        page_size, num_pages: of the pool.
-        max_num_seqs: rows of the sampler's state.
+        page_size: tokens of a page.
+        num_pages: pages of each group's pool.
+        max_num_seqs: sequences that run at once: slots of the sampler's state and of recurrent
+            states.
         max_logprobs: alternatives that a step returns.
         ahead_of_time: call compiled executables, which take exactly one shape; False: call through
             `jax.jit`.
@@ -44,57 +52,74 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Any,
+        model: ServedModel,
         buckets: Buckets,
         *,
         page_size: int,
-        num_pages: int,
+        num_pages: dict[str, int],
         max_num_seqs: int,
         max_logprobs: int,
         ahead_of_time: bool = True,
     ) -> None:
         self.buckets = buckets
-        self.vocab_size = int(model.config.vocab_size)
+        self.vocab_size = cast(int, model.config.vocab_size)
         self.page_size, self.num_pages = page_size, num_pages
         self.max_num_seqs = max_num_seqs
         self.max_logprobs = min(max_logprobs, self.vocab_size)
         self.ahead_of_time = ahead_of_time
         self.num_traces = 0
         """How often a function of the device was traced: constant once everything is compiled."""
-        self._model = model
-        self._graphdef, state = nnx.split(model)
-        self._leaves, self._treedef = jax.tree.flatten(state)
-        self._mesh = model.mesh
-        self._builder = BatchBuilder(
-            page_size=page_size, num_pages=num_pages, num_slots=max_num_seqs
+        self._graphdef, state = nnx.split(cast(nnx.Module, model))
+        leaves, self._treedef = jax.tree.flatten(state)
+        self._leaves: list[jax.Array] | None = leaves
+        self._like = abstract(leaves)
+        # The model without its arrays, so that weights that are replaced are freed.
+        self.model = self._merged(self._like)
+        self._mesh = model.config.mesh
+        self._slots = Slots(
+            max_num_seqs,
+            tuple(num_pages),
+            pages=buckets.shapes[-1].pages,
+            vocab_size=self.vocab_size,
         )
-        self._keeper = RowKeeper(self.vocab_size)
-        self._functions: dict[Any, Callable[..., Any]] = {}
-        self._cache: Any = None
-        self._state: Any = None
+        self._builder = BatchBuilder(self._slots, page_size=page_size, num_pages=num_pages)
+        self._functions: dict[Name, Callable[..., Any]] = {}
+        self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
+        self._cache: Cache | None = None
+        self._state: SamplerState | None = None
+        self._sums: jax.Array | None = None
         self.allocate()
 
     # ---- memory
 
     def allocate(self) -> None:
-        """Make empty pages and an empty sampler state."""
-        self._cache = self._model.init_paged_cache(self.num_pages, self.page_size)
+        """Make empty pages and states."""
+        sizes = [*self.num_pages.values()]
+        # One pool needs no names: a cache of one kind is simpler than a hybrid one.
+        pages = sizes[0] if len(sizes) == 1 else self.num_pages
+        self._cache = self.model.init_paged_cache(
+            pages, self.page_size, num_states=self.max_num_seqs
+        )
         self._state = self._replicated(SamplerState.create(self.max_num_seqs, self.vocab_size))
-        self._keeper.forget()
+        width = cast(int, self.model.config.hidden_size)
+        self._sums = self._replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
+        self._slots.forget_lines()
 
     def free(self) -> None:
-        """Give the pages and the sampler state back to the device."""
-        for leaf in jax.tree.leaves((self._cache, self._state)):
+        """Give the pages and states back to the device."""
+        for leaf in jax.tree.leaves((self._cache, self._state, self._sums)):
             leaf.delete()
-        self._cache = self._state = None
+        self._cache = self._state = self._sums = None
 
     def cache_bytes(self) -> int:
-        """Bytes of all pages, over all devices."""
+        """Bytes of all pages and recurrent states, over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
 
     def state_bytes(self) -> int:
-        """Bytes of the sampler's state on each device."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+        """Bytes that sequences take besides pages, on each device."""
+        parts = list(self._cache.caches.values()) if isinstance(self._cache, HybridCache) else []
+        recurrent = [part for part in parts if not isinstance(part, PagedCache)]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._state, self._sums, recurrent)))
 
     @property
     def allocated(self) -> bool:
@@ -102,96 +127,144 @@ class ModelRunner:
 
     # ---- one step
 
-    def run(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Start a step; the device works on while the caller goes on.
 
         Args:
-            plan: its requests' pages hold all its tokens.
-            requests: by id.
+            plan: the one after the last that was run.
+
+        Raises:
+            EasyDeLError: there are no weights to run with.
         """
-        rows = [(row, requests[row.request_id]) for row in plan.rows]
-        scored = any(wants_scores(request, row.start) for row, request in rows)
-        shape = self.buckets.pick(plan.total, len(rows), prefill=scored)
-        adjusted = set()
-        for row, request in rows:
-            if row.samples and self._keeper.applies(request):
-                adjusted.add(row.request_id)
-                update = self._keeper.update(request)
-                if update is not None:
-                    self._state = self._function("put")(self._state, *update)
-        buffer = self._builder.build(plan, requests, shape, frozenset(adjusted))
+        slots = self._slots
+        for new in plan.started:
+            slots.start(new)
+        adjusted = []
+        scored = pooled = False
+        for row in plan.rows:
+            slots.grow(row)
+            scored |= row.scores
+            pooled |= row.pools
+            adjustment = slots.adjustment(row.slot) if row.samples else None
+            if adjustment is not None:
+                adjusted.append((adjustment, row.samples))
+                line = adjustment.update()
+                if line is not None:
+                    self._state = self._function(PUT)(self._state, *line)
+        shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
+        buffer = self._builder.build(plan, shape)
+        leaves = self._present_leaves()
         packed, hidden, self._cache, self._state = self._function(shape)(
-            self._leaves, self._cache, self._state, buffer
+            leaves, self._cache, self._state, buffer
         )
-        scores = None
+        for adjustment, count in adjusted:
+            adjustment.sampled(count)
+        scores = vectors = None
         if scored:
             targets = np.zeros(shape.tokens, np.int32)
             at = 0
-            for row, request in rows:
-                following = request.prompt[row.start + 1 : row.start + 1 + row.count]
-                targets[at : at + len(following)] = following
-                at += row.count
-            scores = self._function(("score", shape.tokens))(self._leaves, hidden, targets)
-        for row, request in rows:
-            if row.request_id in adjusted:
-                self._keeper.sampled(request)
-        return StepResult(plan, packed, scores)
+            for row in plan.rows:
+                if row.scores:
+                    following = slots.following(row)
+                    targets[at : at + len(following)] = following
+                at += len(row.token_ids)
+            scores = self._function(("score", shape.tokens))(leaves, hidden, targets)
+        if pooled:
+            vectors, self._sums = self._function(("pool", shape.tokens))(
+                hidden, *self._pooling(plan.rows, shape.tokens), self._sums
+            )
+        return StepResult(plan, packed, scores, vectors)
+
+    def _pooling(self, rows: tuple[PlanRow, ...], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """`(slot_of_token, rows)` for `pool`."""
+        slot_of_token = np.full(tokens, self.max_num_seqs, np.int32)
+        of_slot = np.zeros((self.max_num_seqs, 4), np.int32)
+        at = 0
+        for row in rows:
+            end = at + len(row.token_ids)
+            if row.pools:
+                params, length = self._slots.pooling(row.slot)
+                slot_of_token[at:end] = row.slot
+                mean = length if params.pooling == "mean" else 0
+                of_slot[row.slot] = row.start == 0, end - 1, mean, params.normalize
+            at = end
+        return slot_of_token, of_slot
 
     # ---- weights
 
-    def replace_weights(self, new: Any) -> None:
+    def replace_weights(self, new: ServedModel | nnx.State, *, copy: bool = True) -> None:
         """Serve other weights of the same architecture, without compiling anything.
 
         Args:
             new: a module (in any layout), or a state with the leaves of this one.
+            copy: own the arrays, whatever becomes of the caller's; False uses them as they are
+                where type and place are the same.
 
         Raises:
             ConfigError: structure or a shape differs.
         """
-        if isinstance(new, nnx.Module):
-            layout: Any = self._model.layout
-            module: Any = new
-            new = nnx.state(module if module.layout == layout else module.to_layout(layout))
-        leaves, treedef = jax.tree.flatten(new)
+        model = cast(ServedModel, new) if isinstance(new, nnx.Module) else None
+        state = nnx.state(cast(nnx.Module, model)) if model is not None else new
+        theirs = {id(leaf) for leaf in jax.tree.leaves(state)}
+        if model is not None and model.layout != self.model.layout:
+            state = nnx.state(cast(nnx.Module, model.to_layout(self.model.layout)))
+        leaves, treedef = jax.tree.flatten(state)
         if treedef != self._treedef:
             raise ConfigError(
                 "the new weights have another structure than the served model: give a module of "
-                f"the same config, or a state with its {len(self._leaves)} leaves "
+                f"the same config, or a state with its {len(self._like)} leaves "
                 f"(got {len(leaves)})"
             )
-        for old, leaf in zip(self._leaves, leaves, strict=True):
-            if old.shape != leaf.shape:
-                raise ConfigError(f"a new weight has shape {leaf.shape}, the served {old.shape}")
-        self._leaves = [
-            jax.device_put(jnp.asarray(leaf, old.dtype), old.sharding)
-            for old, leaf in zip(self._leaves, leaves, strict=True)
-        ]
+        for like, leaf in zip(self._like, leaves, strict=True):
+            if like.shape != leaf.shape:
+                raise ConfigError(f"a new weight has shape {leaf.shape}, the served {like.shape}")
+
+        def place(like: jax.ShapeDtypeStruct, leaf: jax.Array | np.ndarray) -> jax.Array:
+            if not isinstance(leaf, jax.Array):
+                leaf = np.array(leaf)  # a device may read host memory in place
+            array = jnp.asarray(leaf, like.dtype)
+            shared = copy and id(array) in theirs
+            return jax.device_put(array, like.sharding, may_alias=not shared)
+
+        self._leaves = [place(*pair) for pair in zip(self._like, leaves, strict=True)]
+
+    def drop_weights(self) -> None:
+        """Let go of the weights."""
+        self._leaves = None
+
+    def _present_leaves(self) -> list[jax.Array]:
+        if self._leaves is None:
+            raise EasyDeLError(
+                "the engine has no weights: those of `with engine.weights(...)` went with the end "
+                "of the block; call update_model_weights(model), or run inside such a block"
+            )
+        if self._leaves[0].is_deleted():
+            raise EasyDeLError(
+                "the engine's weights were deleted by their owner (a train step donates its "
+                "arrays): call update_model_weights(model), which copies"
+            )
+        return self._leaves
 
     # ---- compilation
 
-    def compile_all(self, progress: Progress | None = None) -> None:
-        """Compile every function that serving can need.
-
-        Args:
-            progress: called with how many are ready, and how many there are.
-        """
-        names: list[Any] = [*self.buckets.shapes, "put"]
-        names += [("score", tokens) for tokens in self.buckets.prefill_tokens]
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile every function that serving can need, and show how many are ready."""
+        names: list[Name] = [*self.buckets.shapes, PUT]
+        for tokens in self.buckets.prefill_tokens:
+            names += [("score", tokens), ("pool", tokens)]
         names = [name for name in names if name not in self._functions]
-        report = progress or (lambda done, of: None)
+        progress.reset(len(names))
         if not self.ahead_of_time:
-            for done, name in enumerate(names):
-                report(done, len(names))
+            for name in names:
                 self._warm(name)
-            report(len(names), len(names))
+                progress.update()
             return
         # XLA compiles without holding the interpreter; tracing does not profit from threads.
-        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-            report(0, len(names))
-            pending = {pool.submit(self._lower(name).compile): name for name in names}
-            for done, future in enumerate(as_completed(pending)):
+        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+            pending = {threads.submit(self._lower(name).compile): name for name in names}
+            for future in as_completed(pending):
                 self._functions[pending[future]] = future.result()
-                report(done + 1, len(names))
+                progress.update()
 
     def workspace_bytes(self) -> int:
         """Device memory that the largest step needs besides weights, pages and state."""
@@ -201,53 +274,56 @@ class ModelRunner:
             return 0
         return int(analysis.temp_size_in_bytes)
 
-    def _function(self, name: Any) -> Callable[..., Any]:
+    def _function(self, name: Name) -> Callable[..., Any]:
         if name not in self._functions:
             lowered = self._lower(name) if self.ahead_of_time else None
             self._functions[name] = lowered.compile() if lowered else self._jitted(name)
         return self._functions[name]
 
-    def _jitted(self, name: Any) -> Any:
-        """The function called `name`: a shape's step, ("score", T), or "put"."""
-        if name == "put":
+    def _jitted(self, name: Name) -> Any:
+        """The function of that name."""
+        everywhere = self._everywhere()
+        if name == PUT:
             return jax.jit(self._traced(SamplerState.put), donate_argnums=0)
         if isinstance(name, Shape):
-            # Outputs lie like the inputs they become, else the next step would not be the same.
+            # Outputs are sharded like the inputs that they become, or the next step would differ.
             kept = jax.tree.map(lambda x: x.sharding, (self._cache, self._state))
-            everywhere = self._everywhere()
             return jax.jit(
                 self._traced(self._make_step(name)),
                 donate_argnums=(1, 2),
                 out_shardings=(everywhere, everywhere, *kept),
             )
+        if name[0] == "pool":
+            return jax.jit(self._traced(pool), out_shardings=(everywhere, everywhere))
         return jax.jit(self._traced(self._make_score()))
 
     def _make_step(self, shape: Shape) -> Callable[..., Any]:
-        graphdef, treedef, count = self._graphdef, self._treedef, self.max_logprobs
-        fields = self._builder.fields(shape)
+        fields, count = self._builder.fields(shape), self.max_logprobs
 
         def step(leaves: list[jax.Array], cache: Any, state: SamplerState, buffer: jax.Array):
-            model: Any = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            given = fields.unpack(buffer)
-            out = model(
-                given.token_ids,
+            inputs = fields.unpack(buffer)
+            out = self._merged(leaves)(
+                inputs.token_ids,
                 past_key_values=cache,
-                ragged=given.ragged,
-                logits_at=given.logits_at,
+                ragged=inputs.ragged,
+                logits_at=inputs.logits_at,
             )
-            sampled, state = sample(out.logits, given.rows, state, count)
+            assert out.logits is not None
+            assert out.last_hidden_state is not None
+            sampled, state = sample(out.logits, inputs.rows, state, count)
             return sampled.pack(), out.last_hidden_state[0], out.past_key_values, state
 
         return step
 
     def _make_score(self) -> Callable[..., Any]:
-        graphdef, treedef, count = self._graphdef, self._treedef, self.max_logprobs
-
         def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
-            model: Any = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            return score(hidden, model.lm_head_weight(), targets, count)
+            return score(hidden, self._merged(leaves).head(), targets, self.max_logprobs)
 
         return of_prompt
+
+    def _merged(self, leaves: list[Any]) -> ServedModel:
+        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+        return cast(ServedModel, model)
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
@@ -256,52 +332,57 @@ class ModelRunner:
 
         return counted
 
-    def _arguments(self, name: Any) -> tuple[Any, ...]:
+    def _arguments(self, name: Name) -> tuple[Any, ...]:
         """Abstract arguments of a function."""
-        cache, state = abstract((self._cache, self._state))
-        leaves = abstract(self._leaves)
-        if name == "put":
-            row = np.zeros(self.vocab_size)
-            return state, np.int32(0), row.astype(np.float32), row.astype(np.int32)
+        cache, state, sums = abstract((self._cache, self._state, self._sums))
+        if name == PUT:
+            line = np.zeros(self.vocab_size)
+            return state, np.int32(0), line.astype(np.float32), line.astype(np.int32)
         if isinstance(name, Shape):
-            return leaves, cache, state, self._builder.empty(name)
-        tokens = name[1]
-        shape = self.buckets.pick(tokens, 1, prefill=True)
-        step = jax.eval_shape(self._make_step(shape), *self._arguments(shape))
-        hidden = jax.ShapeDtypeStruct(step[1].shape, step[1].dtype, sharding=self._everywhere())
-        return leaves, hidden, np.zeros(tokens, np.int32)
+            return self._like, cache, state, self._builder.empty(name)
+        kind, tokens = name
+        if tokens not in self._hidden:
+            shape = self.buckets.pick(tokens, 1, prefill=True)
+            hidden = jax.eval_shape(self._make_step(shape), *self._arguments(shape))[1]
+            self._hidden[tokens] = jax.ShapeDtypeStruct(
+                hidden.shape, hidden.dtype, sharding=self._everywhere()
+            )
+        hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
+        if kind == "score":
+            return self._like, hidden, of_token
+        return hidden, of_token, np.zeros((self.max_num_seqs, 4), np.int32), sums
 
-    def _lower(self, name: Any) -> Any:
+    def _lower(self, name: Name) -> Any:
         return self._jitted(name).lower(*self._arguments(name))
 
-    def _warm(self, name: Any) -> None:
+    def _warm(self, name: Name) -> None:
         """Run a function on nothing, so that `jax.jit` has compiled it."""
-        function = self._function(name)
-        if name == "put":
-            self._state = function(self._state, *self._arguments(name)[1:])
-        elif isinstance(name, Shape):
-            out = function(self._leaves, self._cache, self._state, self._builder.empty(name))
+        function, leaves = self._function(name), self._present_leaves()
+        if isinstance(name, Shape):
+            out = function(leaves, self._cache, self._state, self._builder.empty(name))
             self._cache, self._state = out[2:]
-        else:
+        elif name == PUT:
+            self._state = function(self._state, *self._arguments(name)[1:])
+        elif name[0] == "score":
             _, hidden, targets = self._arguments(name)
-            empty = self._replicated(jnp.zeros(hidden.shape, hidden.dtype))
-            function(self._leaves, empty, targets)
+            function(leaves, self._zeros(hidden), targets)
+        else:
+            hidden, of_token, rows, _ = self._arguments(name)
+            function(self._zeros(hidden), of_token, rows, self._sums)
+
+    def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return self._replicated(jnp.zeros(like.shape, like.dtype))
 
     def _everywhere(self) -> jax.sharding.Sharding | None:
         if self._mesh.size == 1:
             return None
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
 
-    def _replicated(self, tree: Any) -> Any:
+    def _replicated(self, tree: Tree) -> Tree:
         sharding = self._everywhere()
         return tree if sharding is None else jax.device_put(tree, sharding)
 
 
-def wants_scores(request: Request, start: int) -> bool:
-    """Whether a step from position `start` on passes prompt tokens that want log-probabilities."""
-    return request.params.prompt_logprobs is not None and start < len(request.prompt) - 1
-
-
-def abstract(tree: Any) -> Any:
+def abstract(tree: Tree) -> Tree:
     """Shapes, dtypes and shardings of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +16,7 @@ class TokenScores:
     """Log-probabilities at one position.
 
     Attributes:
-        token: the chosen (or given) token.
+        token: the sampled token, or the prompt's.
         logprob, rank: its log-probability, and 1 + the number of more probable tokens.
         top: the most probable tokens, best first, with their log-probabilities.
     """
@@ -27,51 +28,69 @@ class TokenScores:
 
 
 class StepResult:
-    """Holds the arrays of a step; reading waits for the device.
+    """The arrays of a step. Reading one waits for the device; pickling reads them all.
 
     Args:
         plan: what was run.
-        packed: `Sampled.pack()` of the sequence slots, int32 [n, w].
+        packed: `Sampled.pack()` of the rows, int32 [n, w].
         scores: the same of the flat tokens, for prompt log-probabilities, or None.
+        vectors: pooled vectors by slot, float32 [m, d], or None.
     """
 
-    def __init__(self, plan: StepPlan, packed: jax.Array, scores: jax.Array | None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        packed: jax.Array,
+        scores: jax.Array | None = None,
+        vectors: jax.Array | None = None,
+    ) -> None:
         self.plan = plan
-        self._packed, self._scores = packed, scores
-        self._host: np.ndarray | None = None
-        self._host_scores: np.ndarray | None = None
+        self._arrays: dict[str, jax.Array | np.ndarray | None] = {
+            "packed": packed,
+            "scores": scores,
+            "vectors": vectors,
+        }
 
-    def _rows(self) -> np.ndarray:
-        if self._host is None:
-            self._host = np.asarray(self._packed)
-        return self._host
+    def __getstate__(self) -> dict[str, object]:
+        arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
+        return {"plan": self.plan, "_arrays": arrays}
 
-    def tokens(self) -> dict[str, int]:
-        """request id -> sampled token, for the rows that sample."""
-        column = self._rows()[:, 0].tolist()
+    def tokens(self) -> dict[str, list[int]]:
+        """request id -> sampled tokens, for the rows that sample."""
+        column = self._host("packed")[:, 0].tolist()
         rows = zip(self.plan.rows, column, strict=False)
-        return {row.request_id: token for row, token in rows if row.samples}
+        return {row.request_id: [token] for row, token in rows if row.samples}
 
-    def sampled(self, index: int, count: int | None) -> TokenScores:
-        """The token that row `index` of the plan sampled.
+    def sampled(self, index: int, count: int | None) -> list[TokenScores]:
+        """The tokens that row `index` of the plan sampled.
 
         Args:
             count: alternatives wanted; None wants no log-probabilities either.
         """
-        line = self._rows()[index]
-        return TokenScores(int(line[0]), 0.0, 0, []) if count is None else read(line, count)
+        line = self._host("packed")[index]
+        return [TokenScores(int(line[0]), 0.0, 0, []) if count is None else read(line, count)]
 
-    def prompt(self, index: int, count: int) -> list[TokenScores]:
+    def prompt(self, index: int, count: int) -> Sequence[TokenScores]:
         """The same for the tokens after each position that row `index` of the plan passed."""
-        if self._host_scores is None:
-            self._host_scores = np.asarray(self._scores)
-        start = sum(row.count for row in self.plan.rows[:index])
-        lines = self._host_scores[start : start + self.plan.rows[index].count]
+        start = sum(len(row.token_ids) for row in self.plan.rows[:index])
+        stop = start + len(self.plan.rows[index].token_ids)
+        lines = self._host("scores")[start:stop]
         if count:
             return [read(line, count) for line in lines]
         columns = (lines[:, 0], np.ascontiguousarray(lines[:, 1]).view(np.float32), lines[:, 2])
         values = zip(*(column.tolist() for column in columns), strict=True)
         return [TokenScores(token, logprob, rank, []) for token, logprob, rank in values]
+
+    def pooled(self, index: int) -> np.ndarray:
+        """The vector of row `index` of the plan, whose prompt ends there; float32 [d]."""
+        return self._host("vectors")[self.plan.rows[index].slot].copy()
+
+    def _host(self, name: str) -> np.ndarray:
+        array = self._arrays[name]
+        assert array is not None, f"no row of the step wanted {name}"
+        if not isinstance(array, np.ndarray):
+            self._arrays[name] = array = np.asarray(array)
+        return array
 
 
 def read(line: np.ndarray, count: int) -> TokenScores:

@@ -16,7 +16,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from ed_models.sampling import first_argmax, in_nucleus, penalize_repetition
+from jaxtyping import Array, Bool, Float, Int
 
 # Rows that filter (top-k, top-p, min-p) look at so many tokens, and at all only if these do not
 # hold what the filters leave.
@@ -106,7 +107,7 @@ def sample(
     logits = logits.astype(jnp.float32)
     has_row = rows.slot < state.bias.shape[0]
     adjusted = jax.lax.cond(jnp.any(has_row), lambda: adjust(logits, rows, state), lambda: logits)
-    greedy = first_max(adjusted)
+    greedy = first_argmax(adjusted)
     random = rows.temperature > 0
     tokens = jax.lax.cond(
         jnp.any(random),
@@ -126,29 +127,20 @@ def sample(
             jnp.zeros((n, count), jnp.float32),
         )
 
-    found = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
+    scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
     seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
-    return Sampled(tokens, *found), SamplerState(state.bias, seen)
+    return Sampled(tokens, *scores), SamplerState(state.bias, seen)
 
 
 def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Array:
     """Penalties, then bias and masks. Rows without a slot are returned as they are."""
     bias = state.bias.at[rows.slot].get(mode="fill", fill_value=0)
     seen = state.seen.at[rows.slot].get(mode="fill", fill_value=0)
-    repetition = jnp.where(seen > 0, rows.repetition_penalty[:, None], 1.0)
-    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = penalize_repetition(logits, seen > 0, rows.repetition_penalty[:, None])
     count = seen >> 1
     logits = logits - rows.frequency_penalty[:, None] * count
     logits = logits - rows.presence_penalty[:, None] * (count > 0)
     return logits + bias
-
-
-def first_max(x: Float[Array, "n v"]) -> Int[Array, " n"]:
-    """Index of the maximum, the first of equals. (XLA's argmax is five times slower on a CPU.)"""
-    top = jnp.max(x, axis=-1, keepdims=True)
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    found = jnp.min(jnp.where(x == top, index, x.shape[1]), axis=-1)
-    return jnp.minimum(found, x.shape[1] - 1)  # NaN equals nothing
 
 
 def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
@@ -171,20 +163,18 @@ def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
 
     def among_candidates() -> jax.Array:
         noise = token_noise(rows, ids)
-        best = first_max(jnp.where(few_odds >= least[:, None], few + noise, -jnp.inf))
+        best = first_argmax(jnp.where(few_odds >= least[:, None], few + noise, -jnp.inf))
         return jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0]
 
     def among_all() -> jax.Array:
-        bounds = jax.lax.cond(
+        kept = jax.lax.cond(
             jnp.any(random & ~unfiltered & ~complete),
-            lambda: cutoff(odds, mass, rows),
-            lambda: least,
+            lambda: kept_of_all(odds, mass, rows),
+            lambda: jnp.zeros_like(odds, bool),
         )
-        bounds = jnp.where(complete, least, bounds)
-        bounds = jnp.where(unfiltered, 0, bounds)[:, None]
+        kept = jnp.where(complete[:, None], odds >= least[:, None], kept) | unfiltered[:, None]
         every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-        noise = token_noise(rows, every)
-        return first_max(jnp.where(odds >= bounds, scaled + noise, -jnp.inf))
+        return first_argmax(jnp.where(kept, scaled + token_noise(rows, every), -jnp.inf))
 
     enough = (complete & ~unfiltered) | ~random
     return jax.lax.cond(jnp.all(enough), among_candidates, among_all)
@@ -193,7 +183,7 @@ def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
 def cutoff_of_best(
     odds: Float[Array, "n c"], mass: Float[Array, " n"], rows: SamplerRows
 ) -> Float[Array, " n"]:
-    """The smallest odds that a row's filters leave among its best, given in descending order.
+    """The smallest odds that a row's filters leave among its best, in descending order.
 
     Args:
         odds: probabilities relative to the row's largest; the largest `c` of them.
@@ -212,39 +202,38 @@ def cutoff_of_best(
     return jnp.min(jnp.where(kept, odds, jnp.inf), axis=-1)
 
 
-def cutoff(
+def kept_of_all(
     odds: Float[Array, "n v"], mass: Float[Array, " n"], rows: SamplerRows
-) -> Float[Array, " n"]:
-    """The same from all odds, in any order.
+) -> Bool[Array, "n v"]:
+    """Mark what a row's filters leave, from all odds in any order.
 
-    Found by bisection over the bits of float32 (non-negative floats are ordered as their bits
-    are): exact, and on a CPU an eighth of the time of a sort. The first phase finds top-k's bound
-    by counting, the second top-p's by summing what the first left.
+    A row without top-k and top-p keeps everything that min-p leaves.
+    """
+    has_k = rows.top_k > 0
+    best = among_best(odds, rows.top_k) | ~has_k[:, None]
+    inside = jnp.where(has_k, jnp.sum(jnp.where(best, odds, 0.0), axis=-1), mass)
+    nucleus = in_nucleus(jnp.where(best, odds, 0.0), (rows.top_p * inside)[:, None])
+    nucleus |= (rows.top_p >= 1)[:, None]
+    return best & nucleus & (odds >= rows.min_p[:, None])
+
+
+def among_best(odds: Float[Array, "n v"], top_k: Int[Array, " n"]) -> Bool[Array, "n v"]:
+    """Mark the `top_k` largest of each row, and what equals the least of them.
+
+    The least is found by bisection over the bits of float32 (non-negative floats are ordered as
+    their bits are): exact, and on a CPU an eighth of the time of a sort.
     """
     bits = jax.lax.bitcast_convert_type(odds, jnp.int32)
-    one = jnp.full(odds.shape[0], jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))
-    has_k, has_p = rows.top_k > 0, rows.top_p < 1
 
-    def phase(i: int, by_k: jax.Array) -> jax.Array:
-        first = i == 0
-        inside = jnp.sum(jnp.where(bits >= by_k[:, None], odds, 0.0), axis=-1)
-        inside = jnp.where(has_k, inside, mass)
-        weight = jnp.where(first, jnp.ones_like(odds), odds)
-        wanted = jnp.where(first, rows.top_k.astype(odds.dtype), rows.top_p * inside)
-        active = jnp.where(first, has_k, has_p)
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # enough lie at or above low, too few above high
+        middle = low + (high - low + 1) // 2
+        enough = jnp.sum(bits >= middle[:, None], axis=-1) >= top_k
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
-        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = bounds  # enough weight lies at or above low, too little above high
-            middle = low + (high - low + 1) // 2
-            total = jnp.sum(jnp.where(bits >= middle[:, None], weight, 0.0), axis=-1)
-            enough = active & (total >= wanted)
-            return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
-
-        found, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(by_k), one))
-        return jnp.maximum(by_k, found)
-
-    bound = jax.lax.fori_loop(0, 2, phase, jnp.zeros_like(one))
-    return jnp.maximum(jax.lax.bitcast_convert_type(bound, jnp.float32), rows.min_p)
+    start = jnp.zeros_like(top_k), jnp.max(bits, axis=-1)
+    least, _ = jax.lax.fori_loop(0, 31, halve, start)
+    return bits >= least[:, None]
 
 
 def token_noise(rows: SamplerRows, token_ids: Int[Array, "n c"]) -> Float[Array, "n c"]:
@@ -267,7 +256,7 @@ def token_noise(rows: SamplerRows, token_ids: Int[Array, "n c"]) -> Float[Array,
 def logprobs_of(
     logits: Float[Array, "n v"], logz: Float[Array, " n"], tokens: Int[Array, " n"], count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`(logprob [n], rank [n], top_ids [n, l], top_logprobs [n, l])` of given tokens."""
+    """`(logprob [n], rank [n], top_ids [n, l], top_logprobs [n, l])` of the tokens."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
     top, ids = jax.lax.top_k(logits, count)

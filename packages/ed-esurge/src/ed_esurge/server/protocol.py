@@ -83,7 +83,7 @@ class StreamOptions(Options):
     include_obfuscation: bool | None = None
 
 
-class Sampling(Options):
+class GenerationRequest(Options):
     """The fields that both generation endpoints share. OpenAI's defaults."""
 
     model: str | None = None
@@ -118,7 +118,7 @@ class Sampling(Options):
     prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
-    def _options_need_stream(self) -> Sampling:
+    def _options_need_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise Refusal("needs stream: true", "stream_options")
         return self
@@ -129,7 +129,7 @@ class Sampling(Options):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
@@ -200,7 +200,7 @@ class Message(Options):
         return message
 
 
-class ChatRequest(Sampling):
+class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

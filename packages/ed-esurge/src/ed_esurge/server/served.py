@@ -16,7 +16,7 @@ from ed_esurge.server.errors import APIError, engine_unavailable
 from ed_esurge.server.logprobs import TokenTexts
 from ed_esurge.server.metrics import Metrics
 from ed_esurge.server.prompts import Prompts
-from ed_esurge.server.protocol import Sampling
+from ed_esurge.server.protocol import GenerationRequest
 
 
 @runtime_checkable
@@ -84,7 +84,9 @@ class Served:
                 code="model_not_found",
             )
 
-    def sampling_params(self, request: Sampling, max_tokens: int, **more: Any) -> SamplingParams:
+    def sampling_params(
+        self, request: GenerationRequest, max_tokens: int, **more: Any
+    ) -> SamplingParams:
         """The engine's options for a request; extensions that were not sent keep its defaults."""
         extensions = {
             name: value

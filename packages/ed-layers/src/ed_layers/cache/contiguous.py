@@ -1,6 +1,7 @@
 """Contiguous caches: rows of slots, as `generate` needs them.
 
-Tokens are stored, padding is not: token i of a row is in slot i, or in slot i % w of a ring.
+Tokens are stored, padding is not: token i of a row is in slot i, or in slot i % w of a ring. Only
+an encoder's positions stay where they are.
 
 Legend: b batch, g kv heads, t slots, w slots of a ring (the window), k key dim, d value dim, s new
 tokens, L layers.
@@ -48,6 +49,7 @@ class Rows:
     Attributes:
         keys, values: per layer [b, g, t, k] and [b, g, t, d]; codes and scales if quantized. No
             values where they are part of the keys.
+        segment_ids: which slots hold a token, 1 or 0, [b, t].
         tokens: tokens of each row so far, those of the step under way included; [b].
         slots: where the tokens of the step under way go, [b, s], outside = nowhere; None between
             steps.
@@ -60,6 +62,7 @@ class Rows:
 
     keys: PerLayer
     values: PerLayer | None
+    segment_ids: Int[Array, "b t"]
     tokens: Int[Array, " b"]
     slots: Int[Array, "b s"] | None = None
     value_dim: int = field(kw_only=True, metadata=STATIC)
@@ -94,6 +97,7 @@ class Rows:
         return cls(
             keys=make(spec.head_dim),
             values=None if spec.values_in_keys else make(spec.values),
+            segment_ids=jnp.zeros((batch_size, shape[-1]), jnp.int32),
             tokens=jnp.zeros((batch_size,), jnp.int32),
             value_dim=spec.values,
             sharding=splits_slots(sharding),
@@ -118,8 +122,7 @@ class Rows:
     @property
     def num_slots(self) -> int:
         """Slots of a row."""
-        keys = self.keys[0] if isinstance(self.keys, tuple) else self.keys
-        return keys.shape[-2]
+        return self.segment_ids.shape[1]
 
     def count(self, segment_ids: Int[Array, "b s"]) -> tuple[Self, Bool[Array, "b s"], jax.Array]:
         """Add a step's tokens: the cache, which places hold a token, and positions [b, s]."""
@@ -127,6 +130,10 @@ class Rows:
         positions = counted(self.tokens, real)
         tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
         return replace(self, tokens=tokens), real, positions
+
+    def take(self, slots: Int[Array, "b s"]) -> Self:
+        """Note where a step's tokens go."""
+        return replace(self, slots=slots, segment_ids=marked(self.segment_ids, slots, 1))
 
     def advance(self, count: int) -> Self:
         """End a step; see `ContiguousCache.advance`."""
@@ -197,6 +204,7 @@ class DenseCache(Rows):
     ) -> tuple[DenseCache, MaskInfo, Int[Array, "b s"]]:
         """Announce a step; see `ContiguousCache.begin`. The mask is over all slots."""
         cache, real, positions = self.count(segment_ids)
+        cache = cache.take(jnp.where(real, positions, -1))
         b, most = segment_ids.shape
         if not isinstance(cache.tokens, Tracer) and cache.tokens.is_fully_addressable:
             most = int(jnp.max(cache.tokens))
@@ -208,12 +216,12 @@ class DenseCache(Rows):
         slot = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (b, self.capacity))
         mask_info = MaskInfo(
             q_segment_ids=real.astype(jnp.int32),
-            kv_segment_ids=jnp.ones_like(slot),  # empty slots come later than any query
+            kv_segment_ids=cache.segment_ids,
             # A token past the end sees the last slot, whatever its window; see `store`.
             q_index=jnp.minimum(positions, self.capacity - 1),
             kv_index=slot,
         )
-        return replace(cache, slots=jnp.where(real, positions, -1)), mask_info, positions
+        return cache, mask_info, positions
 
     def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
         """Store this step's keys and values of one layer behind the others; give all.
@@ -239,7 +247,7 @@ class WindowCache(Rows):
     """The last `w` tokens of each row, for layers that see no more: token i is in slot i % w.
 
     Attributes:
-        index: order index of the token in each slot, [b, w]; of an empty one the largest number.
+        index: order index of the token in each slot, [b, w].
     """
 
     index: Int[Array, "b w"] = field(kw_only=True)
@@ -257,7 +265,7 @@ class WindowCache(Rows):
     @classmethod
     def empty(cls, batch_size: int, num_slots: int) -> dict[str, jax.Array]:
         """No slot holds a token."""
-        return {"index": jnp.full((batch_size, num_slots), jnp.iinfo(jnp.int32).max)}
+        return {"index": jnp.zeros((batch_size, num_slots), jnp.int32)}
 
     @property
     def capacity(self) -> None:
@@ -274,15 +282,16 @@ class WindowCache(Rows):
         """
         cache, real, positions = self.count(segment_ids)
         kept = real & (positions >= cache.tokens[:, None] - self.num_slots)
-        slots = jnp.where(kept, positions % self.num_slots, self.num_slots)
-        rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-        kv_index = self.index.at[rows, slots].set(positions, mode="drop")
-        cache = replace(cache, slots=slots, index=kv_index)
-        segments, kv_segments = real.astype(jnp.int32), jnp.ones_like(kv_index)
+        slots = jnp.where(kept, positions % self.num_slots, -1)
+        cache = replace(cache.take(slots), index=marked(self.index, slots, positions))
+        segments = real.astype(jnp.int32)
+        kv = cache.segment_ids, cache.index
         if segments.shape[1] > 1:
-            kv_segments = jnp.concatenate([kv_segments, segments], axis=1)
-            kv_index = jnp.concatenate([self.index, positions], axis=1)
-        return cache, MaskInfo(segments, kv_segments, positions, kv_index), positions
+            kv = (
+                jnp.concatenate([self.segment_ids, segments], axis=1),
+                jnp.concatenate([self.index, positions], axis=1),
+            )
+        return cache, MaskInfo(segments, kv[0], positions, kv[1]), positions
 
     def store(self, layer: Layer, kv: KeysValues | None, mask: MaskInfo) -> tuple[Self, Stored]:
         """Store this step's keys and values; give what its queries may see."""
@@ -321,11 +330,11 @@ class CrossCache(Rows):
                     f"an encoder's {kv[0].shape[1]} positions do not fit into a cache for "
                     f"{self.num_slots}; create it with room for them"
                 )
-            empty = replace(self, tokens=jnp.zeros_like(self.tokens))
-            cache, real, positions = empty.count(mask.kv_segment_ids)
-            cache = cache.write(layer, kv, jnp.where(real, positions, -1))
-        slot = jnp.arange(self.num_slots, dtype=jnp.int32)
-        held = (slot < cache.tokens[:, None]).astype(jnp.int32)
+            real = (mask.kv_segment_ids != 0).astype(jnp.int32)
+            slots = jnp.broadcast_to(jnp.arange(real.shape[1], dtype=jnp.int32), real.shape)
+            held = marked(jnp.zeros_like(self.segment_ids), slots, real)
+            cache = replace(self, segment_ids=held).write(layer, kv, slots)
+        held = cache.segment_ids
         queries = (mask.q_segment_ids != 0).astype(jnp.int32)
         mask = MaskInfo(queries, held, mask.q_index, jnp.zeros_like(held), causal=False)
         return cache, cache.read(layer, mask)
@@ -335,6 +344,14 @@ def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b
     """Positions of new tokens behind `before` others; padding is not counted."""
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
     return jnp.maximum(before[:, None] + count - 1, 0)
+
+
+def marked(
+    array: Int[Array, "b t"], slots: Int[Array, "b s"], values: Int[Array, "b s"] | int
+) -> Int[Array, "b t"]:
+    """The array with values in these slots; those outside, below zero too, are dropped."""
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    return array.at[rows, jnp.where(slots < 0, array.shape[1], slots)].set(values, mode="drop")
 
 
 def behind(old: Numbers, new: jax.Array) -> Numbers:

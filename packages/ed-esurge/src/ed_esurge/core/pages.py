@@ -1,0 +1,159 @@
+"""Page tables of running sequences: a pool for each group of layers, and the prefix cache.
+
+Layers that see every token ("full") keep a page until its sequence ends. Layers that see a window
+of tokens free the pages behind it, so they are a group with a pool of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from ed_esurge.core.page_pool import PagePool
+from ed_esurge.core.prefix_cache import PrefixCache
+from ed_esurge.core.request import Request
+
+FREED = -1
+"""Stands in a page table for a page behind the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers that free pages together.
+
+    Attributes:
+        num_pages: size of their pool.
+        window: tokens that a query sees, itself included; None = all before it.
+    """
+
+    num_pages: int
+    window: int | None = None
+
+
+def pages_of_sequence(window: int | None, longest: int, at_once: int, page_size: int) -> int:
+    """Most pages that one sequence holds of a group.
+
+    Args:
+        window: see `PageGroup`.
+        longest: tokens of the longest sequence.
+        at_once: most tokens of a sequence in one step.
+    """
+    most = -(-longest // page_size)
+    if window is None:
+        return most
+    # The tokens of a step and those that the first of them sees, beginning anywhere in a page.
+    return min(most, -(-(window - 2 + at_once) // page_size) + 1)
+
+
+class PageTables:
+    """Gives pages to sequences and takes them back.
+
+    Args:
+        groups: by name; none for a model whose layers are all recurrent.
+        page_size: tokens of a page.
+        prefix_caching: whether equal prefixes share pages.
+    """
+
+    def __init__(
+        self, groups: Mapping[str, PageGroup], page_size: int, *, prefix_caching: bool
+    ) -> None:
+        self.page_size = page_size
+        self.windows = {name: g.window for name, g in groups.items() if g.window is not None}
+        self.prefixes: PrefixCache | None = None
+        if prefix_caching and groups:
+            # A query at position p reads the window - 1 tokens before it.
+            needed = {
+                name: None if g.window is None else -(-(g.window - 1) // page_size)
+                for name, g in groups.items()
+            }
+            self.prefixes = PrefixCache(page_size, needed)
+        prefixes = self.prefixes
+        self.pools = {
+            name: PagePool(
+                group.num_pages,
+                on_reuse=partial(prefixes.forget, name) if prefixes is not None else None,
+            )
+            for name, group in groups.items()
+        }
+        self._worth_keeping = {
+            name: partial(prefixes.knows, name) if prefixes is not None else None for name in groups
+        }
+
+    @property
+    def usage(self) -> float:
+        """Held part of the fullest pool, 0 … 1."""
+        return max((pool.usage for pool in self.pools.values()), default=0.0)
+
+    def begin(self, request: Request) -> None:
+        """Give a request that holds nothing the pages of its longest known prefix."""
+        request.pages = {name: [] for name in self.pools}
+        if self.prefixes is None or not request.reads_prefixes:
+            return
+        for name, pages in self.prefixes.match(request).items():
+            self.pools[name].hold(page for page in pages if page is not None)
+            request.pages[name] = [FREED if page is None else page for page in pages]
+            request.num_computed = len(pages) * self.page_size
+
+    def reserve(self, request: Request, count: int, spare: int = 0) -> dict[str, list[int]] | None:
+        """Give a request pages for `count` more tokens.
+
+        Args:
+            spare: pages that must stay free in each pool afterwards.
+
+        Returns:
+            the new pages by group, or None, and no change, if a pool has too few.
+        """
+        if self.windows:
+            self._free_behind(request)
+        total = -(-(request.num_computed + count) // self.page_size)
+        new: dict[str, list[int]] = {}
+        for name, held in request.pages.items():
+            needed = total - len(held)
+            pool = self.pools[name]
+            if spare and pool.num_free - max(needed, 0) < spare:
+                pages = None
+            elif needed <= 0:
+                continue
+            else:
+                pages = pool.allocate(needed)
+            if pages is None:
+                for other, taken in new.items():
+                    self.pools[other].release(taken)
+                return None
+            new[name] = pages
+        for name, pages in new.items():
+            request.pages[name] += pages
+        return new
+
+    def share(self, request: Request, start: int, stop: int) -> None:
+        """Let others find the pages that a row fills, in this very step: on the device, every
+        layer writes the keys and values of all tokens before any of them reads."""
+        if self.prefixes is not None:
+            self.prefixes.insert(request, start, stop)
+
+    def release(self, request: Request) -> None:
+        """Take back all pages of a request."""
+        for name, pages in request.pages.items():
+            held = [page for page in pages if page != FREED]
+            self.pools[name].release(held, keep=self._worth_keeping[name])
+        request.pages = {}
+        request.num_computed = 0
+
+    def forget_prefixes(self) -> None:
+        """Drop the prefix cache: the weights are others now."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+            for pool in self.pools.values():
+                pool.forget_kept()
+
+    def _free_behind(self, request: Request) -> None:
+        for name, window in self.windows.items():
+            pages = request.pages[name]
+            index = min((request.num_computed - window + 1) // self.page_size, len(pages)) - 1
+            freed = []
+            while index >= 0 and pages[index] != FREED:
+                freed.append(pages[index])
+                pages[index] = FREED
+                index -= 1
+            self.pools[name].release(reversed(freed), keep=self._worth_keeping[name])

@@ -1,0 +1,74 @@
+"""What is read from a step's hidden states besides logits: prompt scores and pooled vectors.
+
+Legend: T flat tokens, d hidden, v vocabulary, l alternatives, m slots.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from ed_layers.head import Head
+from ed_layers.losses import logits_and_logz
+from jaxtyping import Array, Float, Int
+
+from ed_esurge.runner.sampler import Sampled, logprobs_of
+
+# Tokens whose logits exist at once: 128 x 128k in float32 are 64 MiB.
+CHUNK = 128
+
+
+def score(
+    hidden: Float[Array, "T d"], head: Head, targets: Int[Array, " T"], count: int
+) -> Int[Array, "T w"]:
+    """What the model thought of `targets[i]`, the token after position i.
+
+    The logits and their sum come from the function under `ed_layers.losses.token_logprobs`, which
+    is the trainers' loss: the numbers agree by construction.
+
+    Returns:
+        `Sampled.pack()` of each position, `w = 3 + 2 l`.
+    """
+
+    def of_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits, logz = logits_and_logz(part[0], head)
+        return Sampled(part[1], *logprobs_of(logits, logz, part[1], count)).pack()
+
+    tokens = hidden.shape[0]
+    size = min(CHUNK, tokens)
+    padding = -tokens % size
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
+    parts = jnp.pad(targets, (0, padding)).reshape(-1, size)
+    packed = jax.lax.map(of_chunk, (hidden, parts))
+    return packed.reshape(tokens + padding, -1)[:tokens]
+
+
+def pool(
+    hidden: Float[Array, "T d"],
+    slot_of_token: Int[Array, " T"],
+    rows: Int[Array, "m 4"],
+    sums: Float[Array, "m d"],
+) -> tuple[Float[Array, "m d"], Float[Array, "m d"]]:
+    """Pool the tokens of each slot, over this step and those before it.
+
+    Args:
+        hidden: after the last norm.
+        slot_of_token: m for a token that is not pooled.
+        rows: of each slot: whether its sequence begins; the flat index of its last token; how many
+            tokens its mean is over, or 0 for its last token alone; whether to make its length 1.
+        sums: what the steps before left.
+
+    Returns:
+        vectors, which are whole where a prompt ends in this step, and the sums so far.
+    """
+    begins, last, length, normalize = rows.T
+    sums = jnp.where((begins > 0)[:, None], 0.0, sums)
+    member = slot_of_token == jnp.arange(sums.shape[0])[:, None]
+    hidden = hidden.astype(jnp.float32)
+    # Padding may hold anything: zero times that is not always zero.
+    hidden = jnp.where((slot_of_token < sums.shape[0])[:, None], hidden, 0.0)
+    sums += jnp.dot(member.astype(jnp.float32), hidden, precision=jax.lax.Precision.HIGHEST)
+    mean = sums / jnp.maximum(length, 1)[:, None]
+    vectors = jnp.where((length > 0)[:, None], mean, hidden[last])
+    norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    unit = vectors / jnp.maximum(norm, 1e-12)
+    return jnp.where((normalize > 0)[:, None], unit, vectors), sums

@@ -1,0 +1,212 @@
+"""What the runner knows of each running sequence, by slot, so that plans tell only what is new.
+
+Sampling settings and page tables lie in arrays, from which a step's rows are gathered. A sequence
+whose logits are adjusted (penalties, biases, masks) has a line in the sampler's state on the
+device: it is written when its masks change, and counts its tokens by itself otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ed_esurge.core.plan import NewSequence, PlanRow
+from ed_esurge.sampling import PoolingParams, SamplingParams
+
+# Numbers of a slot, int32 (floats by their bits). The first two belong to the sequence, the rest to
+# its sampling: rows that sample nothing take those of no slot.
+OF_SEQUENCE = ("state_slots", "prompt_lens")
+OF_SAMPLING = (
+    "slot",
+    "seed",
+    "top_k",
+    "num_logprobs",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+NUMBERS = OF_SEQUENCE + OF_SAMPLING
+FLOATS = frozenset(OF_SAMPLING[4:])
+
+Line = tuple[np.int32, np.ndarray, np.ndarray]
+
+
+class Slots:
+    """Tables over the slots; line `num_slots` stands for no sequence.
+
+    Args:
+        num_slots: sequences that can run at once.
+        groups: names of the page groups.
+        pages: pages of the longest sequence.
+        vocab_size: v.
+    """
+
+    def __init__(
+        self, num_slots: int, groups: Sequence[str], *, pages: int, vocab_size: int
+    ) -> None:
+        self.num_slots, self.vocab_size = num_slots, vocab_size
+        self.numbers = np.zeros((len(OF_SEQUENCE) + len(OF_SAMPLING), num_slots + 1), np.int32)
+        self.page_table = {group: np.zeros((num_slots + 1, pages), np.int32) for group in groups}
+        self._filled = {group: [0] * num_slots for group in groups}
+        self._new: list[NewSequence | None] = [None] * num_slots
+        self._adjusted: list[Adjustment | None] = [None] * num_slots
+        # A state or a line of number `num_slots` is out of range: it is written nowhere.
+        self._set(
+            num_slots,
+            state_slots=num_slots,
+            slot=num_slots,
+            num_logprobs=-1,
+            top_p=1.0,
+            repetition_penalty=1.0,
+        )
+
+    def start(self, new: NewSequence) -> None:
+        """Let a sequence take its slot, whoever had it before."""
+        slot, params = new.slot, new.params
+        self._new[slot] = new
+        for group, table in self.page_table.items():
+            table[slot] = 0
+            self._filled[group][slot] = 0
+        self.numbers[:, slot] = self.numbers[:, self.num_slots]
+        self._set(slot, state_slots=slot, prompt_lens=new.prompt_len)
+        self._adjusted[slot] = None
+        if isinstance(params, PoolingParams):
+            return
+        if is_adjusted(new, params):
+            self._adjusted[slot] = Adjustment(new, params, self.vocab_size)
+            self._set(
+                slot,
+                slot=slot,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                repetition_penalty=params.repetition_penalty,
+            )
+        if params.logprobs is not None:
+            self._set(slot, num_logprobs=params.logprobs)
+        if not params.greedy:
+            self._set(
+                slot,
+                seed=int(np.uint32(new.seed).view(np.int32)),
+                temperature=params.temperature,
+                top_k=max(params.top_k, 0),
+                top_p=params.top_p,
+                min_p=params.min_p,
+            )
+
+    def grow(self, row: PlanRow) -> None:
+        """Take the pages and tokens of a row."""
+        for group, pages in row.pages.items():
+            start = self._filled[group][row.slot]
+            self._filled[group][row.slot] = stop = start + len(pages)
+            # A page behind the window has no number; nobody will read it.
+            self.page_table[group][row.slot, start:stop] = np.maximum(pages, 0)
+        adjustment = self._adjusted[row.slot]
+        if adjustment is not None:
+            adjustment.grow(row)
+
+    def adjustment(self, slot: int) -> Adjustment | None:
+        """What adjusts the logits of a slot's sequence."""
+        return self._adjusted[slot]
+
+    def following(self, row: PlanRow) -> Sequence[int]:
+        """The prompt token after each token of a row; one fewer at the end of the prompt."""
+        new = self._at(row.slot)
+        return new.token_ids[row.start + 1 : min(row.stop + 1, new.prompt_len)]
+
+    def pooling(self, slot: int) -> tuple[PoolingParams, int]:
+        """How a slot's sequence is pooled, and over how many tokens."""
+        new = self._at(slot)
+        assert isinstance(new.params, PoolingParams), "only pooled rows are asked about"
+        return new.params, new.prompt_len
+
+    def forget_lines(self) -> None:
+        """The lines of the sampler's state on the device are gone."""
+        for adjustment in self._adjusted:
+            if adjustment is not None:
+                adjustment.held = None
+
+    def _at(self, slot: int) -> NewSequence:
+        new = self._new[slot]
+        assert new is not None, f"slot {slot} has a row but no plan has started its sequence"
+        return new
+
+    def _set(self, at: int, **values: float) -> None:
+        for name, value in values.items():
+            bits = np.float32(value).view(np.int32) if name in FLOATS else np.int32(value)
+            self.numbers[NUMBERS.index(name), at] = bits
+
+
+def is_adjusted(new: NewSequence, params: SamplingParams) -> bool:
+    """Whether the logits of a sequence are adjusted at all."""
+    return bool(
+        params.penalized
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.min_tokens
+        or new.bad_token_ids
+    )
+
+
+class Adjustment:
+    """Biases, masks and token counts of one sequence, and which of them its line has.
+
+    Args:
+        vocab_size: v.
+    """
+
+    def __init__(self, new: NewSequence, params: SamplingParams, vocab_size: int) -> None:
+        self._new, self._params, self._vocab_size = new, params, vocab_size
+        self._tokens = list(new.token_ids)
+        self.held: tuple[int, frozenset[int]] | None = None  # tokens counted, banned tokens
+
+    def grow(self, row: PlanRow) -> None:
+        """Take a row's tokens, which may be new."""
+        if row.stop > len(self._tokens):
+            self._tokens[row.start :] = row.token_ids
+
+    def update(self) -> Line | None:
+        """`(slot, bias [v], seen [v])` if the line must be written before the next sampling."""
+        banned = self._banned()
+        now = (len(self._tokens), banned)
+        if self.held == now:
+            return None
+        self.held = now
+        return np.int32(self._new.slot), self._bias(banned), self._seen()
+
+    def sampled(self, count: int) -> None:
+        """The device is counting so many more tokens."""
+        assert self.held is not None, "a line is written before its sequence samples"
+        self.held = (self.held[0] + count, self.held[1])
+
+    def _banned(self) -> frozenset[int]:
+        """Tokens that may not come next, as far as that changes from step to step."""
+        output = self._tokens[self._new.prompt_len :]
+        banned: set[int] = set()
+        if len(output) < self._params.min_tokens:
+            banned.update(self._new.end_token_ids)
+        for word in self._new.bad_token_ids:
+            *head, last = word
+            if not head or output[-len(head) :] == head:
+                banned.add(last)
+        return frozenset(banned)
+
+    def _bias(self, banned: frozenset[int]) -> np.ndarray:
+        allowed = self._params.allowed_token_ids
+        bias = np.zeros(self._vocab_size, np.float32)
+        if allowed is not None:
+            bias[:] = -np.inf
+            bias[list(allowed)] = 0
+        for token, value in self._params.logit_bias.items():
+            bias[token] += value
+        bias[list(banned)] = -np.inf
+        return bias
+
+    def _seen(self) -> np.ndarray:
+        prompt, output = np.split(np.asarray(self._tokens, np.int64), [self._new.prompt_len])
+        seen = 2 * np.bincount(output, minlength=self._vocab_size).astype(np.int32)
+        seen[np.unique(prompt)] += 1
+        return seen

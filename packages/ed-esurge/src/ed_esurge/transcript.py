@@ -1,0 +1,242 @@
+"""From sampled tokens to deltas of a request: text, stop strings, log-probabilities, vectors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ed_esurge.core.commands import Add
+from ed_esurge.core.request import Request
+from ed_esurge.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from ed_esurge.runner.result import TokenScores
+from ed_esurge.sampling import SamplingParams
+from ed_esurge.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+
+class Transcript:
+    """What users see of one sequence that samples.
+
+    Args:
+        request: the sequence.
+        params: how it samples.
+        index: which of the `n` completions it is.
+        tokenizer: None gives no text.
+        stops: stop strings, the engine's own included.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        params: SamplingParams,
+        index: int,
+        tokenizer: Tokenizer | None,
+        stops: tuple[str, ...],
+    ) -> None:
+        self.request, self.params, self.index = request, params, index
+        self.tokenizer = tokenizer if params.detokenize else None
+        self.finish_reason: FinishReason | None = None
+        self.total = 0.0
+        self._detokenizer: Detokenizer | None = None
+        if self.tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                self.tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens
+            )
+        self._stops = StopStrings(stops, include=params.include_stop_str_in_output)
+        self._count = 0
+
+    def take(self, scores: Sequence[TokenScores]) -> CompletionOutput:
+        """The delta of the next tokens; `finish_reason` is set if the last of them ends it.
+
+        No token at all ends a sequence that samples none.
+        """
+        request, params = self.request, self.params
+        out = CompletionOutput(self.index)
+        if params.logprobs is not None:
+            out.logprobs = []
+        for one in scores:
+            self._count += 1
+            # With overlapped execution the request may already have more tokens than these.
+            last = request.finish_reason is not None and self._count == len(request.output)
+            out.token_ids.append(one.token)
+            if self._detokenizer is not None:
+                self._write(out, one.token, last)
+            if out.logprobs is not None:
+                self.total += one.logprob
+                out.logprobs.append(position_logprobs(one, self.tokenizer))
+                out.cumulative_logprob = self.total
+            if self._stops.found is not None:
+                break
+        if self._stops.found is not None:
+            out.finish_reason, out.stop_reason = "stop", self._stops.found
+        elif request.finish_reason is not None and self._count == len(request.output):
+            out.finish_reason, out.stop_reason = request.finish_reason, request.stop_reason
+        self.finish_reason = out.finish_reason
+        return out
+
+    def _write(self, out: CompletionOutput, token: int, last: bool) -> None:
+        """Add a token's text to a delta: not that of the token that ended the sequence."""
+        assert self._detokenizer is not None, "only sequences with text are written"
+        check = self._count >= self.params.min_tokens
+        ended_by_it = last and self.request.finish_reason == "stop"
+        if not ended_by_it or self.params.include_stop_str_in_output:
+            out.text += self._stops.push(self._detokenizer.push(token), check=check)
+        if last and self._stops.found is None:
+            out.text += self._stops.push(self._detokenizer.flush(), check=check)
+            out.text += self._stops.flush()
+
+    def abort(self) -> CompletionOutput:
+        """The delta that ends it from outside: the text that was held back."""
+        out = CompletionOutput(self.index, finish_reason="abort")
+        if self._detokenizer is not None and self._stops.found is None:
+            out.text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        if self.params.logprobs is not None:
+            out.logprobs, out.cumulative_logprob = [], self.total
+        self.finish_reason = "abort"
+        return out
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A user's request that has not ended: `n` transcripts of one prompt, or one pooled sequence.
+
+    Attributes:
+        add: what was asked.
+        sequences: what the scheduler moves, by id.
+        transcripts: by the id of their sequence; none where a vector is wanted.
+        prompt_logprobs: filled position by position; handed out with the first delta. None when
+            not asked for.
+    """
+
+    add: Add
+    sequences: dict[str, Request]
+    transcripts: dict[str, Transcript]
+    metrics: RequestMetrics
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_tokenizer: Tokenizer | None = None
+    started: bool = False
+    closed: bool = False
+
+    @classmethod
+    def of(
+        cls, add: Add, arrival: int, seeds: Sequence[int], tokenizer: Tokenizer | None
+    ) -> OpenRequest:
+        """Make the sequences of a request.
+
+        Args:
+            arrival: number of its first sequence in order of arrival.
+            seeds: of each sequence.
+        """
+        sequences: dict[str, Request] = {}
+        transcripts: dict[str, Transcript] = {}
+        for index, seed in enumerate(seeds):
+            params = add.params
+            if index and isinstance(params, SamplingParams):
+                # One of n computes the prompt's log-probabilities; the others share its pages.
+                params = params.replace(prompt_logprobs=None)
+            request = Request(
+                f"{add.request_id}#{index}",
+                add.token_ids,
+                params,
+                eos_token_ids=add.eos_token_ids,
+                max_tokens=add.max_tokens,
+                priority=add.priority,
+                arrival=arrival + index,
+                seed=seed,
+                bad_token_ids=add.bad_token_ids,
+                salt=add.salt,
+                adapter=add.adapter,
+            )
+            sequences[request.request_id] = request
+            if isinstance(params, SamplingParams):
+                transcript = Transcript(request, params, index, tokenizer, add.stops)
+                transcripts[request.request_id] = transcript
+        opened = cls(add, sequences, transcripts, RequestMetrics(add.arrival_time))
+        params = add.params
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            opened.prompt_logprobs = [None for _ in add.token_ids]
+            opened.prompt_tokenizer = tokenizer if params.detokenize else None
+        return opened
+
+    @property
+    def finished(self) -> bool:
+        if self.closed:
+            return True
+        transcripts = self.transcripts.values()
+        return bool(transcripts) and all(t.finish_reason is not None for t in transcripts)
+
+    def mark_scheduled(self) -> None:
+        """Note that a step with a sequence of this request begins."""
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = time.monotonic()
+
+    def take_prompt(self, start: int, scores: Sequence[TokenScores]) -> None:
+        """Note the log-probabilities of the prompt tokens after positions `start` …"""
+        assert self.prompt_logprobs is not None, "only requests that asked are scored"
+        for position, one in enumerate(scores, start + 1):
+            # The last position predicts the first generated token.
+            if position < len(self.prompt_logprobs):
+                self.prompt_logprobs[position] = position_logprobs(one, self.prompt_tokenizer)
+
+    def abort(self) -> RequestOutput:
+        """The delta that ends it from outside."""
+        running = [t for t in self.transcripts.values() if t.finish_reason is None]
+        ended = [transcript.abort() for transcript in running]
+        if not self.transcripts:
+            ended = [CompletionOutput(0, finish_reason="abort")]
+        self.closed = True
+        return self.delta(ended)
+
+    def pooled(self, vector: np.ndarray) -> RequestOutput:
+        """The one output of a request for a vector."""
+        self.closed = True
+        output = self.delta([CompletionOutput(0, finish_reason="stop")])
+        output.pooled = vector
+        return output
+
+    def delta(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        """Wrap the completions that changed."""
+        now = time.monotonic()
+        metrics = self.metrics
+        new = sum([len(out.token_ids) for out in outputs])
+        if new:
+            metrics.first_token_time = metrics.first_token_time or now
+            metrics.last_token_time = now
+            metrics.num_generated_tokens += new
+        requests = self.sequences.values()
+        metrics.num_preemptions = sum([r.num_preemptions for r in requests])
+        metrics.num_cached_tokens = next(iter(requests)).num_cached or 0
+        finished = self.finished
+        if finished:
+            metrics.finished_time = now
+        first, self.started = not self.started, True
+        return RequestOutput(
+            request_id=self.add.request_id,
+            prompt_token_ids=self.add.token_ids,
+            outputs=outputs,
+            finished=finished,
+            metrics=metrics,
+            prompt=self.add.prompt,
+            prompt_logprobs=self.prompt_logprobs if first else None,
+            delta=True,
+        )
+
+
+def position_logprobs(scores: TokenScores, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    """The chosen token first, then the alternatives by rank."""
+    entries = {scores.token: Logprob(scores.logprob, scores.rank)}
+    for rank, (token, logprob) in enumerate(scores.top, 1):
+        entries.setdefault(token, Logprob(logprob, rank))
+    if tokenizer is not None:
+        for token, entry in entries.items():
+            entry.decoded_token = tokenizer.decode([token])
+    return entries

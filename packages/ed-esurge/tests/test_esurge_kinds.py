@@ -1,0 +1,252 @@
+"""Layers of different kinds through the engine: recurrent states, windows with pages of their own.
+
+The toy's memory is a linear recurrence over a convolution of two inputs; it keeps its state by the
+slot that its sequence leases. A state that is written to another slot, or kept from an earlier
+sequence, changes tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from ed_esurge import PoolingParams, SamplingParams, eSurge
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.testing import tiny_llama
+from ed_layers.cache import RecurrentSpec, StateSpec
+from ed_layers.mlp import GatedMLP
+from ed_layers.self_attention import SelfAttention
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+from flax import nnx
+
+VOCAB, WINDOW = 64, 6
+
+
+class ToyConfig(EasyDeLBaseConfig, transformers.LlamaConfig):
+    model_type = "toy_kinds"
+    kinds: str = "memory"
+    """What each layer is, comma-separated."""
+
+
+class Memory(nnx.Module):
+    """`h[t] = a h[t-1] + y[t]` with `y[t] = u[t] + u[t-1] / 2`, sequence by sequence."""
+
+    def __init__(self, parts):
+        d = parts.config.hidden_size
+        self.in_proj = parts.linear(d, d, axes=("embed", None))
+        self.out_proj = parts.linear(d, d, axes=(None, "embed"))
+        self.cache_spec = RecurrentSpec((StateSpec("h", (d,)), StateSpec("last", (d,))))
+
+    def __call__(self, x, ctx, cache, layer):
+        u = self.in_proj(x, ctx)[0]
+        tokens, d = u.shape
+        if ctx.ragged is None:
+            begins, of_token = jnp.arange(tokens) == 0, jnp.zeros(tokens, jnp.int32)
+            states = {"h": jnp.zeros((1, d)), "last": jnp.zeros((1, d))}
+        else:
+            of_token = ctx.ragged.seq_of_token
+            begins = jnp.arange(tokens) == ctx.ragged.cu_q_lens[of_token]
+            states = cache.get(layer, ragged=ctx.ragged)
+        before = jnp.where(begins[:, None], states["last"][of_token], jnp.roll(u, 1, axis=0))
+
+        def step(h, now):
+            y, begin, start = now
+            h = jnp.linspace(0.3, 0.95, d) * jnp.where(begin, start, h) + y
+            return h, h
+
+        _, h = jax.lax.scan(step, u[0], (u + before / 2, begins, states["h"][of_token]))
+        if ctx.ragged is not None:
+            last = jnp.maximum(ctx.ragged.cu_q_lens[1:] - 1, 0)
+            cache = cache.set(layer, {"h": h[last], "last": u[last]}, ragged=ctx.ragged)
+        return self.out_proj(jnp.tanh(h)[None], ctx), cache
+
+
+class ToyLayer(DecoderLayer):
+    def __init__(self, parts, index):
+        kind = parts.config.kinds.split(",")[index]
+        window = WINDOW if kind == "window" else None
+        mixer: Any = Memory(parts) if kind == "memory" else SelfAttention(parts, window=window)
+        super().__init__(parts, self_attn=mixer, mlp=GatedMLP(parts))
+
+
+class ToyModel(Decoder):
+    config_class = ToyConfig
+    layer_class = ToyLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return config.kinds.split(",")
+
+
+class ToyForCausalLM(CausalLM):
+    config_class = ToyConfig
+    body_class = ToyModel
+
+
+def toy(kinds: str):
+    layers = len(kinds.split(","))
+    fields = tiny_llama(vocab_size=VOCAB, num_hidden_layers=layers, initializer_range=0.3)
+    fields.pop("model_type")
+    config = ToyConfig(**fields, kinds=kinds, scan_layers=False, sharding_axis_dims=(1,) * 5)
+    return ToyForCausalLM.create(config, seed=4)
+
+
+def engine_of(model, **options) -> eSurge:
+    fixed = {
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "max_num_seq_buckets": (4,),  # rows of a bucket are often empty
+        "max_num_batched_tokens": 12,
+        "max_model_len": 48,
+        "compile_runner": False,
+        "silent_mode": True,
+    }
+    return eSurge(model, **{**fixed, **options})
+
+
+def plain(model):
+    """The plain forward pass: tokens -> (logits [s, v], hidden states [s, d])."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, ids):
+        out = nnx.merge(graphdef, state)(ids)
+        return out.logits[0], out.last_hidden_state[0]
+
+    def of(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.zeros((1, 48), np.int32)
+        ids[0, : len(tokens)] = tokens  # causal: what follows does not matter
+        logits, hidden = forward(state, ids)
+        return np.asarray(logits[: len(tokens)]), np.asarray(hidden[: len(tokens)], np.float64)
+
+    return of
+
+
+def greedy(forward, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(forward(tokens)[0][-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+PROMPTS = [
+    np.random.default_rng(5).integers(3, VOCAB, size=n).tolist()
+    for n in (3, 17, 1, 9, 26, 5, 2, 13)
+]
+LENGTHS = (14, 8, 20, 11, 6, 18, 9, 12)
+
+
+def params_of(length: int, index: int) -> SamplingParams:
+    # Every other one has a line of the sampler's state too, which is no state of a layer.
+    bias = {5: 0.25} if index % 2 else {}
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logit_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        ("memory,memory", {}),
+        ("memory,full", {"num_pages": 12}),
+        ("window,memory,full", {"num_pages": 13}),
+    ],
+)
+def test_states_follow_their_sequences(kinds, options):
+    """Requests come, go and are preempted; each gives what it gives alone."""
+    model = toy(kinds)
+    engine = engine_of(model, **options)
+    params = [params_of(length, index) for index, length in enumerate(LENGTHS)]
+    alone = [
+        engine.generate(prompt, own)[0].outputs[0].token_ids
+        for prompt, own in zip(PROMPTS, params, strict=True)
+    ]
+    forward = plain(model)
+    for index in (0, 2, 4):  # without a bias: the plain forward pass is the reference
+        assert alone[index] == greedy(forward, PROMPTS[index], LENGTHS[index])
+    together: dict[str, list[int]] = {}
+    waiting = list(range(len(PROMPTS)))
+    step = 0
+    while waiting or engine.has_unfinished_requests:
+        if waiting and step % 3 == 0:
+            index = waiting.pop(0)
+            together[str(index)] = []
+            engine.add_request(str(index), PROMPTS[index], params[index])
+        if step == 7:
+            engine.add_request("gone", PROMPTS[4], params[4])
+        if step == 10:
+            assert engine.abort_request("gone")
+        for output in engine.step():
+            together.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        step += 1
+    together.pop("gone")
+    assert list(together.values()) == alone
+    if "num_pages" in options:
+        assert engine.stats()["num_preemptions"] > 0
+    # Cached pages would not bring the state back.
+    assert engine.stats()["prefix_cache_queries"] == 0
+
+
+def test_a_state_is_pooled_over_chunks():
+    model = toy("memory,full")
+    engine = engine_of(model)
+    forward = plain(model)
+    outputs = engine.embed(PROMPTS, PoolingParams(pooling="mean", normalize=False))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        exact = forward(prompt)[1].mean(axis=0)
+        np.testing.assert_allclose(output.pooled, exact, atol=1e-5)
+
+
+def test_a_window_frees_the_pages_behind_it():
+    """Fewer pages than a whole sequence would need, with a prefix cache and without."""
+    model = toy("window,full,window")
+    forward = plain(model)
+    expected = [greedy(forward, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    params = [params_of(length, 0) for length in LENGTHS]
+    for caching in (True, False):
+        engine = engine_of(model, enable_prefix_caching=caching)
+        pools = engine.loop.scheduler.pages.pools
+        # 5 tokens behind 12 new ones lie on 5 pages, wherever they begin.
+        assert {name: pool.num_pages for name, pool in pools.items()} == {
+            "full": 4 * 12,
+            "window": 4 * 5,
+        }
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = engine.generate(PROMPTS, params)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+            assert all(pool.usage == 0 for pool in pools.values())
+        assert (engine.stats()["prefix_cache_hits"] > 0) == caching
+        engine.add_request("long", PROMPTS[4], params[2])
+        while engine.has_unfinished_requests:
+            engine.step()
+            for request in engine.loop.scheduler.running:
+                held = [page for page in request.pages["window"] if page >= 0]
+                assert len(held) <= 5
+                assert len(request.pages["full"]) * 4 >= request.num_computed
+
+
+def test_a_salt_keeps_prefixes_apart(monkeypatch):
+    model = toy("full")
+    prompt, params = PROMPTS[4], params_of(2, 0)
+    engine = engine_of(model)
+
+    def cached(salt: str | None) -> int:
+        engine.add_request("x", prompt, params, cache_salt=salt)
+        outputs = []
+        while engine.has_unfinished_requests:
+            outputs += engine.step()
+        return outputs[-1].metrics.num_cached_tokens
+
+    assert [cached(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 24, 24]
+    # Prompts whose rotary factors differ have different keys for the same tokens.
+    monkeypatch.setattr(ToyForCausalLM, "prompt_class", lambda self, length: int(length > 20))
+    engine = engine_of(model)
+    hits = [
+        engine.generate(prompt[:length], params)[0].metrics.num_cached_tokens
+        for length in (9, 26, 18, 24)
+    ]
+    assert hits == [0, 0, 8, 20]

@@ -1,0 +1,118 @@
+"""Weights that others go on with: copied by default, borrowed for the length of a block."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from ed_esurge import SamplingParams, eSurge
+from ed_infra.errors import EasyDeLError
+from flax import nnx
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+OPTIONS = {
+    "max_num_seqs": 4,
+    "page_size": 8,
+    "num_pages": 8,
+    "max_num_seq_buckets": (4,),
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "compile_runner": False,
+    "silent_mode": True,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(llama):
+    return eSurge(llama, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def expected(make_llama, prompts):
+    model = make_llama(seed=2)
+    out = model.generate(np.asarray([prompts[3]]), max_new_tokens=8, eos_token_id=[])
+    return out.sequences[0, len(prompts[3]) :].tolist()
+
+
+donate = jax.jit(lambda leaves: [leaf + 1 for leaf in leaves], donate_argnums=0)
+
+
+def tokens_of(engine, prompt) -> list[int]:
+    return engine.generate(prompt, GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("layout", ["stacked", "leaves"])
+@pytest.mark.parametrize("kind", ["model", "state"])
+def test_donating_the_arrays_afterwards_changes_nothing(
+    engine, make_llama, prompts, expected, kind, layout
+):
+    model = make_llama(seed=2)
+    if layout == "leaves" or kind == "state":
+        model = model.to_layout("leaves")
+    state = nnx.state(model)
+    engine.update_model_weights(model if kind == "model" else state)
+    leaves = jax.tree.leaves(state)
+    donate(leaves)
+    assert all(leaf.is_deleted() for leaf in leaves)
+    assert tokens_of(engine, prompts[3]) == expected
+
+
+def test_host_arrays_may_change_afterwards(engine, make_llama, prompts, expected):
+    state = jax.tree.map(np.array, nnx.state(make_llama(seed=2).to_layout("leaves")))
+    engine.update_model_weights(state)
+    for leaf in jax.tree.leaves(state):
+        leaf[...] = 0
+    assert tokens_of(engine, prompts[3]) == expected
+
+
+def test_borrowed_arrays_are_used_as_they_are(engine, llama, make_llama, prompts, expected):
+    state = nnx.state(make_llama(seed=2).to_layout("leaves"))
+    theirs = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)}
+    traces = engine.stats()["num_compiled"]
+    with engine.weights(state) as borrowing:
+        assert borrowing is engine
+        used = {leaf.unsafe_buffer_pointer() for leaf in engine.loop.runner._leaves}
+        assert used == theirs
+        assert tokens_of(engine, prompts[3]) == expected
+        engine.add_request("left", prompts[3], GREEDY)
+        outputs = engine.step()
+    donate(jax.tree.leaves(state))
+    with pytest.raises(EasyDeLError, match="update_model_weights"):
+        engine.step()
+    with pytest.raises(EasyDeLError, match="no weights"):
+        engine.generate(prompts[0], GREEDY)
+    # Other weights: the request that was left goes on with them, from the tokens that it has.
+    with engine.weights(make_llama(seed=2).to_layout("leaves")):
+        while engine.has_unfinished_requests:
+            outputs += engine.step()
+    tokens = [t for o in outputs if o.request_id == "left" for t in o.outputs[0].token_ids]
+    assert tokens == expected
+    engine.update_model_weights(llama)
+    before = llama.generate(np.asarray([prompts[3]]), max_new_tokens=8, eos_token_id=[])
+    assert tokens_of(engine, prompts[3]) == before.sequences[0, 40:].tolist()
+    assert engine.stats()["num_compiled"] - traces <= 1  # a first decode, if it was not there
+
+
+def test_weights_that_were_donated_are_said(make_llama, prompts):
+    """An engine shares the arrays of the model that it was made of."""
+    model = make_llama(seed=2).to_layout("leaves")
+    engine = eSurge(model, **OPTIONS)
+    donate(jax.tree.leaves(nnx.state(model)))
+    with pytest.raises(EasyDeLError, match="donates"):
+        engine.generate(prompts[0], GREEDY)
+    assert not engine.loop.open_requests or engine.abort_request(engine.loop.open_requests[0])
+    engine.update_model_weights(make_llama(seed=2))
+    assert len(tokens_of(engine, prompts[0])) == 8
+
+
+def test_replaced_weights_are_freed(llama, make_llama):
+    engine = eSurge(make_llama(seed=3), **OPTIONS)
+    old = [weakref.ref(leaf) for leaf in engine.loop.runner._leaves]
+    engine.update_model_weights(llama)
+    gc.collect()
+    assert all(leaf() is None for leaf in old)
