@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import ed_data
 import pydantic
+from ed_data import checks as data_checks
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
@@ -33,7 +33,7 @@ def model(options: ModelSection, run: RunConfig) -> Idle:
 
 
 def mixture(options: Mixture, run: RunConfig) -> Idle:
-    for path, message in ed_data.idle_options(options):
+    for path, message in data_checks.idle_options(options):
         yield path, message.partition("no effect: ")[2]
 
 
