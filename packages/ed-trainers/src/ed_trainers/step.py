@@ -35,18 +35,41 @@ class Step(Generic[T]):
     """A compiled function of the learner's leaves and a batch, with the frozen leaves bound.
 
     The frozen leaves are arguments of the program as the others are, and never donated.
+
+    Attributes:
+        before: a program that runs first, on the same arguments; its result, a dict, is one more
+            argument. One that gives nothing is not asked again: what it gives follows from shapes.
     """
 
-    def __init__(self, function: jax.stages.Wrapped, frozen: Leaves):
+    def __init__(
+        self,
+        function: jax.stages.Wrapped,
+        frozen: Leaves,
+        before: jax.stages.Wrapped | None = None,
+    ):
         self._function = function
         self._frozen = frozen
+        self._nothing: tuple[object, ...] | None = () if before is None else None
+        self.before = before
 
     def __call__(self, leaves: Leaves, batch: Batch) -> T:
-        return self._function(leaves, self._frozen, batch)
+        return self._function(*self._arguments(leaves, batch))
 
     def lower(self, leaves: Leaves, batch: Batch) -> jax.stages.Lowered:
         """Return the program for arguments like these, without running it."""
-        return self._function.lower(leaves, self._frozen, batch)
+        arguments = (leaves, self._frozen, batch)
+        before = () if self.before is None else (jax.eval_shape(self.before, *arguments),)
+        return self._function.lower(*arguments, *before)
+
+    def _arguments(self, leaves: Leaves, batch: Batch) -> tuple[object, ...]:
+        arguments = (leaves, self._frozen, batch)
+        if self._nothing is None:
+            assert self.before is not None
+            result = self.before(*arguments)
+            if result:
+                return *arguments, result
+            self._nothing = (result,)
+        return *arguments, *self._nothing
 
 
 TrainStep = Step[tuple[Leaves, Report]]
@@ -75,16 +98,44 @@ def build_train_step(
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
-    def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> tuple[Leaves, Report]:
+    def numbered(batch: Batch) -> tuple[jax.Array, Batch]:
+        """The microbatches, each with the number of its first row."""
+        count = next(iter(batch.values())).shape[0]
+        return jnp.arange(count, dtype=jnp.int32) * rows, batch
+
+    # A program of its own, because the step needs the totals before its first gradient. As a part
+    # of the step it would stand beside the gradients, and XLA's CPU backend runs collectives that
+    # do not depend on each other in any order: the devices then wait for each other for ever.
+    @jax.jit
+    def totals_of(leaves: Leaves, frozen: Leaves, batch: Batch) -> dict[str, jax.Array]:
+        """The weight of each term of the loss over all microbatches; empty where none is needed.
+
+        Weights follow from the data, so the compiler drops the forward pass.
+        """
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
-        count = next(iter(batch.values())).shape[0]
-        parts = (jnp.arange(count, dtype=jnp.int32) * rows, batch)
+
+        def weights(row: jax.Array, part: Batch) -> dict[str, jax.Array]:
+            own = jax.random.fold_in(key, row)
+            loss = loss_of(current.graphstate, current.graphother, frozen, part, own)
+            return {name: metric.weight for name, metric in loss.sums.items()}
+
+        parts = numbered(batch)
         first = jax.tree.map(lambda x: x[0], parts)
+        if len(parts[0]) == 1 or len(jax.eval_shape(weights, *first)) == 1:
+            return {}
+        return _summed(weights, parts)
+
+    def step(
+        leaves: Leaves, frozen: Leaves, batch: Batch, totals: dict[str, jax.Array]
+    ) -> tuple[Leaves, Report]:
+        current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
+        key = jax.random.fold_in(jax.random.key(seed), current.step)
+        parts = numbered(batch)
 
         # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
         @partial(jax.jit, inline=True)
-        def gradient(row: jax.Array, part: Batch, totals: dict[str, jax.Array] | None):
+        def gradient(row: jax.Array, part: Batch):
             def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
                 own = jax.random.fold_in(key, row)
                 loss = loss_of(params, current.graphother, frozen, part, own)
@@ -93,18 +144,10 @@ def build_train_step(
             grads, loss = jax.grad(objective, has_aux=True)(current.graphstate)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
 
-        def weights(row: jax.Array, part: Batch) -> dict[str, jax.Array]:
-            own = jax.random.fold_in(key, row)
-            return _weights(loss_of(current.graphstate, current.graphother, frozen, part, own))
-
-        if count == 1:
-            grads, loss = gradient(*first, None)
+        if len(parts[0]) == 1:
+            grads, loss = gradient(*jax.tree.map(lambda x: x[0], parts))
         else:
-            totals = None
-            if len(jax.eval_shape(gradient, *first, None)[1].sums) > 1:
-                # Weights follow from the data, so the compiler drops the forward pass here.
-                totals = _summed(weights, parts)
-            grads, loss = _summed(lambda row, part: gradient(row, part, totals), parts)
+            grads, loss = _summed(gradient, parts)
 
         weight = loss.sums["loss"].weight
         scale = 1.0 / jnp.maximum(weight, _SMALLEST)
@@ -121,7 +164,8 @@ def build_train_step(
         return tuple(jax.tree.leaves(new)), report
 
     out = (shardings, replicated(shardings[0]))
-    return Step(jax.jit(step, donate_argnums=0, out_shardings=out), method.frozen.leaves)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=out)
+    return Step(compiled, method.frozen.leaves, totals_of)
 
 
 def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
@@ -163,7 +207,7 @@ def _loss_of(graphdef: nnx.GraphDef, loss_fn: LossFn, frozen: Frozen) -> Callabl
     return loss_of
 
 
-def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array] | None) -> jax.Array:
+def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Array:
     """A microbatch's part of the loss of the step, times the weight of `"loss"` in the step.
 
     The loss of a step is the sum of `sum / weight` over its terms, with sums and weights over all
@@ -172,8 +216,8 @@ def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array] | None) -> 
 
     Args:
         sums: of the microbatch.
-        totals: weight of each term over the whole step; None where this is the only microbatch, or
-            `"loss"` the only term.
+        totals: weight of each term over the whole step; empty where this is the only microbatch,
+            or `"loss"` the only term.
     """
     objective = sums["loss"].sum
     totals = totals or {name: jax.lax.stop_gradient(m.weight) for name, m in sums.items()}
@@ -182,10 +226,6 @@ def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array] | None) -> 
             share = jnp.maximum(totals["loss"], _SMALLEST) / jnp.maximum(totals[name], _SMALLEST)
             objective = objective + metric.sum * share
     return objective
-
-
-def _weights(loss: Loss) -> dict[str, jax.Array]:
-    return {name: metric.weight for name, metric in loss.sums.items()}
 
 
 def _summed(function: Callable[..., T], parts: tuple[jax.Array, Batch]) -> T:
