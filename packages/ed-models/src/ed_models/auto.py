@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ed_models import hub
+from ed_models.heads import CausalLM
 from ed_models.loading import float_dtype
 from ed_models.module import EasyDeLBaseModule
+
+ModelT = TypeVar("ModelT", bound=EasyDeLBaseModule)
 
 
 class AutoEasyDeLConfig:
@@ -62,7 +65,7 @@ class AutoEasyDeLConfig:
         return registry.get_config(model_type)(**fields)
 
 
-class _AutoModel:
+class _AutoModel(Generic[ModelT]):
     """A task; its classmethods pick the class by the configuration's model type."""
 
     task: ClassVar[TaskType]
@@ -81,7 +84,7 @@ class _AutoModel:
         *,
         rngs: nnx.Rngs | None = None,
         seed: int = 0,
-    ) -> EasyDeLBaseModule:
+    ) -> ModelT:
         """Make a model with random parameters, on its devices.
 
         Args:
@@ -107,12 +110,12 @@ class _AutoModel:
         )
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> EasyDeLBaseModule:
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:
         """Load a directory or a hub repository; options: see `ed_models.hub.from_pretrained`."""
         return hub.from_pretrained(name_or_path, task=cls.task, **options)
 
 
-class AutoEasyDeLModelForCausalLM(_AutoModel):
+class AutoEasyDeLModelForCausalLM(_AutoModel[CausalLM]):
     """Decoder language models."""
 
     task = TaskType.CAUSAL_LM

@@ -87,6 +87,6 @@ class LanguageModel(Protocol):
         """A copy whose layers are stored otherwise."""
         ...
 
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model in Hugging Face layout."""
         ...
