@@ -1,6 +1,6 @@
 """Write the table of Hugging Face config keys that ed-elarge checks `model.config` with.
 
-    uv run python -m tools.architectures    rewrite packages/ed-elarge/src/ed_elarge/architectures.json
+    uv run python -m tools.architectures    rewrite architectures.json of ed-elarge
 
 The table is read off the configuration classes of transformers, so that a run file can be checked
 without importing them; a test makes it again and compares.

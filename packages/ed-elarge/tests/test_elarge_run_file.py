@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,9 @@ from ed_elarge.errors import InputError
 from ed_elarge.normalize import normalize
 from ed_elarge.run_config import RunConfig
 from ed_elarge.table import look
+from run_files import GOOD, with_changes
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-GOOD: dict[str, Any] = {
-    "model": {
-        "config": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
-        "tokenizer": {"train": {"vocab_size": 300}},
-    },
-    "mixture": {
-        "informs": [{"type": "python", "data_files": "pydoc_data.topics:topics"}],
-        "pack_tokens": True,
-        "pack_seq_length": 64,
-        "eval_fraction": 0.1,
-    },
-    "trainer": {"trainer_type": "sft", "total_batch_size": 8},
-    "actions": ["validate", "train"],
-}
-
-
-def with_changes(**changes: Any) -> dict[str, Any]:
-    """GOOD with dotted keys set (`trainer__seed=3`) or, given `...`, removed."""
-    out = copy.deepcopy(GOOD)
-    for dotted, value in changes.items():
-        *path, last = dotted.split("__")
-        holder = out
-        for part in path:
-            holder = holder.setdefault(part, {})
-        if value is ...:
-            holder.pop(last, None)
-        else:
-            holder[last] = value
-    return out
 
 
 def run(config: dict[str, Any]) -> RunConfig:

@@ -49,3 +49,8 @@ def test_the_other_easydel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.2.0")
     with pytest.raises(ImportError, match=r"'easydel' 0\.2\.0 is installed beside 'ed-elarge'"):
         umbrella._refuse_the_other_easydel()
+
+
+def test_no_name_is_public_in_two_packages() -> None:
+    names = [n for p in PACKAGES for n in importlib.import_module(f"ed_{p}").__all__]
+    assert sorted(set(names)) == sorted(names)

@@ -96,7 +96,7 @@ def keep_compiled_programs() -> None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "easydel" / "jax"))
 
@@ -167,7 +167,7 @@ def train(session: Session, options: NoOptions) -> None:
     held_out = elm.build_eval_dataset()
     if held_out is not None:
         batches = _with_progress(held_out, "measuring what was learned")
-        summary.learned = learned.measure(elm.build_model(), batches, elm.build_tokenizer())
+        summary.learned = learned.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
 def _with_progress(loader: Loader, what: str) -> Iterable[Any]:
@@ -188,15 +188,17 @@ def _newest_step(directory: Path) -> int | None:
 
 def evaluate(session: Session, options: EvalOptions) -> None:
     """Evaluate with lm-evaluation-harness."""
-    results, path = session.elm.run_eval(options)
-    session.summary.evaluated(results, path)
-    if options.over(session.elm.config.eval).print_results:
+    elm = session.elm
+    results = elm.eval(**options.model_dump(exclude_unset=True))
+    tasks = elm.prepare_eval(options)  # the same that were used
+    session.summary.evaluated(results, tasks.results)
+    if tasks.options.print_results:
         session.summary.print_evaluation(results)
 
 
 def generate(session: Session, options: GenerateOptions) -> None:
     """Print completions."""
-    completions = session.elm.complete(options)
+    completions = session.elm.generate(**options.model_dump(exclude_unset=True))
     session.summary.samples.extend(completions)
     for prompt, completion in completions:
         print(f"--- {prompt!r} continues:\n{completion}\n---")
@@ -205,4 +207,4 @@ def generate(session: Session, options: GenerateOptions) -> None:
 def serve(session: Session, options: ServeOptions) -> None:
     """Show what was done before, and serve."""
     session.summary.show()
-    session.elm.run_server(options)
+    session.elm.serve(**options.model_dump(exclude_unset=True))

@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 @functools.cache
 def tables() -> dict[str, dict[str, dict[str, Any]]]:
-    """Model type -> key -> `{"types": [...], "default": ...}`, and `"known"` names of a few keys."""
+    """Model type -> key -> `{"types": [...], "default": ...}`, with `"known"` for some names."""
     return json.loads(resources.files("ed_elarge").joinpath("architectures.json").read_text())
 
 
@@ -112,7 +112,7 @@ def _wrong(key: str, value: Any, entry: Mapping[str, Any]) -> str:
             return str(error)
     if key.endswith("_token_id"):
         ids = value if isinstance(value, list) else [value]
-        if not all(i is None or (_is(i, "integer") and 0 <= i < 2**31) for i in ids):
+        if not all(i is None or (type(i) is int and 0 <= i < 2**31) for i in ids):
             return f"must be a token id, 0 or more, got {value!r}"
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         least, most, words = _bounds(key, entry)

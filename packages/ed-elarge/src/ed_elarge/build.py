@@ -7,14 +7,14 @@ when the part is first asked for, and keeps it. Each function imports what it ne
 from __future__ import annotations
 
 import pkgutil
-import re
 from typing import TYPE_CHECKING, Any
 
-from ed_data.errors import DataError
+from ed_data.config import Mixture
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.fields import canonical_field
 
+from ed_elarge.errors import Problem
 from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import ModelSection, TrainedTokenizer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ed_data.loader import Loader
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
-    from ed_models.module import EasyDeLBaseModule
+    from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +41,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     with run.blame("model", "tokenizer"):
         if isinstance(section.tokenizer, TrainedTokenizer):
             return training_tokenizer.load_or_train(
-                section.tokenizer.train, run.mixture, run.directory / "tokenizer"
+                section.tokenizer.train, _mixture(run), run.directory / "tokenizer"
             )
         return _load_tokenizer(run, str(section.tokenizer or section.name_or_path))
 
@@ -62,7 +62,7 @@ def _load_tokenizer(run: RunConfig, name: str) -> PreTrainedTokenizerBase:
 # The model.
 
 
-def model(elm: eLargeModel) -> EasyDeLBaseModule:
+def model(elm: eLargeModel) -> CausalLM:
     """Load the model, or make a new one from `model.config`, on its devices."""
     made = _new_model(elm) if _model_section(elm.config).config is not None else _load(elm.config)
     for section in SECTIONS.values():
@@ -89,7 +89,7 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
         return registry.get_config(model_type)(**(of_tokenizer or {}) | fields | changes)
 
 
-def _new_model(elm: eLargeModel) -> EasyDeLBaseModule:
+def _new_model(elm: eLargeModel) -> CausalLM:
     from ed_infra import registry
 
     run, tokens = elm.config, elm.build_tokenizer()
@@ -113,7 +113,7 @@ def _new_model(elm: eLargeModel) -> EasyDeLBaseModule:
         return module.create(config, seed=seed, **_dtypes(run))
 
 
-def _load(run: RunConfig) -> EasyDeLBaseModule:
+def _load(run: RunConfig) -> CausalLM:
     from ed_infra import registry
     from ed_models import hub
 
@@ -122,7 +122,7 @@ def _load(run: RunConfig) -> EasyDeLBaseModule:
     changes |= {field: value for field, (_, value) in run.config_fields().items()}
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
-        local = hub.resolve(section.name_or_path, revision=section.extra_kwargs.revision)
+        local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
         module = registry.get_module(_task(run), hub.read_config(local).model_type)
         return module.from_pretrained(
             local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
@@ -147,7 +147,7 @@ def _dtypes(run: RunConfig) -> dict[str, Any]:
     return {"dtype": loader.dtype, "param_dtype": loader.param_dtype, "precision": precision}
 
 
-def show_parameters(elm: eLargeModel, model: EasyDeLBaseModule) -> EasyDeLBaseModule:
+def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     """With `loader.verbose`, print each parameter: name, shape, dtype and sharding."""
     if not elm.config.loader.verbose:
         return model
@@ -172,26 +172,21 @@ def show_parameters(elm: eLargeModel, model: EasyDeLBaseModule) -> EasyDeLBaseMo
 def look_ahead(run: RunConfig) -> None:
     """Find early what would otherwise show after hours of reading: before anything is tokenized.
 
-    The configuration of a new model is made, its mesh laid over the devices, and one document of
-    each source is read, through its functions and renamed fields.
+    The configuration of a new model is made, its mesh laid over the devices, the functions of the
+    data are imported, and the fields of its first rows looked up.
 
     Raises:
         InputError: one of these cannot be done.
     """
-    from ed_data import documents
+    from ed_data import check_names
 
     if run.model is not None and run.model.config is not None:
         config = new_config(run)
         with run.blame("model", "config"):
             config.mesh  # noqa: B018 - making it is the check
-    for key in ("informs", "eval_informs"):
-        for i, inform in enumerate(getattr(run.mixture, key, ())):
-            try:
-                next(iter(documents(inform)), None)
-            except DataError as error:
-                names = [n for n in inform.model_fields_set if re.search(rf"\b{n}\b", str(error))]
-                with run.blame("mixture", key, i, *sorted(names)[:1]):
-                    raise
+    remarks = check_names(run.mixture) if run.mixture is not None else []
+    if remarks:
+        raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
 
 
 def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
@@ -199,7 +194,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
     from ed_data import build_loader
 
     run, tokens = elm.config, elm.build_tokenizer()
-    mixture, trainer = run.mixture, run.trainer
+    mixture, trainer = _mixture(run), run.trainer
     options: dict[str, Any] = {"seq_length": run.sequence_length[0], "seed": mixture.seed or 0}
     train = build_loader(mixture, tokens, batch_size=run.batch_size, split="train", **options)
     if not run.has_held_out:
@@ -212,7 +207,13 @@ def held_out_texts(elm: eLargeModel) -> list[str]:
     """The texts that the mixture sets aside; none where it sets none aside."""
     from ed_data import texts
 
-    return list(texts(elm.config.mixture, "eval")) if elm.config.has_held_out else []
+    return list(texts(_mixture(elm.config), "eval")) if elm.config.has_held_out else []
+
+
+def _mixture(run: RunConfig) -> Mixture:
+    if run.mixture is None:
+        raise run.missing("mixture")
+    return run.mixture
 
 
 def trainer(elm: eLargeModel) -> Trainer:
@@ -225,8 +226,8 @@ def trainer(elm: eLargeModel) -> Trainer:
 
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
-    method = trainer_class(arguments.trainer_type)
-    return method(arguments, elm.build_model(), train, held_out, elm.build_tokenizer())
+    method = trainer_class(elm.config.method)
+    return method(arguments, elm.part("model"), train, held_out, elm.part("tokenizer"))
 
 
 # Serving.
@@ -236,4 +237,4 @@ def engine(elm: eLargeModel) -> eSurge:
     """The engine of the section `esurge` around the model."""
     from ed_esurge.engine import eSurge
 
-    return eSurge(elm.build_model(), elm.build_tokenizer(), elm.config.esurge)
+    return eSurge(elm.part("model"), elm.part("tokenizer"), elm.config.esurge)

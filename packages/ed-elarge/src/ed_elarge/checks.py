@@ -21,7 +21,6 @@ from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.sections import EvalSection, SetsConfig, TrainedTokenizer
 
-
 # The model.
 
 
@@ -181,8 +180,9 @@ def lengths(run: RunConfig) -> Iterator[Problem]:
     length, source = run.sequence_length
     if length is None:
         if trainer is not None:
+            key = "pack_seq_length" if mixture.pack_tokens else "pack_tokens"
             yield Problem(
-                ("mixture",),
+                ("mixture", key) if key in run.written["mixture"] else ("mixture",),
                 "the length of a sequence is not given: set mixture.pack_seq_length (with "
                 "pack_tokens: true), trainer.max_length or mixture.tokenization.max_length",
                 True,
@@ -244,9 +244,11 @@ def tasks_of_action(run: RunConfig, action: Action) -> Iterator[Problem]:
 def _tasks(
     run: RunConfig, options: EvalSection, path: KeyPath, run_here: bool
 ) -> Iterator[Problem]:
+    told = False
     for i, task in enumerate(options.tasks):
         if task in local_tasks.NAMES:
-            if run_here and not run.is_broken("mixture") and not run.has_held_out:
+            if run_here and not run.is_broken("mixture") and not run.has_held_out and not told:
+                told = True
                 message = (
                     f"{task} needs held-out texts: set mixture.eval_fraction or "
                     "mixture.eval_informs"

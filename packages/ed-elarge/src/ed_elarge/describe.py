@@ -73,6 +73,6 @@ def _trainer(run: RunConfig) -> str:
     steps = trainer.max_training_steps
     length = f"{steps} steps" if steps else f"{trainer.num_train_epochs} epochs"
     return (
-        f"training: {trainer.trainer_type}, {length} of {trainer.total_batch_size} sequences, "
+        f"training: {run.method}, {length} of {trainer.total_batch_size} sequences, "
         f"learning rate {trainer.learning_rate}, into {trainer.save_directory}"
     )

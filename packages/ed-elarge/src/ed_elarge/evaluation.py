@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,20 @@ class Tasks:
 
     Args:
         options: names, and where else to look (`include_path`).
-        held_out: the run's held-out texts, for the tasks that are made from them.
-        directory: where those task files are written.
+        held_out: reads the run's held-out texts, for the tasks that are made from them.
+        directory: a folder `tasks` in it gets those task files; `results.json` in it gets the
+            results, unless `options.output_path` names another file.
+
+    Attributes:
+        results: the file of the results.
 
     Raises:
         ConfigError: lm-eval is not installed, a task does not exist, or its data cannot be had.
     """
 
-    def __init__(self, options: EvalSection, held_out: Sequence[str], directory: Path) -> None:
+    def __init__(
+        self, options: EvalSection, held_out: Callable[[], Sequence[str]], directory: Path
+    ) -> None:
         if find_spec("lm_eval") is None:
             raise ConfigError("eval needs lm-eval: pip install 'ed-esurge[lm-eval]'")
         from lm_eval.tasks import TaskManager
@@ -38,12 +44,13 @@ class Tasks:
         local = [name for name in options.tasks if name in local_tasks.NAMES]
         paths: list[str | Path] = [*options.include_path]
         if local:
-            paths.append(str(local_tasks.write(held_out, directory, local)))
+            paths.append(str(local_tasks.write(held_out(), directory / "tasks", local)))
         # lm-eval's own tasks are thousands of files: they are listed only when one is asked for
         self.manager = TaskManager(include_path=paths or None, include_defaults=False)
         if any(name not in self.manager.all_tasks for name in options.tasks):
             self.manager = TaskManager(include_path=paths or None, include_defaults=True)
         self.options = options
+        self.results = Path(options.output_path or directory / "results.json")
         self._check_names()
         self._check_data([name for name in options.tasks if name not in local])
 
@@ -68,7 +75,7 @@ class Tasks:
 
 
 def run(engine: eSurge, tasks: Tasks) -> dict[str, Any]:
-    """Evaluate; returns what lm-eval returns, with JSON values only."""
+    """Evaluate, and keep the results; returns what lm-eval returns, with JSON values only."""
     from ed_esurge.lm_eval import eSurgeLM
     from lm_eval.evaluator import simple_evaluate
 
@@ -102,13 +109,10 @@ def run(engine: eSurge, tasks: Tasks) -> dict[str, Any]:
         numpy_random_seed=options.numpy_random_seed,
         fewshot_random_seed=options.fewshot_random_seed,
     )
-    return json.loads(json.dumps(results, default=_plain))
-
-
-def write(results: dict[str, Any], path: Path) -> None:
-    """Keep results as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
+    tasks.results.parent.mkdir(parents=True, exist_ok=True)
+    tasks.results.write_text(text, "utf-8")
+    return json.loads(text)
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:

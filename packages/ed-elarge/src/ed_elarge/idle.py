@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pydantic
+from ed_data import checks as data_checks
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
 from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
-from ed_trainers import arguments
-from ed_trainers.arguments import TrainingArguments
+from ed_trainers.arguments import TrainingArguments, idle_options
 
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import EvalSection, GenerateOptions, ModelSection
 
-#: `(keys, why)`: keys divided by spaces, and inside a key by dots.
-Idle = Iterable[tuple[str, str]]
+#: `(keys, why)`: keys divided by spaces, and inside a key by dots; or one key as a path.
+Idle = Iterable[tuple[str | KeyPath, str]]
 
 _GREEDY = "temperature 0 always takes the likeliest token"
 
@@ -33,27 +33,15 @@ def model(options: ModelSection, run: RunConfig) -> Idle:
 
 
 def mixture(options: Mixture, run: RunConfig) -> Idle:
-    if not options.pack_tokens:
-        keys = "pack_seq_length pack_strategy pack_shuffle pack_shuffle_buffer_factor"
-        yield keys, "rows are packed with pack_tokens: true only"
-    elif not options.pack_shuffle:
-        yield "pack_shuffle_buffer_factor", "pack_shuffle is false"
-    if options.mixture_weights is None:
-        yield "stop_strategy", "without mixture_weights an epoch holds each document once"
-    if not options.block_mixture:
-        yield "mixture_block_size", "block_mixture is false"
-    if options.save is None:
-        why = "it names a field of the data that is written, and mixture.save is not set"
-        yield "text_target_field tokenization.output_field", why
+    for path, message in data_checks.idle_options(options):
+        yield path, message.partition("no effect: ")[2]
 
 
 def trainer(options: TrainingArguments, run: RunConfig) -> Idle:
     if run.mixture is not None and not run.has_held_out:
         why = "the mixture holds no texts out: set mixture.eval_fraction or mixture.eval_informs"
         yield "evaluation_steps eval_batch_size", why
-    of_arguments = getattr(arguments, "idle_options", None)
-    if of_arguments is not None:
-        yield from dict(of_arguments(options)).items()
+    yield from idle_options(options)
 
 
 def engine(options: EngineConfig, run: RunConfig) -> Idle:
@@ -82,14 +70,24 @@ def warnings(
     options: pydantic.BaseModel, look: Callable[[Any, RunConfig], Idle] | None, run: RunConfig
 ) -> Iterator[Problem]:
     """The idle keys of one section or action; paths start there."""
+    told = set[KeyPath]()
     for keys, why in look(options, run) if look is not None else ():
-        for key in keys.split():
-            *holders, last = path = tuple(key.split("."))
-            holder: Any = options
-            for name in holders:
-                holder = getattr(holder, name)
-            if getattr(holder, last) != type(holder).model_fields[last].get_default():
+        paths = [keys] if isinstance(keys, tuple) else [tuple(k.split(".")) for k in keys.split()]
+        for path in paths:
+            if path not in told and _is_set(options, path):
+                told.add(path)
                 yield _warning(path, why)
+
+
+def _is_set(options: pydantic.BaseModel, path: KeyPath) -> bool:
+    """Whether a key has another value than its default."""
+    name, *rest = path
+    value = getattr(options, name)
+    if isinstance(value, pydantic.BaseModel) and rest:
+        return _is_set(value, tuple(rest))
+    return bool(rest) or value != type(options).model_fields[name].get_default(
+        call_default_factory=True
+    )
 
 
 def without_effect(run: RunConfig) -> Iterator[Problem]:

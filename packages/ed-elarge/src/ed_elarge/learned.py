@@ -113,12 +113,13 @@ def _full_context(model: LanguageModel) -> Callable[[Batch], tuple[np.ndarray, .
         module: LanguageModel = nnx.merge(graphdef, state, other)
         segments = batch["segment_ids"]
         target, weight = next_token_targets(batch["labels"], segments)
-        hidden = module(
+        hidden: jax.Array | None = module(
             batch["input_ids"],
             segment_ids=segments,
             position_ids=batch["position_ids"],
             logits_at="none",
         ).last_hidden_state
+        assert hidden is not None, "a module always returns it"
         rows = hidden.reshape(-1, hidden.shape[-1])
         logp, _ = token_logprobs(rows, module.head(), target.reshape(-1))
         return logp.reshape(target.shape), target, weight

@@ -25,18 +25,17 @@ from ed_elarge.validation import validate
 if TYPE_CHECKING:
     from ed_data.loader import Loader
     from ed_esurge.engine import eSurge
-    from ed_models.module import EasyDeLBaseModule
+    from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
 
     from ed_elarge.evaluation import Tasks
 
-PROMPT_WORDS = 12
-
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-_SECTION_OF = {part: name for name, section in SECTIONS.items() for part in section.builds or ()}
+#: Part -> the section that it is built of, and the address of its builder.
+_PARTS = {p: (name, at) for name, section in SECTIONS.items() for p, at in section.builds.items()}
 
 
 def _setter(section: str) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
@@ -185,9 +184,8 @@ class eLargeModel:
             configs: operation -> settings, such as `{"flash_attn2": {"block_q": 128}}`.
             values: operations with their settings, or execution fields with their values.
         """
-        operations, fields = {**(configs or {})}, {}
-        for name, value in values.items():
-            (fields if canonical_field(name) in FIELDS else operations)[name] = value
+        fields = {k: v for k, v in values.items() if canonical_field(k) in FIELDS}
+        operations = {**(configs or {}), **{k: v for k, v in values.items() if k not in fields}}
         return self.update_config(
             {"base_config": {"values": fields, "operation_configs": operations}}
         )
@@ -247,10 +245,9 @@ class eLargeModel:
         Raises:
             InputError: the section that it is built of is missing, or cannot be built.
         """
-        section = _SECTION_OF[name]
+        section, builder = _PARTS[name]
         if self.config.sections[section] is None:
             raise self.config.missing(section)
-        builder = (SECTIONS[section].builds or {})[name]
         with self.config.blame(section):
             return self.once(name, lambda: pkgutil.resolve_name(builder)(self))
 
@@ -264,7 +261,7 @@ class eLargeModel:
         """The tokenizer, loaded or trained."""
         return self.part("tokenizer")
 
-    def build_model(self) -> EasyDeLBaseModule:
+    def build_model(self) -> CausalLM:
         """The model on its devices."""
         return self.part("model")
 
@@ -312,11 +309,7 @@ class eLargeModel:
             return trainer.train()
 
     def eval(
-        self,
-        tasks: Sequence[str] | str | None = None,
-        *,
-        engine: str = "auto",
-        **options: Any,
+        self, tasks: Sequence[str] | str | None = None, *, engine: str = "auto", **options: Any
     ) -> dict[str, Any]:
         """Evaluate with lm-evaluation-harness over eSurge.
 
@@ -326,39 +319,27 @@ class eLargeModel:
             options: keys of the `eval` section, for this time.
 
         Returns:
-            lm-eval's results.
+            lm-eval's results, which are also kept as JSON (`output_path`).
 
         Raises:
-            InputError: an option is unknown or wrong.
-            ConfigError: a task does not exist, or its data cannot be had.
+            ConfigError: an option is wrong, a task does not exist, or its data cannot be had.
         """
-        if tasks is not None:
-            options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
-        return self.run_eval(_options(EvalOptions, {"engine": engine, **options}))[0]
-
-    def run_eval(self, options: EvalOptions) -> tuple[dict[str, Any], Path]:
-        """`eval` with checked options: the results, and the file in which they are kept."""
         from ed_elarge import evaluation
 
-        tasks = self.prepare_eval(options)
-        results = evaluation.run(self.build_esurge(), tasks)
-        path = tasks.options.output_path or self.config.directory / "eval" / "results.json"
-        evaluation.write(results, Path(path))
-        return results, Path(path)
+        if tasks is not None:
+            options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
+        prepared = self.prepare_eval(_options(EvalOptions, {"engine": engine, **options}))
+        return evaluation.run(self.build_esurge(), prepared)
 
     def prepare_eval(self, options: EvalOptions) -> Tasks:
-        """Find the tasks of an evaluation and load their data; `eval` then uses them.
-
-        Raises:
-            ConfigError: a task does not exist, or its data cannot be had.
-        """
-        from ed_elarge import evaluation, local_tasks
+        """Find the tasks of an evaluation and load their data; `eval` then uses them."""
+        from ed_elarge import evaluation
 
         merged = options.over(self.config.eval)
-        texts = self.held_out_texts() if {*merged.tasks} & {*local_tasks.NAMES} else []
-        directory = self.config.directory / "eval" / "tasks"
-        key = f"tasks {merged.model_dump_json()}"
-        return self.once(key, lambda: evaluation.Tasks(merged, texts, directory))
+        return self.once(
+            f"tasks {merged.model_dump_json()}",
+            lambda: evaluation.Tasks(merged, self.held_out_texts, self.config.directory / "eval"),
+        )
 
     def generate(
         self, prompts: Sequence[str] | str | None = None, **options: Any
@@ -369,48 +350,30 @@ class eLargeModel:
             prompts: texts; default: the beginning of a held-out text.
             options: keys of the `generate` action.
         """
-        keys = options if prompts is None else {**options, "prompts": prompts}
-        return self.complete(_options(GenerateOptions, keys))
-
-    def complete(self, options: GenerateOptions) -> list[tuple[str, str]]:
-        """`generate` with checked options."""
         from ed_esurge.sampling import SamplingParams
 
-        prompts = list(options.prompts or [self._default_prompt()])
-        params = SamplingParams(
-            max_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            repetition_penalty=options.repetition_penalty,
-            seed=options.seed,
-        )
-        outputs = self.build_esurge().generate(prompts, params)
-        return [(p, out.outputs[0].text) for p, out in zip(prompts, outputs, strict=True)]
+        keys = options if prompts is None else {**options, "prompts": prompts}
+        values = _options(GenerateOptions, keys).model_dump()
+        texts = list(values.pop("prompts") or [self._default_prompt()])
+        params = SamplingParams(max_tokens=values.pop("max_new_tokens"), **values)
+        outputs = self.build_esurge().generate(texts, params)
+        return [(p, out.outputs[0].text) for p, out in zip(texts, outputs, strict=True)]
 
     def _default_prompt(self) -> str:
-        """The first words of the longest held-out text, so that the model has not seen them."""
+        """The first dozen words of the longest held-out text, which the model has not seen."""
         longest = max(self.held_out_texts(), key=len, default="The")
         words = [match.end() for match in re.finditer(r"\S+", longest)]
-        return longest[: words[min(len(words), PROMPT_WORDS) - 1]]
+        return longest[: words[min(len(words), 12) - 1]]
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted; options: of the `serve` action."""
-        self.run_server(_options(ServeOptions, options))
-
-    def run_server(self, options: ServeOptions) -> None:
-        """`serve` with checked options."""
         from ed_esurge.server import serve
 
+        values = _options(ServeOptions, options).model_dump(exclude={"require_api_key"})
         model, directory = self.config.model, self.config.directory
         path = Path(model.name_or_path) if model is not None and model.name_or_path else directory
-        serve(
-            self.build_esurge(),
-            options.host,
-            options.port,
-            served_model_name=options.served_model_name or path.name or "model",
-            **options.model_dump(exclude={"host", "port", "served_model_name", "require_api_key"}),
-        )
+        values["served_model_name"] = values["served_model_name"] or path.name or "model"
+        serve(self.build_esurge(), values.pop("host"), values.pop("port"), **values)
 
 
 def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:
@@ -425,8 +388,9 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(old)
     for key, value in new.items():
         before = out.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        out[key] = _merged(before, value) if both else value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = _merged(before, value)
+        out[key] = value
     return out
 
 

@@ -39,21 +39,22 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
     filled = _fill_batch_size(sections)
-    written = dict(sections)
+    misspelled = set[str]()
     for name, value in sections.items():
         if name not in SECTIONS:
             problems.append(Problem((*prefix, name), unknown_section(name), on_key=True))
             near = difflib.get_close_matches(str(name).lower(), SECTIONS, n=1)
-            written |= {other: value for other in near if other not in sections}
+            misspelled.update(other for other in near if other not in sections)
         elif value is None and not SECTIONS[name].has_default:
             message = "is empty: write its keys, or leave the section out"
             problems.append(Problem((*prefix, name), message))
     for name, section in SECTIONS.items():
         built[name] = None
-        if filled.get(name) is not None or section.has_default:
+        if filled.get(name) is not None or (section.has_default and name not in misspelled):
             built[name], found = section.validate(filled.get(name), (*prefix, name))
             problems.extend(found)
     actions = _actions(*raw_actions, require_actions and not problems, problems)
+    written = {**sections, **dict.fromkeys(misspelled)}
     run = RunConfig(document, prefix, written, built, actions)
     problems.extend(_across(run))
     if problems:

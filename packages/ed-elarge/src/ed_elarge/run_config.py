@@ -17,7 +17,7 @@ from ed_data.errors import DataError
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
-from ed_trainers.arguments import TrainingArguments
+from ed_trainers.arguments import ARGUMENTS, TrainingArguments
 
 from ed_elarge.errors import Document, InputError, KeyPath, Problem
 from ed_elarge.sections import (
@@ -98,6 +98,12 @@ class RunConfig:
     def directory(self) -> Path:
         """Where the run writes: the trainer's directory, or the working directory."""
         return Path(self.trainer.save_directory) if self.trainer is not None else Path()
+
+    @property
+    def method(self) -> str:
+        """The method of the trainer, such as `sft`; empty without one."""
+        methods = (name for name, cls in ARGUMENTS.items() if isinstance(self.trainer, cls))
+        return next(methods, "")
 
     @property
     def batch_size(self) -> int:
@@ -215,9 +221,12 @@ class RunConfig:
         except (ConfigError, CheckpointError, DataError) as error:
             if not self.document.text:
                 raise
+            problem = Problem(path, str(error), on_key=True)
             if isinstance(error, MeshError):
-                path = (*self.prefix, "sharding", "axis_dims")
-            raise self.error([Problem(path, str(error), on_key=True)]) from error
+                problem = self.place(Problem(("sharding", "axis_dims"), str(error), on_key=True))
+            elif isinstance(error, DataError) and error.path:
+                problem = self.place(Problem(("mixture", *error.path), str(error)))
+            raise self.error([problem]) from error
 
     # As plain values.
 

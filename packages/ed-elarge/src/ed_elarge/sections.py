@@ -234,7 +234,9 @@ class BaseConfigSection(SetsConfig):
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
         """Field -> (key, value)."""
-        fields = {canonical_field(k): (("values", k), v) for k, v in self.values.items()}
+        fields: dict[str, tuple[tuple[str, ...], Any]] = {
+            canonical_field(key): (("values", key), value) for key, value in self.values.items()
+        }
         if self.operation_configs:
             fields["operation_configs"] = (("operation_configs",), self.operation_configs)
         return fields

@@ -1,8 +1,8 @@
 """Whether a run fits this machine, as far as names tell: files, folders, functions, ports.
 
 `normalize` reads a file alike everywhere; the checks here depend on where. They cost milliseconds
-and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every run
-begin with them. `ed_elarge.table` says which section or action each belongs to.
+and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every
+run begin with them. `ed_elarge.table` says which section or action each belongs to.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _not_importable(address: str) -> Iterator[str]:
     elif spec.origin is not None and spec.origin.endswith(".py"):
         source = Path(spec.origin).read_text("utf-8", errors="replace")
         name = attribute.partition(".")[0]
-        dynamic = re.search(r"import \*|__getattr__|globals\(", source)
+        dynamic = re.search(r"^[^'\"#]*(import \*|def __getattr__|globals\()", source, re.MULTILINE)
         if not dynamic and not re.search(rf"\b{re.escape(name)}\b", source):
             names = re.findall(r"^(?:async def |def |class )?(\w+) *[(:=]", source, re.MULTILINE)
             yield f"the module {module!r} has no {name!r}{did_you_mean(name, names)}"

@@ -1,8 +1,8 @@
 """The table of sections and the table of actions: whatever a run file may say is one row here.
 
 A row names the class that checks the keys, the checks that need more than this class, and the
-functions that build or do it. Checking, building, documentation and the command line go through these
-rows, so that a new section or action is one row and the code behind it.
+functions that build or do it. Checking, building, documentation and the command line go through
+these rows, so that a new section or action is one row and the code behind it.
 
 Functions that load jax are named by their address (`"module:function"`): this table, and whoever
 checks a run file, imports none of it.
@@ -11,7 +11,7 @@ checks a run file, imports none of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ed_data.config import Mixture
@@ -40,7 +40,7 @@ from ed_elarge.validation import validate
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
-Idle = Callable[[Any, RunConfig], Iterable[tuple[str, str]]]
+Idle = Callable[[Any, RunConfig], idle.Idle]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Section:
     """One section of a run file.
 
     Attributes:
-        options: the class that checks it; or, where a key chooses among several, key value -> class.
+        options: the class that checks it; or, where a key chooses among several, value -> class.
         chosen_by: that key; without it the first class is taken.
         has_default: left out, the section has its defaults; else there is none.
         checks: checks that need more than one key; the same on every machine.
@@ -64,7 +64,7 @@ class Section:
     checks: tuple[SectionCheck, ...] = ()
     looks: tuple[SectionCheck, ...] = ()
     idle: Idle | None = None
-    builds: Mapping[str, str] | None = None
+    builds: Mapping[str, str] = field(default_factory=dict)
     finishes: str = ""
 
     def classes(self) -> Mapping[str, type[Options] | type[Mixture]]:
@@ -152,8 +152,8 @@ class ActionKind:
         scalar: the parameter that `name: VALUE` sets, where that makes sense.
         also: other spellings.
         needs: sections without which it cannot be done.
-        prepares: address of a function of `(eLargeModel, options)` that finds out, before a training
-            that may take days, whether the action can be done. Actions that have one load jax.
+        prepares: address of a function of `(eLargeModel, options)` that finds out, before a
+            training of days, whether the action can be done. Actions that have one load jax.
         checks: checks of its parameters against the run; the same on every machine.
         looks: checks that look at this machine.
         idle: parameters that others make idle.

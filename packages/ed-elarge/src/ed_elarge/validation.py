@@ -56,15 +56,18 @@ def validate(
 
 
 def _follows(item: Any, misspelled: Sequence[KeyPath]) -> bool:
-    """Whether an error only says what a mapping lacks without a misspelled key: no second mistake."""
+    """Whether an error only says what a mapping lacks without a misspelled key: no second one."""
     for *holder, key in misspelled:
+        if item["type"] == "too_short" and tuple(holder[: len(item["loc"])]) == item["loc"]:
+            return True  # too short only because its misspelled items were not counted
         if item["type"] == "missing" and item["loc"][:-1] == tuple(holder):
             return True
         if item["type"] == "value_error" and item["loc"] == tuple(holder):
             return True
-        if item["type"] not in _ABOUT_THE_KEY and item["loc"][:-1] == tuple(holder):
+        ours = item["type"] not in _ABOUT_THE_KEY and not item["msg"].startswith("Input should")
+        if ours and item["loc"][:-1] == tuple(holder):
             words = re.findall(r"\w+", item["msg"])
-            if difflib.get_close_matches(str(key).lower(), words, n=1, cutoff=0.8):
+            if difflib.get_close_matches(str(key).lower(), words, n=1):
                 return True
     return False
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.partition import PartitionManager
 from ed_layers.attention import MECHANISMS
 from ed_layers.cache import Cache, ContiguousCache, Format, HybridCache, PagedCache
 from ed_layers.cache.spec import LayerSpecs
@@ -138,11 +136,7 @@ class EasyCacheMixin:
             return None
         if not config.use_sharded_kv_caching:
             axes = tuple(None if axis == "key_sequence" else axis for axis in axes)
-        sequence = config.kv_cache_sharding_sequence_axis_name
-        manager = PartitionManager(
-            replace(config.partition_manager.axis, decode_key_sequence_axis=sequence)
-        )
-        spec = manager.resolve(axes, mode="decode", shape=shape, mesh=config.mesh)
+        spec = config.partition_manager.resolve(axes, mode="decode", shape=shape, mesh=config.mesh)
         return NamedSharding(config.mesh, spec)
 
     def _cache_options(self, dtype: DTypeLike | None) -> StorageOptions:

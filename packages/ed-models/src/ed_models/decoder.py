@@ -44,7 +44,7 @@ class Decoder(EasyDeLBaseModule):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, dtype, param_dtype, precision)
-        parts = Parts(config, rngs, dtype, param_dtype, precision)
+        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         self.embed_tokens = parts.embed(config.vocab_size, config.hidden_size)
         self.layers = parts.stack(
             type(self).layer_class, config.num_hidden_layers, kinds=self.layer_kinds(config)

@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtyping import Bool, Int
 
 from ed_models.generation_options import GenerationOptions
+from ed_models.inputs import longest_sequence
 from ed_models.protocol import LanguageModel
 from ed_models.sampling import next_token, row_keys
 
@@ -266,10 +267,8 @@ def _kept(
 
 
 def _check_positions(config: EasyDeLBaseConfig, prompt: int, new: int) -> None:
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if limit is None or rope.get("rope_type") == "dynamic" or prompt + new <= limit:
+    limit = longest_sequence(config.get_text_config())
+    if limit is None or prompt + new <= limit:
         return
     raise ConfigError(
         f"{prompt} prompt tokens and max_new_tokens={new} need {prompt + new} positions, but the "

@@ -57,7 +57,7 @@ class CausalLM(EasyDeLBaseModule):
         super().__init__(config, dtype, param_dtype, precision)
         self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
         if not self.is_tied:
-            parts = Parts(config, rngs, dtype, param_dtype, precision)
+            parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
             self.lm_head = parts.linear(
                 config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=self.head_bias
             )

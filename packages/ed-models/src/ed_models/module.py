@@ -20,6 +20,7 @@ from flax import nnx
 from ed_models.bridge import EasyBridgeMixin
 from ed_models.caches import EasyCacheMixin
 from ed_models.generation import EasyGenerationMixin
+from ed_models.loading import float_dtype
 from ed_models.weights import Rule
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
@@ -50,8 +51,8 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
     ):
         config.seal()
         self.config = config
-        self.dtype = jnp.dtype(dtype)
-        self.param_dtype = jnp.dtype(param_dtype)
+        self.dtype = float_dtype("dtype", dtype)
+        self.param_dtype = float_dtype("param_dtype", param_dtype)
         self.precision = precision
 
     @classmethod

@@ -5,7 +5,7 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -14,7 +14,8 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
-from ed_layers.cache.protocol import Cache
+from ed_layers.cache.protocol import Cache, ContiguousCache
+from ed_layers.cache.spec import LayerSpecs
 from ed_layers.head import Head
 from ed_layers.stack import Layout
 from flax import nnx
@@ -55,7 +56,7 @@ class LanguageModel(Protocol):
         """What turns hidden states [.., d] into logits [.., v]."""
         ...
 
-    def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> Cache:
+    def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> ContiguousCache:
         """An empty contiguous cache."""
         ...
 
@@ -68,6 +69,10 @@ class LanguageModel(Protocol):
         num_states: int | None = None,
     ) -> Cache:
         """An empty pool of pages, and of recurrent states where the model has any."""
+        ...
+
+    def cache_specs(self) -> Sequence[LayerSpecs]:
+        """What each layer keeps in a cache."""
         ...
 
     def split_module(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:

@@ -18,7 +18,6 @@ _NAMES = {
     "Rollout": "ed_trainers.rollout",
     "Sampled": "ed_trainers.rollout",
     "Weights": "ed_trainers.rollout",
-    "idle_options": "ed_trainers.arguments",
     "SFTTrainer": "ed_trainers.sft",
     "EasyDeLState": "ed_trainers.state",
     "Trainer": "ed_trainers.trainer",
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from ed_trainers.arguments import SFTArguments as SFTArguments
     from ed_trainers.arguments import TrainingArguments as TrainingArguments
     from ed_trainers.arguments import arguments_class as arguments_class
-    from ed_trainers.arguments import idle_options as idle_options
     from ed_trainers.callbacks import Callback as Callback
     from ed_trainers.contract import Loss as Loss
     from ed_trainers.contract import Models as Models

@@ -57,7 +57,9 @@ class Step(Generic[T]):
 
     def lower(self, leaves: Leaves, batch: Batch) -> jax.stages.Lowered:
         """Return the program for arguments like these, without running it."""
-        return self._function.lower(*self._arguments(leaves, batch))
+        arguments = (leaves, self._frozen, batch)
+        before = () if self.before is None else (jax.eval_shape(self.before, *arguments),)
+        return self._function.lower(*arguments, *before)
 
     def _arguments(self, leaves: Leaves, batch: Batch) -> tuple[object, ...]:
         arguments = (leaves, self._frozen, batch)

@@ -8,6 +8,7 @@ import jax
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
+from ed_models.inputs import longest_sequence
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
@@ -55,7 +56,7 @@ class Setup:
                     f"extra_eos_token_ids has token id {token}, outside the vocabulary of {vocab}"
                 )
         longest = config.max_model_len
-        positions = getattr(model.config, "max_position_embeddings", None)
+        positions = longest_sequence(model.config)
         if positions is not None and positions < longest:
             once(
                 logger,
