@@ -201,9 +201,10 @@ def test_a_state_is_pooled_over_chunks():
         np.testing.assert_allclose(output.pooled, exact, atol=1e-5)
 
 
-def test_a_window_frees_the_pages_behind_it():
+@pytest.mark.parametrize("kinds", ["window,full,window", "window,window"])
+def test_a_window_frees_the_pages_behind_it(kinds):
     """Fewer pages than a whole sequence would need, with a prefix cache and without."""
-    model = toy("window,full,window")
+    model = toy(kinds)
     forward = plain(model)
     expected = [greedy(forward, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     params = [params_of(length, 0) for length in LENGTHS]
@@ -211,9 +212,9 @@ def test_a_window_frees_the_pages_behind_it():
         engine = engine_of(model, enable_prefix_caching=caching)
         pools = engine.loop.scheduler.pages.pools
         # 5 tokens behind 12 new ones lie on 5 pages, wherever they begin.
+        sizes = {"full": 4 * 12, "window": 4 * 5}
         assert {name: pool.num_pages for name, pool in pools.items()} == {
-            "full": 4 * 12,
-            "window": 4 * 5,
+            name: size for name, size in sizes.items() if name in kinds
         }
         for _ in range(2):  # the second time from the prefix cache
             outputs = engine.generate(PROMPTS, params)
@@ -226,7 +227,8 @@ def test_a_window_frees_the_pages_behind_it():
             for request in engine.loop.scheduler.running:
                 held = [page for page in request.pages["window"] if page >= 0]
                 assert len(held) <= 5
-                assert len(request.pages["full"]) * 4 >= request.num_computed
+                if "full" in kinds:
+                    assert len(request.pages["full"]) * 4 >= request.num_computed
 
 
 def test_a_salt_keeps_prefixes_apart(monkeypatch):

@@ -1,4 +1,4 @@
-"""What the engine can be told (the YAML section `esurge`). Imports neither jax nor transformers."""
+"""Options of the engine (the YAML section `esurge`). Imports neither jax nor transformers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class EngineConfig(Options):
 
     # How much fits.
     max_model_len: PositiveInt = 8192
-    """Longest prompt plus completion. Capped, and said once, at the model's own limit."""
+    """Longest prompt plus completion. Capped at the model's own limit, with a message."""
     max_num_seqs: Annotated[int, Field(gt=0, le=2**16)] = 256
-    """Most sequences in one step. On a CPU 16 unless you say otherwise: more compile longer."""
+    """Most sequences in one step. On a CPU the default is 16, because more take longer to
+    compile."""
     max_num_batched_tokens: PositiveInt | None = None
     """Token budget of one step; longer prompts are prefilled in chunks. None: 8192 on TPU, 2048 on
     GPU, 512 on CPU."""
@@ -50,11 +51,11 @@ class EngineConfig(Options):
     compile_runner: bool = True
     """Compile every shape before the engine is ready. False: each at its first use."""
     use_aot_forward: bool = True
-    """Call executables that were lowered and compiled ahead of time; False: go through `jax.jit`'s
-    own dispatch, which falls back to tracing anew instead of failing on an unexpected shape."""
+    """Call executables that were compiled ahead of time. False: call through `jax.jit`, which
+    traces an unexpected shape instead of failing."""
     overlap_execution: bool = False
-    """Detokenize and deliver the results of a step while the device runs the next one. Tokens do
-    not change; a stop string is noticed one token later, which is then thrown away."""
+    """Detokenize and deliver the results of a step while the device runs the next one. The tokens
+    are the same; a stop string costs one more token, which is thrown away."""
     min_input_pad: PositiveInt = 16
     """Smallest token bucket of a step that prefills."""
     max_num_seq_buckets: tuple[PositiveInt, ...] | None = None
@@ -62,7 +63,7 @@ class EngineConfig(Options):
     max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
     """Most alternatives per position that a request may ask for."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seeds the requests that bring no seed (folded with their arrival number)."""
+    """Seed of requests without one (with their arrival number folded in)."""
     silent_mode: bool = False
     """No progress bars, no start-up summary."""
 
@@ -70,7 +71,7 @@ class EngineConfig(Options):
     auto_truncate_prompt: bool = True
     """Cut a prompt that leaves no room for a completion. False: refuse it."""
     truncate_mode: Literal["left", "right", "middle"] = "left"
-    """Which part of a too long prompt is thrown away."""
+    """Which part of a prompt is cut off when it is too long."""
     auto_cap_new_tokens: bool = True
     """Lower `max_tokens` to what fits. False: refuse the request."""
     prefer_preserve_prompt: bool = True
@@ -78,7 +79,7 @@ class EngineConfig(Options):
     reserve_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens of the context that stay free for the completion when a prompt is cut. None: 1."""
     strict_context: bool = False
-    """Refuse whatever does not fit, whatever the four options above say."""
+    """Refuse what does not fit, whatever the four options above say."""
 
     # Stops that every request gets.
     extra_eos_token_ids: tuple[TokenId, ...] = ()
@@ -87,7 +88,7 @@ class EngineConfig(Options):
     """Stop strings of every request."""
 
     destroy_pages_on_pause: bool = True
-    """`pause()` frees the page pool, and with it all device memory but the weights."""
+    """`pause()` frees the page pools: all device memory but that of the weights."""
 
     tokenizer_endpoint: None = None
     """Accepted as null only: the tokenizer runs in the engine's process."""

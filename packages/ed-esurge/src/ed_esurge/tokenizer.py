@@ -1,8 +1,8 @@
 """Text in, text out: encoding prompts, incremental detokenization, stop strings.
 
 Tokens become text piece by piece: a token may end in the middle of a character, and a stop string
-may begin in one piece and end in another. What comes out, joined, is what decoding all tokens at
-once gives.
+may begin in one piece and end in another. The pieces, joined, are the text of all tokens decoded
+at once.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class StopStrings:
         return out
 
     def flush(self) -> str:
-        """What was held back in vain."""
+        """The text that was held back and began no stop string."""
         out, self._held = self._held, ""
         return out
 
@@ -167,7 +167,7 @@ def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool =
     """Token ids of a text."""
     if tokenizer is None:
         raise ConfigError(
-            "the engine has no tokenizer: give one to eSurge(model, tokenizer), or give token ids"
+            "the engine has no tokenizer: pass one to eSurge(model, tokenizer), or pass token ids"
         )
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 class PagePool:
     """`num_pages` pages, each held by any number of sequences.
 
-    A page that nobody holds is free. A free page may still have useful contents (the prefix
-    cache's): such pages are given out last, the least recently used first, and `on_reuse` hears
-    of each before it is.
+    A page that nobody holds is free. A free page may still have useful contents (those of the
+    prefix cache): such pages are given out last, the least recently used first, and `on_reuse` is
+    called with each.
 
     Args:
         num_pages: size of the pool.
-        on_reuse: called with a page number when its kept contents are about to be overwritten.
+        on_reuse: called with a page whose contents are about to be overwritten.
     """
 
     def __init__(self, num_pages: int, on_reuse: Callable[[int], None] | None = None) -> None:
@@ -61,7 +61,7 @@ class PagePool:
         """Let one more sequence hold pages, which may be free ones with kept contents."""
         for page in pages:
             if self._holders[page] == 0:
-                # Only kept pages are found through the prefix cache; a blank one has no contents.
+                # The prefix cache knows kept pages only; a blank one has no contents.
                 del self._kept[page]
             self._holders[page] += 1
 
@@ -71,7 +71,7 @@ class PagePool:
         Args:
             pages: in order of position. They become free last to first, so that the end of a
                 prefix is overwritten before its beginning.
-            keep: says of a page that nobody holds any more whether its contents are worth keeping.
+            keep: tells whether the contents of a page that nobody holds any more are of use.
         """
         for page in reversed(list(pages)):
             if self._holders[page] < 1:

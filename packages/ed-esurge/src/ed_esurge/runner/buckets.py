@@ -1,11 +1,11 @@
-"""The few static shapes that steps are padded to, so that everything is compiled before serving."""
+"""The static shapes that steps are padded to: few, so that all are compiled before serving."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A prefill of few sequences does not pay for the logits of all of them.
+# A prefill of few sequences should not pay for the logits of many.
 FEW_SEQS = 8
 TOKEN_RATIO = 4
 
@@ -33,8 +33,8 @@ class Shape:
 class Buckets:
     """All shapes of an engine.
 
-    For decoding as many tokens as sequences, 1, 4, 8, 16, …: in such a shape no sequence has two
-    tokens. For prefill token counts in steps of four, always more of them than sequences.
+    Decoding has as many tokens as sequences, 1, 4, 8, 16, …: in such a shape no sequence has two
+    tokens. Prefill has token counts that grow by a factor of four, always more than sequences.
 
     Args:
         max_num_seqs, max_num_tokens: the largest step.
@@ -76,7 +76,7 @@ class Buckets:
 
         Args:
             tokens, seqs: real sizes; as many tokens as sequences is a decode.
-            prefill: take one made for prefill all the same.
+            prefill: take a shape for prefill, whatever the sizes.
         """
         shapes = self.prefill if prefill or tokens > seqs else self.decode
         for shape in shapes:

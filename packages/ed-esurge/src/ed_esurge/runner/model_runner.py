@@ -136,7 +136,7 @@ class ModelRunner:
         Raises:
             EasyDeLError: there are no weights to run with.
         """
-        slots = self._slots
+        leaves, slots = self._present_leaves(), self._slots
         for new in plan.started:
             slots.start(new)
         adjusted = []
@@ -153,7 +153,6 @@ class ModelRunner:
                     self._state = self._function(PUT)(self._state, *line)
         shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
         buffer = self._builder.build(plan, shape)
-        leaves = self._present_leaves()
         packed, hidden, self._cache, self._state = self._function(shape)(
             leaves, self._cache, self._state, buffer
         )

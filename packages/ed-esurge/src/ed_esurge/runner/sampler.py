@@ -1,10 +1,9 @@
-"""From logits to tokens, on the device. What a request gets never depends on the other rows.
+"""From logits to tokens, on the device. The tokens of a request never depend on the other rows.
 
-Each row has its own key, made of seed and position, and each token its own noise out of that key,
-so a token is chosen by the same numbers whether the row looks at a few candidates or at the
-whole vocabulary (Gumbel-max, https://arxiv.org/abs/1611.01144). Which of these happens is decided
-at run time by what the rows of the batch need: sorting a vocabulary costs a hundred times more
-than its maximum.
+Each row has a key of its own, made of seed and position, and the key gives each token its own
+noise. So the choice is the same whether a row looks at a few candidates or at the whole vocabulary
+(Gumbel-max, https://arxiv.org/abs/1611.01144). The step decides that at run time from what the rows
+of the batch need: sorting a vocabulary costs a hundred times more than finding its maximum.
 
 Legend: n rows, v vocabulary, c candidates, l alternatives (`max_logprobs`), a rows of the state.
 """
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 from ed_models.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
-# Rows that filter (top-k, top-p, min-p) look at so many tokens, and at all only if these do not
-# hold what the filters leave.
+# Rows that filter (top-k, top-p, min-p) look at this many of the most probable tokens, and at the
+# whole vocabulary only if the filters leave more.
 CANDIDATES = 128
 
 
@@ -156,8 +155,8 @@ def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
     few, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
     few_odds = jnp.exp(few)
     least = cutoff_of_best(few_odds, mass, rows)
-    # Equals are kept or dropped together, so the last candidate must be one that is dropped; and
-    # top-p within a larger top-k needs the sum over all of that.
+    # Equal tokens are kept or dropped together, so the last candidate must be dropped; and top-p
+    # within a larger top-k needs the sum over all tokens of the top-k.
     sums_known = (rows.top_k <= few.shape[1]) | (rows.top_k >= vocab)
     complete = ((few_odds[:, -1] < least) & sums_known) | (few.shape[1] == vocab)
 
