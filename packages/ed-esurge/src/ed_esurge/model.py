@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Protocol, cast
+from typing import cast
 
 from ed_infra.logging import get_logger, once
-from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, grouped
+from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.tokenizer import Tokenizer
@@ -16,58 +16,39 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-class ServedModel(LanguageModel, Protocol):
-    """A model that can be served.
-
-    It may also have `prompt_class(prompt_len) -> int`: prompts of different classes have different
-    keys and values for the same tokens (rotary factors that depend on length), so that they share
-    no pages.
-    """
-
-    def cache_specs(self) -> Sequence[LayerSpecs]:
-        """What each layer keeps between steps."""
-        ...
-
-
-def platform_of(model: ServedModel) -> str:
+def platform_of(model: LanguageModel) -> str:
     """Where the model lies: cpu, gpu or tpu."""
     return model.config.mesh.devices.flat[0].platform
 
 
-def served_model(model: ServedModel) -> ServedModel:
+def served_model(model: LanguageModel) -> LanguageModel:
     """The model as the engine wants it: on a CPU unrolled, which steps up to six times faster."""
     if platform_of(model) == "cpu" and model.layout != "leaves":
         return model.to_layout("leaves")
     return model
 
 
-def windows_of(model: ServedModel) -> dict[str, int | None]:
+def windows_of(model: LanguageModel) -> dict[str, int | None]:
     """Group of layers with keys and values -> the window that they see; None = all tokens."""
     _, groups = grouped(model.cache_specs())
     first = {group: specs[0] for group, specs in groups.items()}
     return {name: spec.window for name, spec in first.items() if isinstance(spec, LayerCacheSpec)}
 
 
-def is_recurrent(model: ServedModel) -> bool:
+def is_recurrent(model: LanguageModel) -> bool:
     """Whether some layer keeps a state, which pages do not restore."""
     _, groups = grouped(model.cache_specs())
     return len(groups) > len(windows_of(model))
 
 
-def prompt_class(model: ServedModel, prompt_len: int) -> int:
-    """Which prompts have the same keys and values for the same tokens; see `ServedModel`."""
-    hook = getattr(model, "prompt_class", None)
-    return 0 if hook is None else int(hook(prompt_len))
-
-
-def model_name(model: ServedModel) -> str:
+def model_name(model: LanguageModel) -> str:
     """What the model calls itself: the last part of where it came from, or its type."""
     origin = getattr(model.config, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
     return PurePath(origin).name or str(model.config.model_type)
 
 
 def eos_token_ids(
-    model: ServedModel, tokenizer: Tokenizer | None, extra: Sequence[int]
+    model: LanguageModel, tokenizer: Tokenizer | None, extra: Sequence[int]
 ) -> frozenset[int]:
     """Every token that ends a text: the checkpoint's, the config's, the tokenizer's, the user's.
 

@@ -70,7 +70,7 @@ class Decoder(EasyDeLBaseModule):
         return rope_settings(self.config)
 
     def prompt_class(self, prompt_len: int) -> int:
-        """Class of prompt lengths: in equal ones, equal prefixes have equal keys and values."""
+        """By the rotary factors that follow from the length."""
         return max(rope.length_class(s, prompt_len) for s in self.rope_settings().values())
 
     def __call__(

@@ -105,6 +105,10 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
         """The module again; inside jit it costs nothing at run time."""
         return nnx.merge(graphdef, graphstate, graphother)
 
+    def prompt_class(self, prompt_len: int) -> int:
+        """Class of prompt lengths: in equal ones, equal prefixes have equal keys and values."""
+        return 0
+
     # Placement.
 
     @property

@@ -71,6 +71,10 @@ class LanguageModel(Protocol):
         """An empty pool of pages, and of recurrent states where the model has any."""
         ...
 
+    def prompt_class(self, prompt_len: int) -> int:
+        """Class of prompt lengths: in equal ones, equal prefixes have equal keys and values."""
+        ...
+
     def cache_specs(self) -> Sequence[LayerSpecs]:
         """What each layer keeps in a cache."""
         ...

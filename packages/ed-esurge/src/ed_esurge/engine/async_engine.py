@@ -14,12 +14,12 @@ from typing import Any
 
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
+from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_esurge.core.commands import Abort, Add, Command, UpdateWeights
 from ed_esurge.engine.intake import Params, Prompt
 from ed_esurge.engine.surge import eSurge
-from ed_esurge.model import ServedModel
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ class AsyncEngine:
         """End a request: its generator gives a last output. Unknown ids are ignored."""
         self._post(Abort(request_id))
 
-    async def update_model_weights(self, model_or_state: ServedModel | nnx.State) -> None:
+    async def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Serve other weights from the next step on; see `eSurge.update_model_weights`."""
         self._check_alive()
         done: Future[None] = Future()

@@ -9,11 +9,12 @@ from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
 from ed_models.inputs import longest_sequence
+from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.scheduler import Limits, Scheduler
-from ed_esurge.model import ServedModel, is_recurrent, platform_of, windows_of
+from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.model_runner import ModelRunner
 
@@ -36,14 +37,14 @@ class Setup:
         windows: group of layers -> the window that they see.
     """
 
-    model: ServedModel
+    model: LanguageModel
     config: EngineConfig
     limits: Limits
     buckets: Buckets
     windows: dict[str, int | None]
 
     @classmethod
-    def resolve(cls, model: ServedModel, config: EngineConfig) -> Setup:
+    def resolve(cls, model: LanguageModel, config: EngineConfig) -> Setup:
         """Cap the options at what model and platform can do.
 
         Raises:
@@ -186,7 +187,7 @@ class Setup:
             trial.free()
 
 
-def page_bytes(model: ServedModel, page_size: int, group: str = "full") -> int:
+def page_bytes(model: LanguageModel, page_size: int, group: str = "full") -> int:
     """Bytes of one page on the device that holds most of it, over all layers of a group."""
     cache = model.init_paged_cache(1, page_size, num_states=1)
     part = cache.caches[group] if isinstance(cache, HybridCache) else cache
@@ -199,7 +200,7 @@ def device_bytes(tree: object) -> int:
     return sum(max(shard.data.nbytes for shard in leaf.addressable_shards) for leaf in leaves)
 
 
-def accelerator_memory(model: ServedModel) -> tuple[int, int] | None:
+def accelerator_memory(model: LanguageModel) -> tuple[int, int] | None:
     """`(limit, in use)` in bytes of the fullest device of the model; None for a CPU."""
     devices = []
     for device in model.config.mesh.local_devices:

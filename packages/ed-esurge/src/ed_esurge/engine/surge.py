@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn, Self
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
 
@@ -26,7 +26,7 @@ from ed_esurge.core.commands import (
 from ed_esurge.engine.intake import Intake, Params, Prompt, as_prompts
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.setup import Setup
-from ed_esurge.model import ServedModel, eos_token_ids, prompt_class, served_model
+from ed_esurge.model import eos_token_ids, served_model
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -53,7 +53,7 @@ class eSurge:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: LanguageModel,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | Mapping[str, Any] | None = None,
         *,
@@ -87,7 +87,7 @@ class eSurge:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             max_logprobs=runner.max_logprobs,
-            prompt_class=partial(prompt_class, runner.model),
+            prompt_class=runner.model.prompt_class,
         )
         self._names = 0
         self._lock = threading.RLock()
@@ -301,7 +301,7 @@ class eSurge:
 
     # ---- weights and memory
 
-    def update_model_weights(self, model_or_state: ServedModel | nnx.State) -> None:
+    def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Serve other weights from the next step on; the engine keeps a copy.
 
         Requests in flight go on with their tokens, which are computed anew; cached prefixes are
@@ -316,7 +316,7 @@ class eSurge:
         self.execute(UpdateWeights(model_or_state))
 
     @contextmanager
-    def weights(self, model_or_state: ServedModel | nnx.State) -> Iterator[Self]:
+    def weights(self, model_or_state: LanguageModel | nnx.State) -> Iterator[Self]:
         """Serve the caller's own arrays within a `with` block, without a copy of them.
 
         The block ends what the engine knows of them, so a train step may donate them. After the

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_layers.cache import Cache, HybridCache, PagedCache
+from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.core.plan import PlanRow, StepPlan
-from ed_esurge.model import ServedModel
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.hidden import pool, score
@@ -52,7 +52,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: LanguageModel,
         buckets: Buckets,
         *,
         page_size: int,
@@ -191,7 +191,7 @@ class ModelRunner:
 
     # ---- weights
 
-    def replace_weights(self, new: ServedModel | nnx.State, *, copy: bool = True) -> None:
+    def replace_weights(self, new: LanguageModel | nnx.State, *, copy: bool = True) -> None:
         """Serve other weights of the same architecture, without compiling anything.
 
         Args:
@@ -202,7 +202,7 @@ class ModelRunner:
         Raises:
             ConfigError: structure or a shape differs.
         """
-        model = cast(ServedModel, new) if isinstance(new, nnx.Module) else None
+        model = cast(LanguageModel, new) if isinstance(new, nnx.Module) else None
         state = nnx.state(cast(nnx.Module, model)) if model is not None else new
         theirs = {id(leaf) for leaf in jax.tree.leaves(state)}
         if model is not None and model.layout != self.model.layout:
@@ -320,9 +320,9 @@ class ModelRunner:
 
         return of_prompt
 
-    def _merged(self, leaves: list[Any]) -> ServedModel:
+    def _merged(self, leaves: list[Any]) -> LanguageModel:
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
-        return cast(ServedModel, model)
+        return cast(LanguageModel, model)
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
