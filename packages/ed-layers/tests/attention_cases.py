@@ -29,10 +29,11 @@ from attention_reference import Case, Mask
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import MECHANISMS, Mechanism, attend
-from ed_layers.attention.scoring import kept
+from ed_layers.attention.scoring import Alibi, kept
 from ed_layers.cache import DenseCache, LayerCacheSpec
 
 BLOCK_Q, BLOCK_K = 16, 32
+ALIBI = Alibi((0.5, 0.25, 0.02, 0.003), factor=0.7)
 LENGTH, HEADS, HEAD_DIM = 77, 4, 16
 SEGMENTS = np.repeat([[1, 2, 0, 3, 0], [1, 1, 2, 2, 2]], [20, 21, 3, 17, 16], axis=1)
 DROPOUT = 0.3
@@ -52,6 +53,7 @@ class Cell:
     sinks: bool = False
     value_dim: int | None = None
     bias: tuple[bool, bool] | None = None  # whether it differs by row, and by head
+    alibi: bool = False
     dropout: bool = False
 
     @property
@@ -69,7 +71,8 @@ CELLS = {
     "soft_cap": Cell("Grok", soft_cap=1.5),
     "sinks": Cell("gpt-oss, full layers", sinks=True),
     "value_dim": Cell("DeepSeek's MLA", value_dim=8),
-    "bias": Cell("T5 decoder, ALiBi: by head", bias=(False, True)),
+    "bias": Cell("T5 decoder: by head", bias=(False, True)),
+    "alibi": Cell("MPT", alibi=True),
     "dropout": Cell("GPT-2", dropout=True),
     "bidirectional+window": Cell("ModernBERT, local layers", bidirectional=True, window=19),
     "bidirectional+bias": Cell("T5 encoder", bidirectional=True, bias=(True, False)),
@@ -87,6 +90,7 @@ CELLS = {
         sinks=True,
         value_dim=24,
         bias=(True, True),
+        alibi=True,
         dropout=True,
         cross=True,
     ),
@@ -151,6 +155,7 @@ def case_of(cell: Cell, groups: int = 2, *, seed: int = 0, segments: Any = SEGME
         soft_cap=cell.soft_cap,
         sinks=normal(HEADS) if cell.sinks else None,
         bias=normal(b if rows else 1, HEADS if heads else 1, s, t) if cell.bias else None,
+        alibi=ALIBI if cell.alibi else None,
         kept=stays(b, HEADS, s, t) if cell.dropout else None,
         rate=DROPOUT,
     )
@@ -242,7 +247,8 @@ def run(
         traced: window and chunk are traced scalars, in which 0 = no limit.
     """
     limits = {"window": case.window, "chunk": case.chunk}
-    static = {"soft_cap": case.soft_cap, "scale": case.scale, **({} if traced else limits)}
+    static = {"soft_cap": case.soft_cap, "scale": case.scale, "alibi": case.alibi}
+    static |= {} if traced else limits
     through = "cache" if cached else "call" if d_out is not None else "forward"
     dropout = case.kept is not None
     f = program(mechanism, id(mechanism.config), through, dropout, tuple(static.items()))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_cases import HEAD_DIM, HEADS, Cell
+from attention_cases import ALIBI, HEAD_DIM, HEADS, Cell
 from attention_reference import Case, Mask
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import LayerCacheSpec, PagedCache, RaggedBatch
@@ -42,6 +42,7 @@ def case_of(cell: Cell, groups: int = 2, *, seed: int = 0) -> Case:
         chunk=cell.chunk,
         soft_cap=cell.soft_cap,
         sinks=normal(HEADS) if cell.sinks else None,
+        alibi=ALIBI if cell.alibi else None,
     )
 
 
@@ -103,7 +104,7 @@ def run(case: Case, mechanism: Mechanism, fill: float = 0.0) -> np.ndarray:
     spec = LayerCacheSpec(*case.k.shape[2:], value_dim=case.v.shape[-1])
     cache = PagedCache.create([spec], num_pages=page_table()[1], page_size=PAGE_SIZE)
     cache = jax.tree.map(lambda x: x + fill, cache)
-    limits = tuple((name, getattr(case, name)) for name in ("window", "chunk", "soft_cap"))
+    limits = tuple((name, getattr(case, name)) for name in ("window", "chunk", "soft_cap", "alibi"))
     before = KV_LENS - Q_LENS
     ragged, tokens = batch(before, before)
     cache, _ = cache.update(

@@ -79,6 +79,7 @@ class Case:
     sinks: np.ndarray | None = None
     scale: float | None = None
     bias: np.ndarray | None = None
+    alibi: Any = None
     kept: np.ndarray | None = None
     rate: float = 0.0
 
@@ -97,6 +98,10 @@ class Case:
             scores = self.soft_cap * np.tanh(scores / self.soft_cap)
         if self.bias is not None:
             scores = scores + np.asarray(self.bias, np.float64)
+        if self.alibi is not None:
+            distance = self.mask.kv_index[:, None, None, :] - self.mask.q_index[:, None, :, None]
+            slopes = np.asarray(self.alibi.slopes)[:, None, None] * self.alibi.factor
+            scores = scores + slopes * distance
         scores = np.where(allowed, scores, -np.inf)
         top = scores.max(-1, keepdims=True)
         sinks = np.full((q.shape[2], 1, 1), -np.inf)

@@ -75,7 +75,7 @@ def record(mechanism: str, reads: Reads, run: Callable, auto_from: int) -> Kerne
         run,
         platform="cpu",
         language="native",
-        lacks=frozenset({"chunk", "soft_cap", "sinks", "bias", "dropout"}),
+        lacks=frozenset({"chunk", "soft_cap", "sinks", "bias", "alibi", "dropout"}),
         refuses=refuses,
         auto_from=auto_from,
     )

@@ -49,7 +49,8 @@ def test_the_cells_use_what_they_say() -> None:
     infos = {causal: MaskInfo.full(1, 1, causal) for causal in (True, False)}
     for name, cell in CELLS.items():
         case = cases.case_of(cell)
-        given = {n: getattr(case, n) for n in ("window", "chunk", "soft_cap", "sinks", "bias")}
+        names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi")
+        given = {n: getattr(case, n) for n in names}
         scoring = Scoring(1.0, **given, dropout=0.1 if cell.dropout else 0.0)
         used = scoring.features(jnp.asarray(case.q), jnp.asarray(case.v), infos[case.mask.causal])
         assert used == cell.features == set(name.split("+")) - {"causal"} or name == "everything"

@@ -5,12 +5,14 @@ Legend: b batch, s query length, r rotary dimension.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
@@ -59,6 +61,13 @@ class Ctx:
     def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate result, for remat policies and for the mesh."""
         return named(x, name, self.config)
+
+    def dropped(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
+        """Dropout in training; `site` names the place in the layer, which has noise of its own."""
+        if self.key is None or not rate:
+            return x
+        key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
+        return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
     def at_layer(self, layer: int | Int[Array, ""]) -> Ctx:
         """Give the layer its own dropout key: the same one scanned and unrolled."""

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.attention import Mechanism, attend
+from ed_layers.attention.scoring import Alibi
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -43,6 +44,7 @@ class SelfAttention(nnx.Module):
         soft_cap: bound of the scores (Gemma 2).
         scale: factor on the scores; None = `head_dim ** -0.5`.
         sinks: a learned logit per head takes part in the softmax (gpt-oss).
+        alibi: a bias by distance, where nothing turns (MPT, Falcon).
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SelfAttention(nnx.Module):
         soft_cap: float | None = None,
         scale: float | None = None,
         sinks: bool = False,
+        alibi: Alibi | None = None,
     ):
         config = parts.config
         d, h, g = config.hidden_size, config.num_attention_heads, kv_heads_of(config)
@@ -80,7 +83,9 @@ class SelfAttention(nnx.Module):
         self.norm_last = norm_last
         self.rope, self.interleaved, self.clip = rope, interleaved, clip
         self.window, self.chunk, self.soft_cap, self.scale = window, chunk, soft_cap, scale
-        used = {"window": window, "chunk": chunk, "soft_cap": soft_cap, "sinks": sinks or None}
+        self.alibi = alibi
+        used = {"window": window, "chunk": chunk, "soft_cap": soft_cap, "alibi": alibi}
+        used["sinks"] = sinks or None
         self.mechanism = Mechanism.resolve(
             config,
             features=frozenset(name for name, value in used.items() if value is not None),
@@ -113,6 +118,7 @@ class SelfAttention(nnx.Module):
             soft_cap=self.soft_cap,
             scale=self.scale,
             sinks=self.sinks.get_value() if hasattr(self, "sinks") else None,
+            alibi=self.alibi,
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )

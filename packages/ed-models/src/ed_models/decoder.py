@@ -15,6 +15,7 @@ from ed_infra.outputs import BaseModelOutput
 from ed_infra.rope import RopeSettings
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
+from ed_layers.embed import Embed
 from ed_layers.named import named
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
@@ -45,11 +46,12 @@ class Decoder(EasyDeLBaseModule):
     ):
         super().__init__(config, dtype, param_dtype, precision)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        self.embed_tokens = parts.embed(config.vocab_size, config.hidden_size)
+        self.embed_tokens = self.embedding(parts)
         self.layers = parts.stack(
             type(self).layer_class, config.num_hidden_layers, kinds=self.layer_kinds(config)
         )
         self.norm = self.final_norm(parts)
+        self.add_parts(parts)
 
     @staticmethod
     def layer_kinds(config: Any) -> Sequence[Hashable] | None:
@@ -57,21 +59,34 @@ class Decoder(EasyDeLBaseModule):
         return getattr(config, "layer_types", None)
 
     @staticmethod
+    def embedding(parts: Parts) -> Embed:
+        """The table of tokens."""
+        return parts.embed(parts.config.vocab_size, parts.config.hidden_size)
+
+    @staticmethod
     def final_norm(parts: Parts) -> nnx.Module:
         """The norm after the last layer."""
         return parts.norm(parts.config.hidden_size)
+
+    def add_parts(self, parts: Parts) -> None:
+        """What else the body has, such as learned positions: for `enter` and `leave`."""
 
     def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """What is done to the stream before the first layer: a scale, learned positions."""
         return x
 
+    def leave(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """What is done to the stream after the last layer."""
+        return self.norm(x)
+
     def rope_settings(self) -> Mapping[str, RopeSettings]:
-        """Rotary settings by kind of layer."""
+        """Rotary settings by kind of layer; empty where nothing turns."""
         return rope_settings(self.config)
 
     def prompt_class(self, prompt_len: int) -> int:
         """By the rotary factors that follow from the length."""
-        return max(rope.length_class(s, prompt_len) for s in self.rope_settings().values())
+        classes = (rope.length_class(s, prompt_len) for s in self.rope_settings().values())
+        return max(classes, default=0)
 
     def __call__(
         self,
@@ -94,7 +109,7 @@ class Decoder(EasyDeLBaseModule):
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
         return BaseModelOutput(
-            last_hidden_state=named(self.norm(x), "model_output"),
+            last_hidden_state=named(self.leave(x), "model_output"),
             past_key_values=cache,
             hidden_states=hidden,
             losses=report.losses,

@@ -58,8 +58,9 @@ class CausalLM(EasyDeLBaseModule):
         self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
         if not self.is_tied:
             parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+            vocab_size, features = self.model.embed_tokens.embedding.shape
             self.lm_head = parts.linear(
-                config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=self.head_bias
+                features, vocab_size, axes=("embed", "vocab"), bias=self.head_bias
             )
 
     def __call__(

@@ -43,24 +43,33 @@ class DecoderLayer(nnx.Module):
         self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
         mlp: `(x, ctx) -> x`.
         norm: makes a norm from the number of features; default: `parts.norm`.
+        dropout: in training, of what attention and feed-forward add to the stream.
     """
 
     def __init__(
-        self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
+        self,
+        parts: Parts,
+        *,
+        self_attn: Attention,
+        mlp: FeedForward,
+        norm: MakeNorm | None = None,
+        dropout: float = 0.0,
     ):
         norm, d = norm or parts.norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
+        self.dropout = dropout
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + attended, "residual")
-        x = x + self.mlp(self.post_attention_layernorm(x), ctx)
+        x = ctx.named(x + ctx.dropped(attended, self.dropout, "attention"), "residual")
+        out = self.mlp(self.post_attention_layernorm(x), ctx)
+        x = x + ctx.dropped(out, self.dropout, "mlp")
         return x, cache, Report()
 
     def cache_specs(self) -> LayerSpecs:
@@ -119,6 +128,7 @@ class ParallelLayer(DecoderLayer):
 
     Args:
         norms: 1 = both read the same normed stream; 2 = the feed-forward has a norm of its own.
+        dropout: in training, of what is added.
     """
 
     def __init__(
@@ -129,6 +139,7 @@ class ParallelLayer(DecoderLayer):
         mlp: FeedForward,
         norm: MakeNorm | None = None,
         norms: int = 1,
+        dropout: float = 0.0,
     ):
         norm, d = norm or parts.norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
@@ -137,6 +148,7 @@ class ParallelLayer(DecoderLayer):
             self.post_attention_layernorm = norm(d)
         self.norms = norms
         self.mlp = mlp
+        self.dropout = dropout
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
@@ -146,7 +158,9 @@ class ParallelLayer(DecoderLayer):
         attended, cache = self.self_attn(normed, ctx, cache, layer)
         if self.norms == 2:
             normed = self.post_attention_layernorm(x)
-        return x + attended + self.mlp(normed, ctx), cache, Report()
+        attended = ctx.dropped(attended, self.dropout, "attention")
+        out = ctx.dropped(self.mlp(normed, ctx), self.dropout, "mlp")
+        return x + attended + out, cache, Report()
 
 
 def window_of(config: Any, index: int) -> int | None:

@@ -22,7 +22,7 @@ from ed_layers.attention.choose import choose, choose_for_cache
 from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.mechanism import Mechanism, check
 from ed_layers.attention.registry import run
-from ed_layers.attention.scoring import Limit, Scoring
+from ed_layers.attention.scoring import Alibi, Limit, Scoring
 from ed_layers.cache.protocol import Cache, Layer
 from ed_layers.cache.ragged import RaggedBatch
 
@@ -45,6 +45,7 @@ def attend(
     sinks: Float[Array, " h"] | None = None,
     scale: float | None = None,
     bias: Float[Array, "#b #h s t"] | None = None,
+    alibi: Alibi | None = None,
     dropout_key: jax.Array | None = None,
     mechanism: Mechanism,
 ) -> tuple[Float[Array, "b s h d"], CacheT]:
@@ -66,6 +67,7 @@ def attend(
         sinks: one logit per head that takes part in the softmax and is dropped (gpt-oss).
         scale: factor on the scores; `k ** -0.5` if None.
         bias: added to the scores, after the soft cap.
+        alibi: a bias by distance, of every reading: training, a cache, pages (MPT, Falcon).
         dropout_key: drops attention weights; None means deterministic.
         mechanism: resolved when the model was built.
 
@@ -88,6 +90,7 @@ def attend(
         soft_cap=soft_cap,
         sinks=sinks,
         bias=bias,
+        alibi=alibi,
         dropout=0.0 if dropout_key is None else mechanism.dropout,
         dropout_key=dropout_key,
         softmax_dtype=mechanism.softmax_dtype,
@@ -170,7 +173,7 @@ def check_shapes(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None
 
 
 def check_scoring(scoring: Scoring, heads: int, groups: int, *lengths: int) -> None:
-    """Raise ConfigError unless key heads, sinks and bias fit the query heads.
+    """Raise ConfigError unless key heads, sinks, slopes and bias fit the query heads.
 
     Args:
         lengths: b, s and t of a bias; none for pages, which take no bias.
@@ -183,6 +186,11 @@ def check_scoring(scoring: Scoring, heads: int, groups: int, *lengths: int) -> N
     if (sinks := scoring.sinks) is not None:
         message = f"sinks are {list(sinks.shape)}: there should be one for each of {heads} heads"
         demand(sinks.shape == (heads,), message)
+    if (alibi := scoring.alibi) is not None:
+        message = (
+            f"ALiBi has {len(alibi.slopes)} slopes: there should be one for each of {heads} heads"
+        )
+        demand(len(alibi.slopes) == heads, message)
     if (bias := scoring.bias) is not None and lengths:
         b, s, t = lengths
         demand(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from ed_layers.attention.devices import platform_of
 from ed_layers.attention.extent import slots_seen
 from ed_layers.attention.kernel import Cached, Kernel
-from ed_layers.attention.scoring import padded, split_heads
+from ed_layers.attention.scoring import heads_of, padded, split_heads
 from ed_layers.attention.slots import Slots, at_least_two_blocks, attention_to_slots
 from ed_layers.attention.softmax import Bound
 from ed_layers.cache.sharded import first_slot, specs_of
@@ -51,7 +51,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
     scoring = replace(scoring, bias=None, sinks=None)
     by_sum = stored.layout == "leaves" and (b, s) == (1, 1)
 
-    def local(q, keys, values, info, bias, sinks, limits, at, axes=None) -> jax.Array:
+    def local(q, keys, values, info, bias, sinks, heads, limits, at, axes=None) -> jax.Array:
         """[b, g, r, s, d] of the slots at hand, merged over the devices along `axes`."""
         window, chunk = limits
         limited = replace(scoring, window=window, chunk=chunk)
@@ -65,7 +65,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
             bounds: tuple[Bound, Bound] = (0, slots.count)
             if stored.ordered and info.causal:
                 bounds = slots_seen(info, window, chunk, slots.count, first)
-            part = attention_to_slots(q, slots, info, limited, bias, bounds, by_sum=by_sum)
+            part = attention_to_slots(q, slots, info, limited, bias, bounds, heads, by_sum=by_sum)
             if axes is not None:
                 part = part.merged_over(axes)
             return (part if sinks is None else part.beside(sinks)).out
@@ -74,6 +74,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
 
     arguments = (
         *(grouped, stored.keys, stored.values, stored.mask_info, bias, sinks),
+        heads_of(groups, h // groups),
         *((scoring.window, scoring.chunk), stored.at),
     )
     if stored.sharding is None:
@@ -111,7 +112,7 @@ def where_slots_lie(
     local: Callable[..., jax.Array], arguments: tuple[Any, ...], sharding: NamedSharding
 ) -> jax.Array:
     """Run `local` on each device: its rows, heads and slots."""
-    q, keys, values, info, bias, sinks, limits, at = arguments
+    q, keys, values, info, bias, sinks, numbers, limits, at = arguments
     rows, heads, axes = sharding.spec[:3]
     lead = len(at)
     row_spec, slot_spec = P(rows), P(rows, axes)
@@ -132,10 +133,10 @@ def where_slots_lie(
     # Plain numbers stay numbers: only what is traced goes in as an argument.
     traced = [limit for limit in limits if isinstance(limit, jax.Array)]
 
-    def body(q, keys, values, info, bias, sinks, traced, at) -> jax.Array:
+    def body(q, keys, values, info, bias, sinks, numbers, traced, at) -> jax.Array:
         arrays = iter(traced)
         own = tuple(next(arrays) if isinstance(x, jax.Array) else x for x in limits)
-        return local(q, keys, values, info, bias, sinks, own, at, axes=axes)
+        return local(q, keys, values, info, bias, sinks, numbers, own, at, axes=axes)
 
     return jax.shard_map(
         body,
@@ -147,12 +148,13 @@ def where_slots_lie(
             info_specs,
             bias_spec,
             None if sinks is None else P(heads),
+            P(heads),
             [P() for _ in traced],
             tuple(P() for _ in at),
         ),
         out_specs=P(rows, heads),
         check_vma=False,
-    )(q, keys, values, info, bias, sinks, traced, tuple(jnp.asarray(i) for i in at))
+    )(q, keys, values, info, bias, sinks, numbers, traced, tuple(jnp.asarray(i) for i in at))
 
 
 KERNELS = (Kernel(NAME, "cache", "plain XLA, slot blocks", decode_attention),)

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
 from ed_layers.attention.extent import blocks_seen
-from ed_layers.attention.scoring import Limit, Scoring, kept, padded
+from ed_layers.attention.scoring import Alibi, Limit, Scoring, heads_of, kept, padded
 from ed_layers.attention.softmax import Part, over_blocks
 
 T = TypeVar("T")
@@ -37,12 +37,13 @@ class Recipe:
     causal: bool
     dropout: float
     softmax_dtype: jnp.dtype
+    alibi: Alibi | None = None
 
     @classmethod
     def of(cls, scoring: Scoring, *, causal: bool) -> Recipe:
         """Take the static part out of a Scoring."""
         dtype = jnp.dtype(scoring.softmax_dtype)
-        return cls(scoring.scale, scoring.soft_cap, causal, scoring.dropout, dtype)
+        return cls(scoring.scale, scoring.soft_cap, causal, scoring.dropout, dtype, scoring.alibi)
 
 
 @partial(
@@ -61,8 +62,8 @@ class BlockMask:
         k_segments, k_index: [j, b, y].
         window, chunk: scalars in which 0 = no limit, or None.
         key: of dropout, or None.
-        places: coordinates for dropout where the blocks are a part of a larger call: rows [b],
-            heads [h], queries [i, x] and keys [j, y] of that call. None counts from 0.
+        places: coordinates for dropout and ALiBi where the blocks are a part of a larger call: rows
+            [b], heads [h], queries [i, x] and keys [j, y] of that call. None counts from 0.
     """
 
     q_segments: Int[Array, "i b x"]
@@ -117,6 +118,12 @@ def scores_of(
     scores, slope = Scoring(recipe.scale, soft_cap=recipe.soft_cap).cap(scores)
     if bias is not None:
         scores = scores + bias_block(bias, i, j, q_i.shape[-2], k_j.shape[-2])
+    if recipe.alibi is not None:
+        groups, repeat = q_i.shape[1:3]
+        heads = heads_of(groups, repeat)
+        if mask.places is not None:
+            heads = mask.places[1].reshape(groups, repeat)
+        scores = scores + recipe.alibi.bias(heads, mask.q_index[i], mask.k_index[j])
     return jnp.where(mask.allowed(i, j, causal=recipe.causal), scores, -jnp.inf), slope
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from ed_layers.attention.extent import visible
 from ed_layers.attention.kernel import Kernel, Paged
+from ed_layers.attention.scoring import heads_of
 from ed_layers.attention.softmax import Part, over_blocks
 from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.ragged import RaggedBatch
@@ -97,6 +98,9 @@ class PageReader:
             scores, _ = scoring.cap(scores)
             at = jnp.broadcast_to(j * self.block + jnp.arange(self.block), (m, self.block))
             info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at)
+            if scoring.alibi is not None:
+                bias = scoring.alibi.bias(heads_of(groups, repeat), position, at)
+                scores = scores + bias.astype(scores.dtype)
             allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
             scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
             return scores, lambda weights: jnp.einsum(

@@ -50,7 +50,7 @@ BUILT_IN: tuple[Kernel[Any], ...] = (
 )
 
 ALL = frozenset(FEATURES)
-PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim"})
+PAGED = frozenset({"window", "chunk", "soft_cap", "sinks", "value_dim", "alibi"})
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class Here:
     def mask(self, device: jax.Array, hand: tuple[jax.Array, ...]) -> BlockMask:
         """Who may attend to whom while a device's keys are in hand."""
         ids, (window, chunk, key), places = hand[2], self.limits, None
-        if key is not None:
+        if key is not None or self.plan.recipe.alibi is not None:
             own = self.queries.places(jax.lax.axis_index(self.plan.sequence))
             places = (*self.rows_and_heads, own, self.keys.places(device))
         q_ids = self.q_ids

@@ -24,6 +24,7 @@ FEATURES: dict[str, str] = {
     "sinks": "sinks",
     "value_dim": "values of another width than keys",
     "bias": "a bias",
+    "alibi": "ALiBi",
     "dropout": "dropout",
 }
 
@@ -42,6 +43,40 @@ def limit_of(limit: Limit | None) -> int | None:
 
 
 @dataclass(frozen=True)
+class Alibi:
+    """A bias by distance instead of positions in queries and keys (Press et al. 2022).
+
+    Every mechanism computes it from the order of queries and keys, block by block.
+
+    Attributes:
+        slopes: one per head, by which the score of a key falls with each token in between.
+        factor: on the bias, after rounding.
+        dtype: slope times position of the key is rounded to that (Falcon: "bfloat16"); None = not.
+    """
+
+    slopes: tuple[float, ...]
+    factor: float = 1.0
+    dtype: str | None = None
+
+    def bias(
+        self, heads: Int[Array, "g r"], q_index: Int[Array, "b s"], k_index: Int[Array, "b t"]
+    ) -> Float[Array, "b g r s t"]:
+        """What is added to the scores.
+
+        Args:
+            heads: numbers of the heads at hand.
+            q_index, k_index: order of queries and keys within their segments.
+        """
+        slopes = jnp.asarray(self.slopes, jnp.float32)[heads][None, :, :, None, None]
+        keys, queries = k_index[:, None, None, None, :], q_index[:, None, None, :, None]
+        bias = slopes * (keys - queries)
+        if self.dtype is not None:
+            place = slopes * keys
+            bias = bias + (place.astype(self.dtype).astype(jnp.float32) - place)
+        return bias * self.factor
+
+
+@dataclass(frozen=True)
 class Scoring:
     """How scores are made, limited and normalised; see `attend` for the meaning of each.
 
@@ -51,6 +86,7 @@ class Scoring:
         soft_cap: bound of the scores.
         sinks: one logit per head, [h].
         bias: [b or 1, h or 1, s, t], added to the scores after the soft cap.
+        alibi: a bias by distance, added likewise.
         dropout: probability that an attention weight is dropped; 0 unless there is a `dropout_key`.
         dropout_key: PRNG key.
         softmax_dtype: dtype of scores, softmax and sums.
@@ -62,6 +98,7 @@ class Scoring:
     soft_cap: float | None = None
     sinks: Float[Array, " h"] | None = None
     bias: Float[Array, "#b #h s t"] | None = None
+    alibi: Alibi | None = None
     dropout: float = 0.0
     dropout_key: jax.Array | None = None
     softmax_dtype: DTypeLike = jnp.float32
@@ -69,7 +106,7 @@ class Scoring:
     @property
     def asked(self) -> frozenset[str]:
         """The names of FEATURES that the scoring alone uses."""
-        names = ("window", "chunk", "soft_cap", "sinks", "bias")
+        names = ("window", "chunk", "soft_cap", "sinks", "bias", "alibi")
         used = frozenset(name for name in names if getattr(self, name) is not None)
         return used | {"dropout"} if self.dropout > 0 else used
 
@@ -99,6 +136,11 @@ def split_heads(x: Float[Array, "b h *rest"], groups: int, repeat: int) -> jax.A
     """[b, h or 1, ...] to [b, g, r, ...] or [b, 1, 1, ...]."""
     lead = (1, 1) if x.shape[1] == 1 else (groups, repeat)
     return x.reshape(x.shape[0], *lead, *x.shape[2:])
+
+
+def heads_of(groups: int, repeat: int) -> Int[Array, "g r"]:
+    """Numbers of all heads, by key heads."""
+    return jnp.arange(groups * repeat).reshape(groups, repeat)
 
 
 def kept(

@@ -28,10 +28,16 @@ def sdpa_attention(call: Projected) -> Float[Array, "b s h d"]:
         # jax asks for products of float16 summed in float32, which only GPUs have.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     mask = call.mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None]
-    if scoring.bias is not None:
-        mask = mask & (scoring.bias > -jnp.inf)
+    bias = scoring.bias
+    if bias is not None:
+        mask = mask & (bias > -jnp.inf)
+    if scoring.alibi is not None:
+        heads = jnp.arange(q.shape[2])[:, None]
+        info = call.mask_info
+        by_distance = scoring.alibi.bias(heads, info.q_index, info.kv_index)[:, :, 0]
+        bias = by_distance if bias is None else bias + by_distance
     out = jax.nn.dot_product_attention(
-        q, k, v, bias=scoring.bias, mask=mask, scale=scoring.scale, implementation="xla"
+        q, k, v, bias=bias, mask=mask, scale=scoring.scale, implementation="xla"
     )
     sees = jnp.any(mask, axis=-1).swapaxes(1, 2)
     return jnp.where(sees[..., None], out[..., :d], 0).astype(call.q.dtype)

@@ -86,6 +86,7 @@ def attention_to_slots(
     scoring: Scoring,
     bias: jax.Array | None,
     bounds: tuple[Bound, Bound],
+    heads: jax.Array,
     *,
     by_sum: bool = False,
 ) -> Part:
@@ -95,6 +96,7 @@ def attention_to_slots(
         info: its `kv_segment_ids` and `kv_index` are those of the slots, [b, t].
         bias: [b or 1, g or 1, r or 1, s, t] or None.
         bounds: first slot, and the one after the last.
+        heads: numbers of the heads, [g, r].
         by_sum: a single query of a single row; on a CPU it is computed by multiply-and-sum.
 
     Returns:
@@ -110,6 +112,10 @@ def attention_to_slots(
         scores, _ = scoring.cap(scores)
         if bias is not None:
             cut = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=-1)
+            scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
+        if scoring.alibi is not None:
+            index = jax.lax.dynamic_slice_in_dim(info.kv_index, first, size, axis=1)
+            cut = scoring.alibi.bias(heads, info.q_index, index)
             scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
         allowed = allowed_of(info, first, size, scoring) & (first + jnp.arange(size) >= j * size)
         allowed = allowed.reshape(allowed.shape[0], 1, 1, q.shape[3], slots.splits, slots.block)

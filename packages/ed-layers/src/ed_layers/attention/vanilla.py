@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Cached, Kernel, Projected
-from ed_layers.attention.scoring import Scoring, kept, split_heads
+from ed_layers.attention.scoring import Scoring, heads_of, kept, split_heads
 
 KVOrder = Literal["btgk", "bgtk"]
 
@@ -63,6 +63,10 @@ def by_matrix(
     scores, _ = scoring.cap(scores)
     if scoring.bias is not None:
         scores = scores + split_heads(scoring.bias, groups, h // groups).astype(dtype)
+    if scoring.alibi is not None:
+        heads = heads_of(groups, h // groups)
+        bias = scoring.alibi.bias(heads, mask_info.q_index, mask_info.kv_index)
+        scores = scores + bias.astype(dtype)
     allowed = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
 

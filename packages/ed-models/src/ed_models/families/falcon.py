@@ -1,0 +1,166 @@
+"""Falcon (TII 2023): attention and feed-forward side by side; few key heads.
+
+- one tensor for queries, keys and values, key head by key head
+- 40B and later (`new_decoder_architecture`): grouped queries, a norm for each branch
+- 7B: one key head (`multi_query`), one norm for both branches
+- RW: ALiBi instead of rotary positions, one after another (`parallel_attn` false)
+
+Numbers follow Hugging Face's `modeling_falcon.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.registry import register_config, register_module
+from ed_layers.attention.scoring import Alibi
+from ed_layers.context import ALL_LAYERS
+from ed_layers.mlp import MLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, ParallelLayer
+from ed_models.weights import STANDARD, Layout, Rule, equal, fused, renamed
+
+
+@register_config("falcon")
+class FalconConfig(EasyDeLBaseConfig, transformers.FalconConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "falcon"
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key heads: one with `multi_query`, except in the newer architecture."""
+        one = self.multi_query and not self.new_decoder_architecture
+        return 1 if one else self.num_kv_heads
+
+    def validate(self):
+        """Refuse a mixture that no model has."""
+        super().validate()
+        if self.new_decoder_architecture and not self.parallel_attn:
+            raise ConfigError("falcon: new_decoder_architecture needs parallel_attn=True")
+
+
+def make_layer(parts: Parts, index: int) -> DecoderLayer:
+    """Attention and feed-forward, side by side or one after another."""
+    config: FalconConfig = parts.config
+    if config.new_decoder_architecture:
+        layer = partial(ParallelLayer, norms=config.num_ln_in_parallel_attn or 2)
+    else:
+        layer = ParallelLayer if config.parallel_attn else DecoderLayer
+    attention = SelfAttention(
+        parts,
+        bias=config.bias,
+        rope=None if config.alibi else ALL_LAYERS,
+        alibi=alibi_of(config) if config.alibi else None,
+    )
+    return layer(
+        parts,
+        self_attn=attention,
+        mlp=MLP(parts, config.ffn_hidden_size, hidden_act=config.activation, bias=config.bias),
+        norm=partial(parts.layer_norm, eps=config.layer_norm_epsilon),
+        dropout=config.hidden_dropout,
+    )
+
+
+def norm_name(usual: str, of_branch: str) -> Layout:
+    """What a norm is called: something else where each branch has its own."""
+
+    def relate(ours, hf, config):
+        own = config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1
+        return equal(ours, lambda: hf(norm=of_branch if own else usual), config)
+
+    return relate
+
+
+def alibi_of(config: FalconConfig) -> Alibi:
+    """Slopes of a geometric sequence; heads beyond a power of two take every other of the next.
+
+    Slopes, and their products with positions, are rounded to bfloat16, as `transformers` does.
+    """
+    heads = config.num_attention_heads
+    power = 2 ** (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
+    rounded = np.asarray(slopes, jnp.bfloat16).astype(float)
+    return Alibi(tuple(rounded.tolist()), factor=config.head_dim**-0.5, dtype="bfloat16")
+
+
+class FalconModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = FalconConfig
+    layer_class = staticmethod(make_layer)
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+
+    def rope_settings(self):
+        return {} if self.config.alibi else super().rope_settings()
+
+
+@register_module(TaskType.CAUSAL_LM, config=FalconConfig, model_type="falcon")
+class FalconForCausalLM(CausalLM):
+    """Falcon with a language-model head."""
+
+    body_class = FalconModel
+
+    WEIGHTS = renamed(
+        {
+            "model": "transformer",
+            "embed_tokens": "word_embeddings",
+            "layers": "h",
+            "self_attn": "self_attention",
+            "o_proj": "dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+            "norm": "ln_f",
+        },
+        *fused(("q_proj", "k_proj", "v_proj"), "query_key_value", groups="num_key_value_heads"),
+        Rule(
+            "{path}.input_layernorm.{leaf}",
+            "{path}.{norm}.{leaf}",
+            norm_name("input_layernorm", "ln_attn"),
+        ),
+        Rule(
+            "{path}.post_attention_layernorm.{leaf}",
+            "{path}.{norm}.{leaf}",
+            norm_name("post_attention_layernorm", "ln_mlp"),
+        ),
+        *STANDARD,
+    )
+    CONFORMANCE = {
+        "grouped queries, a norm for each branch": {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "tie_word_embeddings": True,
+        },
+        "one key head, one norm": {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "ffn_hidden_size": 48,
+            "bias": True,
+        },
+        "ALiBi, one after another": {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "hidden_size": 48,
+            "num_attention_heads": 12,
+            "multi_query": False,
+            "parallel_attn": False,
+            "alibi": True,
+            "tie_word_embeddings": True,
+        },
+    }

@@ -1,0 +1,69 @@
+"""GLM-4 9B (Zhipu 2024): Llama with half-turned heads.
+
+- rotary pairs are neighbours, half of each head turns
+- biases on queries, keys and values; one tensor for gate and up
+
+Numbers follow Hugging Face's `modeling_glm.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+from ed_models.weights import STANDARD, fused
+
+
+@register_config("glm")
+class GlmConfig(EasyDeLBaseConfig, transformers.GlmConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "glm"
+
+
+class GlmDecoderLayer(DecoderLayer):
+    """Attention and feed-forward, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: GlmConfig = parts.config
+        attention = SelfAttention(
+            parts, bias=config.attention_bias, out_bias=False, interleaved=True
+        )
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
+
+
+class GlmModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = GlmConfig
+    layer_class = GlmDecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=GlmConfig, model_type="glm")
+class GlmForCausalLM(CausalLM):
+    """Glm with a language-model head."""
+
+    body_class = GlmModel
+
+    WEIGHTS = (*fused(("gate_proj", "up_proj"), "gate_up_proj"), *STANDARD)
+    CONFORMANCE = {
+        "half of a head turns": {"head_dim": 8},
+        "own head size, no biases, tied": {
+            "head_dim": 12,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+            "tie_word_embeddings": True,
+        },
+    }

@@ -1,0 +1,143 @@
+"""MPT (MosaicML 2023): ALiBi, no biases at all.
+
+- layer norms without bias; one tensor for queries, keys and values, which may be clipped
+- head tied to the embedding
+
+Numbers follow Hugging Face's `modeling_mpt.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.registry import register_config, register_module
+from ed_layers.attention.scoring import Alibi
+from ed_layers.mlp import MLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+from ed_models.weights import STANDARD, fused, renamed
+
+
+@register_config("mpt")
+class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "mpt"
+
+    @property
+    def attention_dropout(self) -> float:
+        """Dropout of attention weights."""
+        return self.attn_config.attn_pdrop
+
+    def validate(self):
+        """Refuse what `transformers` reads and does not compute."""
+        super().validate()
+        own = self.attn_config
+        wanted = {
+            "attn_config.alibi": (own.alibi, True),
+            "attn_config.alibi_bias_max": (own.alibi_bias_max, 8),
+            "attn_config.attn_type": (own.attn_type, "multihead_attention"),
+            "attn_config.qk_ln": (own.qk_ln, False),
+            "attn_config.prefix_lm": (own.prefix_lm, False),
+            "expansion_ratio": (self.expansion_ratio, 4),
+            "no_bias": (self.no_bias, True),
+            "logit_scale": (self.logit_scale, None),
+        }
+        for name, (value, only) in wanted.items():
+            if value != only:
+                raise ConfigError(f"mpt: {name}={value!r} is not supported, only {only!r}")
+
+
+class MptDecoderLayer(DecoderLayer):
+    """Attention and feed-forward, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: MptConfig = parts.config
+        own = config.attn_config
+        attention = SelfAttention(
+            parts,
+            rope=None,
+            alibi=Alibi(slopes_of(config.num_attention_heads)),
+            clip=own.clip_qkv or None,
+            scale=own.softmax_scale,
+        )
+        super().__init__(
+            parts,
+            self_attn=attention,
+            mlp=MLP(parts, 4 * config.hidden_size, hidden_act="gelu", bias=False),
+            norm=partial(parts.layer_norm, eps=config.layer_norm_epsilon, bias=False),
+            dropout=own.attn_pdrop,
+        )
+
+
+def slopes_of(heads: int) -> tuple[float, ...]:
+    """A geometric sequence down to 2^-8; every other first, where heads are no power of two."""
+    power = 2 ** (heads - 1).bit_length()
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    if power != heads:
+        slopes = slopes[1::2] + slopes[::2]
+    return tuple(slopes[:heads])
+
+
+class MptModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = MptConfig
+    layer_class = MptDecoderLayer
+
+    @staticmethod
+    def final_norm(parts):
+        config = parts.config
+        return parts.layer_norm(config.hidden_size, eps=config.layer_norm_epsilon, bias=False)
+
+    def rope_settings(self):
+        return {}
+
+
+@register_module(TaskType.CAUSAL_LM, config=MptConfig, model_type="mpt")
+class MptForCausalLM(CausalLM):
+    """Mpt with a language-model head."""
+
+    body_class = MptModel
+
+    WEIGHTS = renamed(
+        {
+            "model.norm": "transformer.norm_f",
+            "model": "transformer",
+            "embed_tokens": "wte",
+            "layers": "blocks",
+            "self_attn": "attn",
+            "o_proj": "out_proj",
+            "input_layernorm": "norm_1",
+            "post_attention_layernorm": "norm_2",
+            "mlp": "ffn",
+        },
+        *fused(("q_proj", "k_proj", "v_proj"), "Wqkv"),
+        *STANDARD,
+    )
+    CONFORMANCE = {
+        "ALiBi": {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "max_position_embeddings": None,
+            "max_seq_len": 128,
+            "tie_word_embeddings": True,
+        },
+        "heads no power of two, clipped": {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "max_position_embeddings": None,
+            "max_seq_len": 128,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3},
+        },
+    }

@@ -1,0 +1,81 @@
+"""Phi-1 to Phi-2 (Microsoft 2023): attention and feed-forward side by side behind one layer norm.
+
+- biases everywhere, in the head too; a feed-forward without a gate
+- half of each head turns; queries and keys may be layer-normed (`qk_layernorm`)
+
+Numbers follow Hugging Face's `modeling_phi.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import MLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import ParallelLayer
+from ed_models.weights import STANDARD, renamed
+
+
+@register_config("phi")
+class PhiConfig(EasyDeLBaseConfig, transformers.PhiConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "phi"
+
+
+class PhiDecoderLayer(ParallelLayer):
+    """Attention and feed-forward side by side behind one norm."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: PhiConfig = parts.config
+        norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
+        attention = SelfAttention(parts, bias=True, qk_norm=norm if config.qk_layernorm else None)
+        super().__init__(
+            parts, self_attn=attention, mlp=MLP(parts), norm=norm, dropout=config.resid_pdrop
+        )
+
+
+class PhiModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = PhiConfig
+    layer_class = PhiDecoderLayer
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_eps)
+
+    def enter(self, x, ctx):
+        return ctx.dropped(x, self.config.embd_pdrop, "embeddings")
+
+
+@register_module(TaskType.CAUSAL_LM, config=PhiConfig, model_type="phi")
+class PhiForCausalLM(CausalLM):
+    """Phi with a language-model head."""
+
+    body_class = PhiModel
+
+    head_bias = True
+    WEIGHTS = renamed(
+        {
+            "model.norm": "model.final_layernorm",
+            "o_proj": "dense",
+            "q_norm": "q_layernorm",
+            "k_norm": "k_layernorm",
+            "mlp.up_proj": "mlp.fc1",
+            "mlp.down_proj": "mlp.fc2",
+        },
+        *STANDARD,
+    )
+    CONFORMANCE = {
+        "half of a head turns": {},
+        "query and key norms": {"qk_layernorm": True, "num_key_value_heads": 4},
+    }

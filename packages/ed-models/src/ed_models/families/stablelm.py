@@ -1,0 +1,96 @@
+"""StableLM (Stability AI 2023): Llama with layer norms, a quarter of each head turns.
+
+- attention and feed-forward one after another, or side by side (`use_parallel_residual`)
+- queries and keys may be normed, each head with weights of its own (`qk_layernorm`)
+
+Numbers follow Hugging Face's `modeling_stablelm.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, ParallelLayer
+from ed_models.weights import STANDARD, Rule, equal, stack
+
+
+@register_config("stablelm")
+class StableLmConfig(EasyDeLBaseConfig, transformers.StableLmConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "stablelm"
+
+
+def make_layer(parts: Parts, index: int) -> DecoderLayer:
+    """Attention and feed-forward, side by side or one after another."""
+    config: StableLmConfig = parts.config
+    attention = SelfAttention(
+        parts,
+        bias=config.use_qkv_bias,
+        out_bias=False,
+        qk_norm=partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
+        if config.qk_layernorm
+        else None,
+        norm_heads="own",
+    )
+    layer = ParallelLayer if config.use_parallel_residual else DecoderLayer
+    return layer(
+        parts,
+        self_attn=attention,
+        mlp=GatedMLP(parts),
+        norm=partial(parts.layer_norm, eps=config.layer_norm_eps),
+        dropout=config.hidden_dropout,
+    )
+
+
+class StableLmModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = StableLmConfig
+    layer_class = staticmethod(make_layer)
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_eps)
+
+
+@register_module(TaskType.CAUSAL_LM, config=StableLmConfig, model_type="stablelm")
+class StableLmForCausalLM(CausalLM):
+    """StableLm with a language-model head."""
+
+    body_class = StableLmModel
+
+    WEIGHTS = (
+        Rule(
+            "{path}.q_norm.weight", "{path}.q_layernorm.norms.{head}.weight", stack("head", equal)
+        ),
+        Rule(
+            "{path}.k_norm.weight", "{path}.k_layernorm.norms.{head}.weight", stack("head", equal)
+        ),
+        *STANDARD,
+    )
+    CONFORMANCE = {
+        "biases, half of a head turns": {
+            "use_qkv_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "side by side, query and key norms, tied": {
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "tie_word_embeddings": True,
+        },
+    }

@@ -1,0 +1,56 @@
+"""What families share and the conformance suite does not see: dropout, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra.errors import ConfigError
+from ed_layers.context import Ctx
+from ed_models.conformance import ONE, TINY
+from ed_models.families import falcon, gpt2, mpt, opt, phi
+
+GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "message"),
+    [
+        (gpt2.GPT2Config, {"add_cross_attention": True}, "add_cross_attention"),
+        (opt.OPTConfig, {"layerdrop": 0.1}, "layerdrop"),
+        (mpt.MptConfig, {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
+        (mpt.MptConfig, {"expansion_ratio": 2}, "expansion_ratio"),
+        (falcon.FalconConfig, {"new_decoder_architecture": True, "parallel_attn": False}, "paral"),
+    ],
+)
+def test_what_no_family_computes_is_refused(make, fields, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**fields)
+
+
+@pytest.mark.parametrize("rate", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
+def test_each_dropout_of_a_configuration_acts_in_training_only(rate) -> None:
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    logits = {}
+    for scan in (True, False):
+        config = gpt2.GPT2Config(
+            **GPT2, **{**none, rate: 0.5}, scan_layers=scan, sharding_axis_dims=ONE
+        )
+        model = gpt2.GPT2LMHeadModel.create(config, seed=0)
+        ids = np.arange(48).reshape(2, 24)
+        still, first, again, other = (
+            model(ids, key=key).logits for key in (None, *map(jax.random.key, (1, 1, 2)))
+        )
+        np.testing.assert_array_equal(first, again)
+        assert jnp.abs(first - still).max() > 1e-4
+        assert jnp.abs(first - other).max() > 1e-4
+        logits[scan] = first
+    np.testing.assert_allclose(logits[True], logits[False], atol=1e-5)
+
+
+def test_dropout_keeps_the_mean() -> None:
+    config = phi.PhiConfig(**TINY, embd_pdrop=0.25, sharding_axis_dims=ONE)
+    model = phi.PhiForCausalLM.create(config, seed=0).model
+    ctx = Ctx(position_ids=jnp.zeros((4, 64), jnp.int32), rope={}, key=jax.random.key(0))
+    seen = np.asarray(model.enter(jnp.ones((4, 64, 32)), ctx))
+    np.testing.assert_allclose(np.unique(seen), [0, 4 / 3], rtol=1e-6)
+    assert abs(seen.mean() - 1) < 0.03
