@@ -11,12 +11,18 @@ from ed_models.conformance import AGAINST_TORCH, CHECKS, FAST, Subject
 
 
 def rows() -> list[Any]:
-    """Each configuration with each check; one worker has all of a family."""
-    params = []
+    """Each configuration with each check; one worker has all of a family.
+
+    A default run compares every configuration with torch, and the first of each family with its own
+    cache; the rest is nightly.
+    """
+    params, seen = [], set()
     for subject in conformance.subjects():
+        fast = ("parity",) if subject.model_type in seen else FAST
+        seen.add(subject.model_type)
         for check in CHECKS:
             marks = [pytest.mark.xdist_group(f"conformance {subject.model_type}")]
-            marks += [] if check in FAST else [pytest.mark.nightly]
+            marks += [] if check in fast else [pytest.mark.nightly]
             marks += [pytest.mark.torch] if check in AGAINST_TORCH else []
             params.append(pytest.param(subject, check, marks=marks, id=f"{subject}: {check}"))
     return params

@@ -354,7 +354,7 @@ CHECKS: Mapping[str, Check] = {
     "meshes": meshes,
 }
 #: Checks that take seconds: what a default test run does for every family.
-FAST = ("parity", "cache", "packed")
+FAST = ("parity", "cache")
 
 
 def _near(got: np.ndarray, expected: Any, bound: float, where: str = "") -> float:
