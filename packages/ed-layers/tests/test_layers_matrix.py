@@ -79,6 +79,16 @@ def test_one_cell_of_each_mechanism(name) -> None:
     assert max(errors.values(), default=0.0) <= GRADIENT, errors
 
 
+def test_slopes_on_a_ring_follow_heads_that_are_split() -> None:
+    mechanism = cases.mechanism_of("ring", sharding_axis_dims=(1, 1, 1, 2, 2))
+    case = cases.case_of(CELLS["alibi"])
+    d_out = cases.noise(case)
+    expected, found = case.run(d_out), cases.run(case, mechanism, d_out)
+    errors = {tensor: error(found[tensor], expected[tensor]) for tensor in expected}
+    assert errors.pop("out") <= FORWARD
+    assert max(errors.values()) <= GRADIENT, errors
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("groups", [2, 1], ids=["gqa", "mqa"])

@@ -1,12 +1,14 @@
 """What families share and the conformance suite does not see: dropout, and what is refused."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.context import Ctx
-from ed_models.conformance import ONE, TINY
+from ed_models.conformance import CHECKS, ONE, TINY, Subject, forward
 from ed_models.families import falcon, gpt2, mpt, opt, phi
 
 GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -25,6 +27,43 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
 def test_what_no_family_computes_is_refused(make, fields, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**fields)
+
+
+def test_alibi_over_a_cache_whose_heads_and_slots_are_split() -> None:
+    config = mpt.MptConfig(
+        initializer_range=0.2,
+        vocab_size=160,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        sharding_axis_dims=(1, 1, 1, 2, 2),
+        use_sharded_kv_caching=True,
+    )
+    model, ids = mpt.MptForCausalLM.create(config, seed=0), np.arange(48).reshape(2, 24)
+    cache, at, parts = model.init_cache(2, 32), 0, []
+    for n in (16, 1, 7):
+        out = forward(model, input_ids=ids[:, at : at + n], past_key_values=cache)
+        cache, at = out.past_key_values, at + n
+        parts.append(out.logits)
+    whole = forward(model, input_ids=ids).logits
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
+
+
+class OPTWithBiases(opt.OPTForCausalLM):
+    """Its conformance rows have none: nothing can be compared with a gradient that is zero."""
+
+    CONFORMANCE: ClassVar = {
+        name: {**fields, "enable_bias": True}
+        for name, fields in opt.OPTForCausalLM.CONFORMANCE.items()
+    }
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("row", OPTWithBiases.CONFORMANCE)
+def test_opt_with_biases(row) -> None:
+    subject = Subject("opt", row, OPTWithBiases)
+    for check in ("parity", "cache", "saved"):
+        CHECKS[check](subject)
 
 
 @pytest.mark.parametrize("rate", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])

@@ -106,7 +106,7 @@ class MLP(nnx.Module):
         intermediate_size: f; default: the configuration's.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
         bias: of both projections.
-        act: an activation with parameters of its own (Apertus), instead of a named one.
+        act: a module that is an activation with parameters (Apertus), instead of a named one.
     """
 
     def __init__(
@@ -116,21 +116,23 @@ class MLP(nnx.Module):
         *,
         hidden_act: str | None = None,
         bias: bool = True,
-        act: nnx.Module | None = None,
+        act: Callable[[Array], Array] | None = None,
     ):
         config = parts.config
         d, f = config.hidden_size, intermediate_size or config.intermediate_size
         self.up_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
         self.down_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
-        self.hidden_act = None if act is not None else hidden_act or config.hidden_act
-        if self.hidden_act is None:
+        self.hidden_act: str | None = None
+        if act is not None:
             self.act_fn = act
         else:
-            activation(self.hidden_act)
+            self.hidden_act = name = hidden_act or config.hidden_act
+            activation(name)
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
-        act = self.act_fn if self.hidden_act is None else activation(self.hidden_act)
+        name = self.hidden_act
+        act = self.act_fn if name is None else activation(name)
         out = self.down_proj(act(up), ctx)
         return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 

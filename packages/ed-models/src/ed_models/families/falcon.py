@@ -41,11 +41,11 @@ class FalconConfig(EasyDeLBaseConfig, transformers.FalconConfig):
     def num_key_value_heads(self) -> int:
         """Key heads: one with `multi_query`, except in the newer architecture."""
         one = self.multi_query and not self.new_decoder_architecture
-        return 1 if one else self.num_kv_heads
+        return 1 if one else self.num_kv_heads or self.num_attention_heads
 
     def validate(self):
         """Refuse a mixture that no model has."""
-        super().validate()
+        super().validate()  # type: ignore[misc]
         if self.new_decoder_architecture and not self.parallel_attn:
             raise ConfigError("falcon: new_decoder_architecture needs parallel_attn=True")
 

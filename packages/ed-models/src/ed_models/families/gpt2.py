@@ -35,7 +35,7 @@ class GPT2Config(EasyDeLBaseConfig, transformers.GPT2Config):
 
     def validate(self):
         """Refuse what only an encoder's decoder needs."""
-        super().validate()
+        super().validate()  # type: ignore[misc]
         if self.add_cross_attention:
             raise ConfigError("gpt2 with add_cross_attention is no language model by itself")
 

@@ -9,6 +9,7 @@ Numbers follow Hugging Face's `modeling_mpt.py`; parameter names are its names.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -35,12 +36,13 @@ class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
     @property
     def attention_dropout(self) -> float:
         """Dropout of attention weights."""
-        return self.attn_config.attn_pdrop
+        own: Any = self.attn_config
+        return own.attn_pdrop
 
     def validate(self):
         """Refuse what `transformers` reads and does not compute."""
-        super().validate()
-        own = self.attn_config
+        super().validate()  # type: ignore[misc]
+        own: Any = self.attn_config
         wanted = {
             "attn_config.alibi": (own.alibi, True),
             "attn_config.alibi_bias_max": (own.alibi_bias_max, 8),
@@ -61,7 +63,7 @@ class MptDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: MptConfig = parts.config
-        own = config.attn_config
+        own: Any = config.attn_config
         attention = SelfAttention(
             parts,
             rope=None,

@@ -38,7 +38,7 @@ class OPTConfig(EasyDeLBaseConfig, transformers.OPTConfig):
 
     def validate(self):
         """Refuse what is not trained here."""
-        super().validate()
+        super().validate()  # type: ignore[misc]
         if self.layerdrop:
             raise ConfigError("opt: layers are never dropped here; set layerdrop to 0")
 
@@ -130,17 +130,21 @@ class OPTForCausalLM(CausalLM):
         },
         *STANDARD,
     )
+    # Without biases: the gradient of the keys' bias is zero, what torch has of it is rounding.
+    # packages/ed-models/tests/test_models_families.py compares biases.
     CONFORMANCE = {
         "norms before, tied": {
             "num_key_value_heads": None,
             "intermediate_size": None,
             "ffn_dim": 48,
+            "enable_bias": False,
             "tie_word_embeddings": True,
         },
         "norms after, projected embeddings": {
             "num_key_value_heads": None,
             "intermediate_size": None,
             "ffn_dim": 48,
+            "enable_bias": False,
             "do_layer_norm_before": False,
             "word_embed_proj_dim": 24,
         },

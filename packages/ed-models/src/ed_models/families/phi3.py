@@ -69,15 +69,14 @@ class Phi3ForCausalLM(CausalLM):
                 "partial_rotary_factor": 0.5,
             },
         },
-        "long contexts, tied": {
-            "original_max_position_embeddings": 4,
-            "max_position_embeddings": 16,
+        "long contexts": {
+            "original_max_position_embeddings": 6,
+            "max_position_embeddings": 64,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
                 "short_factor": [1.0, 1.1, 1.2, 1.3],
                 "long_factor": [1.0, 2.0, 3.0, 5.0],
             },
-            "tie_word_embeddings": True,
         },
     }
