@@ -6,7 +6,7 @@ Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
 from __future__ import annotations
 
 import jax
-from ed_infra.rope import angles, rotate
+from ed_infra.rotary import angles, rotate
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import Rope
