@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.named import named
@@ -59,6 +59,13 @@ class Ctx:
     def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate result, for remat policies and for the mesh."""
         return named(x, name, self.config)
+
+    @property
+    def real(self) -> Bool[Array, "b s"] | None:
+        """Which positions are tokens and not padding; None where nothing is known."""
+        if self.ragged is not None:
+            return self.ragged.real()[None]
+        return None if self.mask_info is None else self.mask_info.q_segment_ids != 0
 
     def at_layer(self, layer: int | Int[Array, ""]) -> Ctx:
         """Give the layer its own dropout key: the same one scanned and unrolled."""
