@@ -19,6 +19,7 @@ class RMSNorm(nnx.Module):
         offset: what is added to the stored weight (1 in Gemma, which stores `weight - 1`).
         scale_first: scale in float32 and cast then (Gemma, OLMo 2); otherwise cast to the compute
             dtype and scale in it, as Hugging Face's Llama does.
+        weight: whether there is one.
         dtype, param_dtype: of the result, of the weight.
     """
 
@@ -29,17 +30,22 @@ class RMSNorm(nnx.Module):
         eps: float = 1e-6,
         offset: float = 0.0,
         scale_first: bool = False,
+        weight: bool = True,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         axes: tuple[str | None] = ("norm",),
     ):
-        self.weight = nnx.Param(jnp.full((features,), 1.0 - offset, param_dtype), axes=axes)
+        if weight:
+            self.weight = nnx.Param(jnp.full((features,), 1.0 - offset, param_dtype), axes=axes)
         self.eps, self.offset, self.scale_first = eps, offset, scale_first
+        self.has_weight = weight
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        if not self.has_weight:
+            return x.astype(self.dtype)
         scale_dtype = jnp.float32 if self.scale_first else self.dtype
         weight = self.weight.get_value().astype(scale_dtype)
         if self.offset:

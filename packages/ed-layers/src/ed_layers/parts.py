@@ -65,7 +65,7 @@ class Parts:
         """Root-mean-square norm; `eps` is the configuration's `rms_norm_eps` by default.
 
         Args:
-            form: `offset` and `scale_first` of `RMSNorm`.
+            form: `offset`, `scale_first` and `weight` of `RMSNorm`.
         """
         eps = self.config.rms_norm_eps if eps is None else eps
         return RMSNorm(features, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)

@@ -95,7 +95,8 @@ class Subject:
         model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
             for name, value in model.named_parameters():
-                value.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.2)
+                own = ".".join(name.split(".")[-2:])
+                value.normal_(1.0 if "norm" in own and "bias" not in own else 0.0, 0.2)
             saved = model.state_dict()
             for name, value in model.named_buffers():  # biases that choose experts
                 if name in saved and value.is_floating_point():
