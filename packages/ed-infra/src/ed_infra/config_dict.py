@@ -60,6 +60,8 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     moe_tiling_size_seqlen: int
     moe_tiling_size_dim: int
     moe_force_xla_gmm: bool
+    router_z_loss_coef: float
+    router_bias_rate: float
     use_expert_tensor_mode: bool
     use_ring_of_experts: bool
     fsdp_is_ep_bound: bool

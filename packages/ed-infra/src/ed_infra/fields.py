@@ -29,7 +29,7 @@ from ed_infra.enums import (
     EasyDeLPlatforms,
 )
 from ed_infra.errors import ConfigError, MeshError, did_you_mean, unknown_name
-from ed_infra.options import Count, Fraction, NumbersAreNumbers
+from ed_infra.options import Count, Fraction, NotNegative, NumbersAreNumbers
 from ed_infra.specs import (
     KV_CACHE_FORMATS,
     OPERATION_FIELD_ALIASES,
@@ -146,7 +146,15 @@ class ExecutionFields:
     moe_tiling_size_batch: Count = option(4, "batch tile of expert kernels")
     moe_tiling_size_seqlen: Count = option(128, "sequence tile of expert kernels")
     moe_tiling_size_dim: Count = option(128, "hidden tile of expert kernels")
-    moe_force_xla_gmm: bool = option(False, "use XLA's grouped matrix product for experts")
+    moe_force_xla_gmm: bool = option(
+        False, "fused_moe by XLA's grouped matrix product on CPUs too, where it is slow"
+    )
+    router_z_loss_coef: NotNegative = option(
+        0.0, "factor on the mean square of the log of routers' normalisers, a loss of training"
+    )
+    router_bias_rate: NotNegative = option(
+        1e-3, "step of the selection bias of routers that have one; 0 = training leaves it alone"
+    )
     use_expert_tensor_mode: bool = option(False, "split experts over tp as well as over ep")
     use_ring_of_experts: bool = option(False, "send tokens round the experts in a ring")
     fsdp_is_ep_bound: bool = option(True, "fold fsdp into the expert axis of the expert mesh")
@@ -198,8 +206,6 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
         "bits",
         "hardware_abstraction",
-        "moe_force_xla_gmm",
-        "moe_method",
         "moe_tiling_size_batch",
         "moe_tiling_size_dim",
         "moe_tiling_size_seqlen",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.named import named
@@ -68,6 +68,13 @@ class Ctx:
             return x
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
         return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+    @property
+    def real(self) -> Bool[Array, "b s"] | None:
+        """Which positions are tokens and not padding; None where nothing is known."""
+        if self.ragged is not None:
+            return self.ragged.real()[None]
+        return None if self.mask_info is None else self.mask_info.q_segment_ids != 0
 
     def at_layer(self, layer: int | Int[Array, ""]) -> Ctx:
         """Give the layer its own dropout key: the same one scanned and unrolled."""

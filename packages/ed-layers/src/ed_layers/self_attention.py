@@ -35,7 +35,8 @@ class SelfAttention(nnx.Module):
         norm_heads: "each" head is normed by itself, with weights [k] for all; "own" likewise, with
             weights [h, k], each head its own; "all" heads are normed as one, weights [h * k].
         norm_last: norm after the rotary positions, not before.
-        clip: projections are clipped to [-clip, clip] (OLMo, DBRX).
+        clip: projections are clipped to [-clip, clip] (OLMo, DBRX), after a norm over all heads
+            (OLMoE).
         rope: whose rotary tables turn queries and keys: the name of a layer type where
             `rope_parameters` has one entry each, `ALL_LAYERS` otherwise; None = no positions.
         interleaved: rotary pairs are neighbours, not halves.
@@ -130,10 +131,10 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
         """Queries, keys and values by heads, normed where the family norms them."""
         q, k, v = (project(x, ctx) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.clip is not None:
-            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
         if self.normed == "all":
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (q, k, v))
         q, k = ctx.named(q, "attn_query"), ctx.named(k, "attn_key")
         if self.normed in ("each", "own") and not self.norm_last:

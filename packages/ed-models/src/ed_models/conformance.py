@@ -58,7 +58,7 @@ LOGITS = 1e-4  # float32 logits of some units
 OURS = 2e-5  # the same numbers by another program of ours
 GRADIENTS = 1e-3  # relative to the largest entry
 ONE = (1, 1, 1, 1, 1)
-MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 2, 1, 2, 2))
+MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2))
 B, S = 4, 24
 PAD = (0, 5, 0, 17)  # padding on the left of each row
 
@@ -95,7 +95,12 @@ class Subject:
         model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
             for name, value in model.named_parameters():
-                value.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.2)
+                own = ".".join(name.split(".")[-2:])
+                value.normal_(1.0 if "norm" in own and "bias" not in own else 0.0, 0.2)
+            saved = model.state_dict()
+            for name, value in model.named_buffers():  # biases that choose experts
+                if name in saved and value.is_floating_point():
+                    value.normal_(0.0, 0.2)
         return model
 
     @functools.cached_property
@@ -181,16 +186,16 @@ def parity(subject: Subject) -> float:
 def gradients(subject: Subject) -> float:
     """Loss and the gradients of every parameter equal Hugging Face's."""
     torch = require_torch()
+    from transformers.core_model_loading import revert_weight_conversion
+
     model = subject.torch_model
     ids = torch.tensor(subject.ids, dtype=torch.long)
     theirs = model(input_ids=ids, labels=ids, use_cache=False).loss
-    grads = dict(
-        zip(
-            (name for name, _ in model.named_parameters()),
-            torch.autograd.grad(theirs, list(model.parameters()), allow_unused=True),
-            strict=True,
-        )
-    )
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(theirs, list(params.values()), allow_unused=True)
+    grads = {n: g for n, g in zip(params, found, strict=True) if g is not None}
+    # Experts have tensors of their own in the checkpoint, and one for all in the module.
+    grads = revert_weight_conversion(model, grads)
     graphdef, params, other = subject.model.split_module()
 
     def loss(params: Any) -> jax.Array:

@@ -16,6 +16,7 @@ from ed_infra.rope import RopeSettings
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
 from ed_layers.embed import Embed
+from ed_layers.moe import balance
 from ed_layers.named import named
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
@@ -108,6 +109,7 @@ class Decoder(EasyDeLBaseModule):
         )
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
+        report = balance(report, self.config)
         return BaseModelOutput(
             last_hidden_state=named(self.leave(x), "model_output"),
             past_key_values=cache,

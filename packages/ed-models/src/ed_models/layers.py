@@ -16,7 +16,9 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-FeedForward = Callable[[Float[Array, "b s d"], Ctx], Float[Array, "b s d"]]
+Stream = Float[Array, "b s d"]
+#: `(x, ctx) -> x`, or `(x, report)` of a layer that reports (`ed_layers.moe.SparseMLP`).
+FeedForward = Callable[[Stream, Ctx], Stream | tuple[Stream, Report]]
 MakeNorm = Callable[[int], nnx.Module]
 
 
@@ -25,9 +27,7 @@ class Attention(Protocol):
 
     cache_spec: LayerSpecs
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
         """Return what is added to the stream, and the cache."""
         ...
 
@@ -41,9 +41,10 @@ class DecoderLayer(nnx.Module):
     Args:
         parts: makes the norms.
         self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
-        mlp: `(x, ctx) -> x`.
+        mlp: `(x, ctx) -> x`, or `(x, ctx) -> (x, report)`.
         norm: makes a norm from the number of features; default: `parts.norm`.
         dropout: in training, of what attention and feed-forward add to the stream.
+        factor: on what attention and feed-forward add to the stream (Granite).
     """
 
     def __init__(
@@ -54,23 +55,27 @@ class DecoderLayer(nnx.Module):
         mlp: FeedForward,
         norm: MakeNorm | None = None,
         dropout: float = 0.0,
+        factor: float = 1.0,
     ):
         norm, d = norm or parts.norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
-        self.dropout = dropout
+        self.dropout, self.factor = dropout, factor
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + ctx.dropped(attended, self.dropout, "attention"), "residual")
-        out = self.mlp(self.post_attention_layernorm(x), ctx)
-        x = x + ctx.dropped(out, self.dropout, "mlp")
-        return x, cache, Report()
+        added = ctx.dropped(attended * self.factor, self.dropout, "attention")
+        x = ctx.named(x + added, "residual")
+        out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
+        return x + ctx.dropped(out * self.factor, self.dropout, "mlp"), cache, report
+
+    def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
+        """Call the feed-forward layer; return what it adds to the stream, and its report."""
+        out = self.mlp(x, ctx)
+        return (out[0], out[1].under("mlp")) if isinstance(out, tuple) else (out, Report())
 
     def cache_specs(self) -> LayerSpecs:
         """What the layer keeps in a cache."""
@@ -91,14 +96,12 @@ class SandwichLayer(DecoderLayer):
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
-        out = self.mlp(self.pre_feedforward_layernorm(x), ctx)
-        return x + self.post_feedforward_layernorm(out), cache, Report()
+        out, report = self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
+        return x + self.post_feedforward_layernorm(out), cache, report
 
 
 class PostNormLayer(DecoderLayer):
@@ -113,14 +116,12 @@ class PostNormLayer(DecoderLayer):
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(x, ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
-        x = x + self.post_feedforward_layernorm(self.mlp(x, ctx))
-        return x, cache, Report()
+        out, report = self.feed_forward(x, ctx)
+        return x + self.post_feedforward_layernorm(out), cache, report
 
 
 class ParallelLayer(DecoderLayer):
@@ -150,17 +151,15 @@ class ParallelLayer(DecoderLayer):
         self.mlp = mlp
         self.dropout = dropout
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)
         if self.norms == 2:
             normed = self.post_attention_layernorm(x)
+        out, report = self.feed_forward(normed, ctx)
         attended = ctx.dropped(attended, self.dropout, "attention")
-        out = ctx.dropped(self.mlp(normed, ctx), self.dropout, "mlp")
-        return x + attended + out, cache, Report()
+        return x + attended + ctx.dropped(out, self.dropout, "mlp"), cache, report
 
 
 def window_of(config: Any, index: int) -> int | None:
@@ -172,3 +171,10 @@ def rope_kind(config: Any, layer_type: str) -> str:
     """Whose rotary tables a layer takes: its type's where each has parameters of its own."""
     parameters = config.rope_parameters or {}
     return layer_type if isinstance(parameters.get(layer_type), Mapping) else ALL_LAYERS
+
+
+def has_experts(config: Any, index: int) -> bool:
+    """Whether a layer has experts, as Qwen's configurations say: every `decoder_sparse_step`-th one
+    that `mlp_only_layers` does not name."""
+    often = (index + 1) % config.decoder_sparse_step == 0
+    return often and config.num_experts > 0 and index not in config.mlp_only_layers

@@ -28,8 +28,7 @@ Several parameters in one tensor, kernels and biases:
 
 Experts, which we stack along a leading dimension:
 
-    Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.weight", stack())
-                                                          Qwen2-MoE: a tensor for each expert
+    EXPERTS                                               Qwen2-MoE: a tensor for each expert
     Rule("{path}.experts.up_proj.kernel", "{path}.experts.mlp.v1", concat(0))
                                                           DBRX: [e * out, in], one after another
 
@@ -232,6 +231,10 @@ def stack(placeholder: str = "expert", then: Layout = transpose) -> Layout:
         return result
 
     return relate
+
+
+#: Experts that have a tensor each: `experts.7.up_proj.weight`.
+EXPERTS = Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.weight", stack())
 
 
 def concat(axis: int, then: Layout = transpose) -> Layout:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 
 @jax.tree_util.register_dataclass
@@ -62,5 +62,8 @@ class RaggedBatch:
         seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)
         offset = jnp.arange(self.seq_of_token.shape[0]) - self.cu_q_lens[seq]
         position = (self.kv_lens - self.q_lens)[seq] + offset
-        real = jnp.arange(self.seq_of_token.shape[0]) < self.cu_q_lens[-1]
-        return jnp.where(real, position, 0)[None].astype(jnp.int32)
+        return jnp.where(self.real(), position, 0)[None].astype(jnp.int32)
+
+    def real(self) -> Bool[Array, " T"]:
+        """Which tokens belong to a sequence: padding comes last."""
+        return jnp.arange(self.seq_of_token.shape[0]) < self.cu_q_lens[-1]

@@ -12,7 +12,6 @@ from dataclasses import replace
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.outputs import Report
 from ed_infra.registry import register_config, register_module
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
@@ -38,14 +37,12 @@ class GraniteDecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts, bias=config.attention_bias, scale=config.attention_multiplier
         )
-        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts, bias=config.mlp_bias))
-        self.factor = config.residual_multiplier
-
-    def __call__(self, x, ctx, cache, layer):
-        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + attended * self.factor, "residual")
-        x = x + self.mlp(self.post_attention_layernorm(x), ctx) * self.factor
-        return x, cache, Report()
+        super().__init__(
+            parts,
+            self_attn=attention,
+            mlp=GatedMLP(parts, bias=config.mlp_bias),
+            factor=config.residual_multiplier,
+        )
 
 
 class GraniteModel(Decoder):

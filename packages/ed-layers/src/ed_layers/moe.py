@@ -1,0 +1,260 @@
+"""The sparse feed-forward layer: a router, experts, and experts that all tokens share.
+
+Legend: b batch, s sequence, d hidden, e experts, k experts of a token, g groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from ed_infra.outputs import Metric, Report
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.context import Ctx
+from ed_layers.experts import Experts
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.updated import Updated
+
+#: Metrics that layers report for the loss of `balance`; vectors [e], no figures of a log.
+LOAD, PROBABILITY = "router_load", "router_probability"
+
+
+@dataclass(frozen=True)
+class FollowLoad:
+    """Rule of a selection bias: a step up for an expert that saw fewer tokens than the mean, a step
+    down for one that saw more (Wang et al. 2024, DeepSeek-V3)."""
+
+    rate: float
+
+    def __call__(self, bias: Float[Array, "*one e"], load: Float[Array, " e"]) -> jax.Array:
+        return bias + self.rate * jnp.sign(jnp.mean(load) - load)
+
+
+class Router(nnx.Module):
+    """Scores of the experts, and the choice of a few; computed in float32.
+
+    What it reports in training:
+
+    - `losses["router_z"]`: mean square of `logsumexp(logits)` (Zoph et al. 2022), times
+      `router_z_loss_coef` of the configuration;
+    - for `balance`: how many tokens chose each expert, and the sum of its probabilities;
+    - `updates`: tokens of each expert, for the selection bias.
+
+    Args:
+        parts: says initialisation and dtype of the parameters.
+        experts: e.
+        per_token: k.
+        score: of an expert: softmax over all of them, or the sigmoid of its logit.
+        normalize: the scores of the chosen experts are divided by their sum.
+        scale: factor on the weights.
+        bias: whether the logits have a bias.
+        selection_bias: whether scores get a bias for the choice alone, which training moves towards
+            equal loads without a gradient (`router_bias_rate` of the configuration).
+        groups: g; experts are chosen from the best `groups_chosen` of g groups. The score of a
+            group is the sum of its two best ones.
+        groups_chosen: how many.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        experts: int,
+        per_token: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        selection_bias: bool = False,
+        groups: int = 1,
+        groups_chosen: int = 1,
+    ):
+        config = parts.config
+        shape = (config.hidden_size, experts)
+        kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=("embed", None))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((experts,), parts.param_dtype), axes=(None,))
+        if selection_bias:
+            rule = FollowLoad(config.router_bias_rate)
+            zeros = jnp.zeros((experts,), jnp.float32)
+            self.e_score_correction_bias = Updated(zeros, axes=(None,), rule=rule)
+        self.per_token, self.score, self.normalize, self.scale = per_token, score, normalize, scale
+        self.groups, self.groups_chosen = groups, groups_chosen
+        self.z_loss: float = config.router_z_loss_coef
+        self.balanced = getattr(config, "output_router_logits", False)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx
+    ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"], Report]:
+        """Return the experts of each token, their weights, and the report.
+
+        Padding has the expert e, which does not exist.
+        """
+        logits = self.logits(x)
+        logits = ctx.named(logits, "moe_router_logits")
+        chosen, weights = self.choose(logits)
+        real = ctx.real
+        report = Report()
+        if ctx.mode == "train":
+            counted = jnp.ones(x.shape[:2], bool) if real is None else real
+            report = self.report(logits, chosen, counted)
+        if real is not None:
+            chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
+        return chosen, weights, report
+
+    def logits(self, x: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
+        """Float32."""
+        kernel = self.kernel.get_value().astype(jnp.float32)
+        logits = jnp.matmul(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+        if hasattr(self, "bias"):
+            logits = logits + self.bias.get_value().astype(jnp.float32)
+        return logits
+
+    def choose(
+        self, logits: Float[Array, "b s e"]
+    ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"]]:
+        """Return the best experts of each token, and the weights of their outputs."""
+        softmax = self.score == "softmax"
+        scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
+        chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
+        if self.normalize and softmax:
+            # A softmax that is divided by a part of its sum is the softmax of that part.
+            weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+        else:
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalize and not softmax:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return chosen, weights * self.scale
+
+    def ranks(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        """What experts are chosen by: scores, biased, of the best groups."""
+        if hasattr(self, "e_score_correction_bias"):
+            scores = scores + self.e_score_correction_bias.get_value().reshape(-1)
+        if self.groups == 1:
+            return scores
+        grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
+        of_group = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        best = jax.lax.top_k(of_group, self.groups_chosen)[1]
+        kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
+        return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def report(
+        self, logits: Float[Array, "b s e"], chosen: Int[Array, "b s k"], real: Bool[Array, "b s"]
+    ) -> Report:
+        """See the class."""
+        experts = logits.shape[-1]
+        tokens = jnp.sum(real, dtype=jnp.float32)
+
+        def load(chosen: Int[Array, "b s k"]) -> Float[Array, " e"]:
+            hits = jax.nn.one_hot(chosen, experts) * real[..., None, None]
+            return jnp.sum(hits, axis=(0, 1, 2))
+
+        report = Report()
+        if self.z_loss:
+            squares = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real
+            report.losses["router_z"] = Metric(self.z_loss * jnp.sum(squares), tokens)
+        if self.balanced:
+            # By the logits alone, as transformers has it, whatever bias the choice has.
+            probabilities = jax.nn.softmax(logits)
+            best = jax.lax.top_k(jax.lax.stop_gradient(logits), self.per_token)[1]
+            total = jnp.sum(probabilities * real[..., None], axis=(0, 1))
+            report.metrics[LOAD] = Metric(load(best), tokens)
+            report.metrics[PROBABILITY] = Metric(total, tokens)
+        if hasattr(self, "e_score_correction_bias"):
+            report.updates["e_score_correction_bias"] = load(chosen)
+        return report
+
+
+class SparseMLP(nnx.Module):
+    """Each token visits the experts that a router chooses for it.
+
+    Args:
+        parts: makes the gate of the shared experts.
+        gate: the router.
+        experts: those that are chosen.
+        shared: a feed-forward network that all tokens visit.
+        shared_gate: its output is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
+        scale_inputs: the weights multiply what experts read, not what they return (Llama 4).
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        gate: Router,
+        experts: Experts,
+        shared: GatedMLP | None = None,
+        shared_gate: bool = False,
+        scale_inputs: bool = False,
+    ):
+        self.gate = gate
+        self.experts = experts
+        if shared is not None:
+            self.shared_experts = shared
+        if shared_gate:
+            self.shared_expert_gate = parts.linear(
+                parts.config.hidden_size, 1, axes=("embed", None)
+            )
+        self.scale_inputs = scale_inputs
+
+    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> tuple[Float[Array, "b s d"], Report]:
+        """Return what is added to the stream, and what the router reports."""
+        x = ctx.named(x, "normed_input")
+        chosen, weights, report = self.gate(x, ctx)
+        if self.scale_inputs:
+            out = self.on_scaled(x, chosen, weights, ctx)
+        else:
+            out = self.experts(x, chosen, weights, ctx)
+        out = ctx.named(out, "moe_expert_output")
+        if hasattr(self, "shared_experts"):
+            out = self.joined(out, self.shared(x, ctx))
+        return ctx.named(out, "moe_output"), report.under("gate")
+
+    def on_scaled(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, ctx: Ctx) -> jax.Array:
+        """Each pair of a token and an expert is a token of its own, scaled."""
+        b, s, k = chosen.shape
+        pairs = (x[:, :, None] * weights[..., None].astype(x.dtype)).reshape(b, s * k, -1)
+        out = self.experts(pairs, chosen.reshape(b, -1, 1), jnp.ones((b, s * k, 1)), ctx)
+        return jnp.sum(out.reshape(b, s, k, -1), axis=2)
+
+    def shared(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """The output of the shared experts."""
+        out = self.shared_experts(x, ctx)
+        if hasattr(self, "shared_expert_gate"):
+            logits = ctx.named(self.shared_expert_gate(x, ctx), "moe_gate_logits")
+            out = out * jax.nn.sigmoid(logits)
+        return out
+
+    def joined(
+        self, routed: Float[Array, "b s d"], shared: Float[Array, "b s d"]
+    ) -> Float[Array, "b s d"]:
+        """How the two outputs make one."""
+        return routed + shared
+
+
+def balance(report: Report, config: Any) -> Report:
+    """Turn what the routers of all layers counted into the auxiliary loss of Fedus et al. 2021.
+
+    As in `transformers`: the loss is of the mean over layers, `e * sum(load * probability)`, times
+    `router_aux_loss_coef`, where `output_router_logits` is set. It is `losses["router_balance"]`;
+    the metric `router_load` becomes a number, the load of the busiest expert over the mean load.
+    """
+    if LOAD not in report.metrics:
+        return report
+    metrics = dict(report.metrics)
+    load, probability = metrics.pop(LOAD), metrics.pop(PROBABILITY)
+    tokens, experts = load.weight, load.sum.shape[-1]
+    loss = experts * jnp.sum(jax.lax.stop_gradient(load.value) * probability.value)
+    peak = jnp.max(load.value) / jnp.maximum(jnp.mean(load.value), 1e-12)
+    metrics[LOAD] = Metric(peak * tokens, tokens)
+    losses = dict(report.losses)
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    if coefficient:
+        losses["router_balance"] = Metric(coefficient * loss * tokens, tokens)
+    return replace(report, losses=losses, metrics=metrics)

@@ -1,0 +1,143 @@
+"""Cohere's mixture of experts (Cohere 2025): Command A's layer with experts.
+
+- three layers with a window and rotary positions, then one without either
+- attention and experts side by side behind one norm, a layer norm without bias or an RMS norm
+- shared experts are added to the chosen ones, or averaged with them
+- `mlp_layer_types` says which layers are dense; these may turn although they see all
+
+Numbers follow Hugging Face's `modeling_cohere2_moe.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.context import ALL_LAYERS
+from ed_layers.experts import Experts
+from ed_layers.mlp import GatedMLP
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import ParallelLayer, window_of
+from ed_models.weights import EXPERTS, STANDARD
+
+
+@register_config("cohere2_moe")
+class Cohere2MoeConfig(EasyDeLBaseConfig, transformers.Cohere2MoeConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "cohere2_moe"
+
+
+class Cohere2MoeSparse(SparseMLP):
+    """Experts, and shared experts that may be averaged with them."""
+
+    def __init__(self, parts: Parts):
+        config: Cohere2MoeConfig = parts.config
+        experts, f, shared = config.num_experts, config.intermediate_size, config.num_shared_experts
+        score = config.expert_selection_fn
+        # Softmax is over the chosen ones alone, which adds up to one without more ado.
+        normalize = score == "softmax" or config.norm_topk_prob
+        super().__init__(
+            parts,
+            gate=Router(
+                parts, experts, config.num_experts_per_tok, score=score, normalize=normalize
+            ),
+            experts=Experts(parts, experts, f),
+            shared=GatedMLP(parts, f * shared) if shared else None,
+        )
+        self.average = config.shared_expert_combination_strategy == "average"
+
+    def joined(self, routed, shared):
+        return (routed + shared) / 2 if self.average else routed + shared
+
+
+def norm_of(parts: Parts):
+    """Makes a norm from the number of features."""
+    config: Cohere2MoeConfig = parts.config
+    if config.rms_norm_eps is not None:
+        return parts.norm
+    return partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
+
+
+class Cohere2MoeDecoderLayer(ParallelLayer):
+    """Attention and experts side by side behind one norm."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Cohere2MoeConfig = parts.config
+        dense = config.mlp_layer_types[index] == "dense"
+        window = window_of(config, index)
+        turns = window is not None or (dense and config.prefix_dense_sliding_window_pattern == 1)
+        attention = SelfAttention(
+            parts,
+            bias=config.attention_bias,
+            rope=ALL_LAYERS if turns else None,
+            interleaved=True,
+            window=window,
+        )
+        if dense:
+            mlp = GatedMLP(parts, config.prefix_dense_intermediate_size)
+        else:
+            mlp = Cohere2MoeSparse(parts)
+        super().__init__(parts, self_attn=attention, mlp=mlp, norm=norm_of(parts))
+
+
+class Cohere2MoeModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Cohere2MoeConfig
+    layer_class = Cohere2MoeDecoderLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return list(zip(config.layer_types, config.mlp_layer_types, strict=True))
+
+    @staticmethod
+    def final_norm(parts):
+        return norm_of(parts)(parts.config.hidden_size)
+
+
+@register_module(TaskType.CAUSAL_LM, config=Cohere2MoeConfig, model_type="cohere2_moe")
+class Cohere2MoeForCausalLM(CausalLM):
+    """Cohere2-MoE with a language-model head."""
+
+    body_class = Cohere2MoeModel
+    WEIGHTS = (EXPERTS, *STANDARD)
+    CONFORMANCE = {
+        "windows, averaged": {
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "tie_word_embeddings": True,
+        },
+        "dense first, sigmoid, rms": {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "sigmoid",
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 40,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+    }
+
+    def head(self):
+        return replace(super().head(), scale=self.config.logit_scale)

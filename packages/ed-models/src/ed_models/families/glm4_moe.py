@@ -1,0 +1,120 @@
+"""GLM-4.5 and 4.6 (Zhipu AI 2025): sigmoid routing with a bias for the choice, a shared expert.
+
+- scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
+- experts are chosen from the best groups; weights add up to `routed_scaling_factor`
+- the first `first_k_dense_replace` layers are dense
+- half of each head turns; queries and keys are RMS-normed where `use_qk_norm` says so
+
+Numbers follow Hugging Face's `modeling_glm4_moe.py`; parameter names are its names. Layers that
+predict further tokens are not loaded.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.experts import Experts
+from ed_layers.mlp import GatedMLP
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+from ed_models.weights import EXPERTS, STANDARD, ignore
+
+
+@register_config("glm4_moe")
+class Glm4MoeConfig(EasyDeLBaseConfig, transformers.Glm4MoeConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "glm4_moe"
+
+
+class Glm4MoeDecoderLayer(DecoderLayer):
+    """Attention and experts, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Glm4MoeConfig = parts.config
+        attention = SelfAttention(
+            parts,
+            bias=config.attention_bias,
+            out_bias=False,
+            qk_norm=parts.norm if config.use_qk_norm else None,
+        )
+        sparse = index >= config.first_k_dense_replace
+        super().__init__(
+            parts, self_attn=attention, mlp=self.sparse(parts) if sparse else GatedMLP(parts)
+        )
+
+    @staticmethod
+    def sparse(parts: Parts) -> SparseMLP:
+        """The layer with experts."""
+        config: Glm4MoeConfig = parts.config
+        gate = Router(
+            parts,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            score="sigmoid",
+            normalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            selection_bias=True,
+            groups=config.n_group,
+            groups_chosen=config.topk_group,
+        )
+        f = config.moe_intermediate_size
+        return SparseMLP(
+            parts,
+            gate=gate,
+            experts=Experts(parts, config.n_routed_experts, f),
+            shared=GatedMLP(parts, f * config.n_shared_experts),
+        )
+
+
+class Glm4MoeModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Glm4MoeConfig
+    layer_class = Glm4MoeDecoderLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
+
+
+@register_module(TaskType.CAUSAL_LM, config=Glm4MoeConfig, model_type="glm4_moe")
+class Glm4MoeForCausalLM(CausalLM):
+    """GLM-4.5 with a language-model head."""
+
+    body_class = Glm4MoeModel
+    WEIGHTS = (
+        EXPERTS,
+        *STANDARD,
+        *(ignore(f"model.layers.{layer}.{{path}}") for layer in (46, 92)),
+    )
+    CONFORMANCE = {
+        "groups": {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "head_dim": 8,
+        },
+        "biases, norms, two dense layers": {
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 12,
+        },
+    }

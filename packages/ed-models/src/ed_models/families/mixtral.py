@@ -1,0 +1,77 @@
+"""Mixtral (Jiang et al. 2024): Mistral with experts in place of the feed-forward layer.
+
+- each token visits the two best of eight experts; their softmax weights add up to one
+- all layers see the last `sliding_window` tokens, or all of them where it is null
+
+Numbers follow Hugging Face's `modeling_mixtral.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.experts import Experts
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+from ed_models.weights import EXPERTS, STANDARD, renamed
+
+
+@register_config("mixtral")
+class MixtralConfig(EasyDeLBaseConfig, transformers.MixtralConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "mixtral"
+
+
+class MixtralDecoderLayer(DecoderLayer):
+    """Attention and experts, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: MixtralConfig = parts.config
+        experts = config.num_local_experts
+        mlp = SparseMLP(
+            parts,
+            gate=Router(parts, experts, config.num_experts_per_tok),
+            experts=Experts(parts, experts, config.intermediate_size),
+        )
+        attention = SelfAttention(parts, window=config.sliding_window)
+        super().__init__(parts, self_attn=attention, mlp=mlp)
+
+
+class MixtralModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = MixtralConfig
+    layer_class = MixtralDecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=MixtralConfig, model_type="mixtral")
+class MixtralForCausalLM(CausalLM):
+    """Mixtral with a language-model head."""
+
+    body_class = MixtralModel
+    WEIGHTS = renamed(
+        {
+            "mlp": "block_sparse_moe",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
+        },
+        EXPERTS,
+        *STANDARD,
+    )
+    CONFORMANCE = {
+        "two of eight": {},
+        "three of five, window": {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+        },
+    }

@@ -1,0 +1,140 @@
+"""Phi-3.5-MoE (Microsoft 2024): SparseMixer routing, layer norms.
+
+- the weight of each of the two experts is its softmax among those whose logits are near the best
+  remaining one (Liu et al. 2023); in training too the best ones are chosen, without noise
+- layer norms with biases; the head may have one
+- LongRoPE with a factor on cosine and sine of its own (`short_mscale`, `long_mscale`)
+
+Numbers follow Hugging Face's `modeling_phimoe.py`; parameter names are its names. Beyond the length
+of training the long factors count, as Microsoft published the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.registry import register_config, register_module
+from ed_layers.experts import Experts
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.families.mixtral import MixtralForCausalLM
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+
+
+@register_config("phimoe")
+class PhimoeConfig(EasyDeLBaseConfig, transformers.PhimoeConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "phimoe"
+
+
+class PhimoeRouter(Router):
+    """Two experts, one after the other: each weighed against those that come near it."""
+
+    def __init__(self, parts: Parts):
+        config: PhimoeConfig = parts.config
+        if config.num_experts_per_tok != 2:
+            raise ConfigError(
+                f"num_experts_per_tok = {config.num_experts_per_tok}: phimoe chooses 2 experts",
+                field="num_experts_per_tok",
+            )
+        super().__init__(parts, config.num_local_experts, 2)
+        self.near = 2 * config.router_jitter_noise
+
+    def choose(self, logits):
+        left, chosen, weights = logits, [], []
+        for _ in range(2):
+            best = jnp.max(left, axis=-1, keepdims=True)
+            one = jnp.argmax(left, axis=-1, keepdims=True)
+            far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > self.near
+            shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left))
+            chosen.append(one)
+            weights.append(jnp.take_along_axis(shares, one, axis=-1))
+            left = jnp.where(jnp.arange(logits.shape[-1]) == one, -jnp.inf, left)
+        return jnp.concatenate(chosen, axis=-1), jnp.concatenate(weights, axis=-1)
+
+
+class PhimoeDecoderLayer(DecoderLayer):
+    """Attention and experts, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: PhimoeConfig = parts.config
+        mlp = SparseMLP(
+            parts,
+            gate=PhimoeRouter(parts),
+            experts=Experts(parts, config.num_local_experts, config.intermediate_size),
+        )
+        attention = SelfAttention(parts, bias=config.attention_bias, window=config.sliding_window)
+        norm = partial(parts.layer_norm, eps=config.rms_norm_eps)
+        super().__init__(parts, self_attn=attention, mlp=mlp, norm=norm)
+
+
+class PhimoeModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = PhimoeConfig
+    layer_class = PhimoeDecoderLayer
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.rms_norm_eps)
+
+    def rope_settings(self):
+        def scaled(settings):
+            parameters = dict(settings.parameters)
+            short, long = (parameters.pop(f"{n}_mscale", None) for n in ("short", "long"))
+            if short != long:
+                raise ConfigError(
+                    f"rope_parameters: short_mscale = {short} and long_mscale = {long} differ; "
+                    "published models have one value for both, and others are not supported"
+                )
+            if short is not None:
+                parameters["attention_factor"] = short
+            return replace(settings, parameters=parameters)
+
+        return {kind: scaled(s) for kind, s in super().rope_settings().items()}
+
+
+@register_module(TaskType.CAUSAL_LM, config=PhimoeConfig, model_type="phimoe")
+class PhimoeForCausalLM(CausalLM):
+    """Phi-3.5-MoE with a language-model head."""
+
+    body_class = PhimoeModel
+    WEIGHTS = MixtralForCausalLM.WEIGHTS
+    CONFORMANCE = {
+        "two of eight, biases": {
+            "num_local_experts": 8,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.1,
+        },
+        "longrope, window": {
+            "num_local_experts": 4,
+            "router_jitter_noise": 0.3,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [2.0, 3.0, 4.0, 6.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+            },
+        },
+    }
+
+    @property
+    def head_bias(self):
+        return self.config.lm_head_bias

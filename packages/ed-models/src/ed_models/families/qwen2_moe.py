@@ -1,0 +1,96 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Qwen Team 2024): Qwen2 with experts, one of which all tokens share.
+
+- the output of the shared expert is multiplied by a gate of its own
+- the softmax weights of the chosen experts add up to one only where `norm_topk_prob` says so
+- `decoder_sparse_step` and `mlp_only_layers` say which layers have experts
+
+Numbers follow Hugging Face's `modeling_qwen2_moe.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.experts import Experts
+from ed_layers.mlp import GatedMLP
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, has_experts, window_of
+from ed_models.weights import EXPERTS, STANDARD, renamed
+
+
+@register_config("qwen2_moe")
+class Qwen2MoeConfig(EasyDeLBaseConfig, transformers.Qwen2MoeConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "qwen2_moe"
+
+
+class Qwen2MoeDecoderLayer(DecoderLayer):
+    """Attention and experts, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Qwen2MoeConfig = parts.config
+        attention = SelfAttention(
+            parts, bias=config.qkv_bias, out_bias=False, window=window_of(config, index)
+        )
+        mlp = self.sparse(parts) if has_experts(config, index) else GatedMLP(parts)
+        super().__init__(parts, self_attn=attention, mlp=mlp)
+
+    @staticmethod
+    def sparse(parts: Parts) -> SparseMLP:
+        """The layer with experts."""
+        config: Qwen2MoeConfig = parts.config
+        experts, k = config.num_experts, config.num_experts_per_tok
+        return SparseMLP(
+            parts,
+            gate=Router(parts, experts, k, normalize=config.norm_topk_prob),
+            experts=Experts(parts, experts, config.moe_intermediate_size),
+            shared=GatedMLP(parts, config.shared_expert_intermediate_size),
+            shared_gate=True,
+        )
+
+
+class Qwen2MoeModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Qwen2MoeConfig
+    layer_class = Qwen2MoeDecoderLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return [(kind, has_experts(config, i)) for i, kind in enumerate(config.layer_types)]
+
+
+@register_module(TaskType.CAUSAL_LM, config=Qwen2MoeConfig, model_type="qwen2_moe")
+class Qwen2MoeForCausalLM(CausalLM):
+    """Qwen2-MoE with a language-model head."""
+
+    body_class = Qwen2MoeModel
+    WEIGHTS = renamed({"shared_experts": "shared_expert"}, EXPERTS, *STANDARD)
+    CONFORMANCE = {
+        "shared expert": {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+        "dense layers, windows, normalized": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 3,
+        },
+    }
