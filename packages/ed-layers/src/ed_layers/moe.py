@@ -203,9 +203,7 @@ class SparseMLP(nnx.Module):
             )
         self.scale_inputs = scale_inputs
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx
-    ) -> tuple[Float[Array, "b s d"], Report]:
+    def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> tuple[Float[Array, "b s d"], Report]:
         """Return what is added to the stream, and what the router reports."""
         x = ctx.named(x, "normed_input")
         chosen, weights, report = self.gate(x, ctx)

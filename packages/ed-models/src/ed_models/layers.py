@@ -27,9 +27,7 @@ class Attention(Protocol):
 
     cache_spec: LayerSpecs
 
-    def __call__(
-        self, x: Stream, ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Stream, Any]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
         """Return what is added to the stream, and the cache."""
         ...
 
@@ -64,9 +62,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp
         self.factor = factor
 
-    def __call__(
-        self, x: Stream, ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Stream, Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + attended * self.factor, "residual")
@@ -97,9 +93,7 @@ class SandwichLayer(DecoderLayer):
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
 
-    def __call__(
-        self, x: Stream, ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Stream, Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
@@ -119,9 +113,7 @@ class PostNormLayer(DecoderLayer):
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
 
-    def __call__(
-        self, x: Stream, ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Stream, Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(x, ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
@@ -153,9 +145,7 @@ class ParallelLayer(DecoderLayer):
         self.norms = norms
         self.mlp = mlp
 
-    def __call__(
-        self, x: Stream, ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Stream, Any, Report]:
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)

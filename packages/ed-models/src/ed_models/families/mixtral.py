@@ -60,7 +60,9 @@ class MixtralForCausalLM(CausalLM):
     WEIGHTS = renamed(
         {
             "mlp": "block_sparse_moe",
-            **{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
         },
         EXPERTS,
         *STANDARD,
