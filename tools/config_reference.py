@@ -97,8 +97,8 @@ LATER: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("moe_force_xla_gmm", "moe_method", "moe_tiling_size_batch", "moe_tiling_size_dim"),
-            *("moe_tiling_size_seqlen", "use_expert_tensor_mode", "use_ring_of_experts"),
+            *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
+            *("use_expert_tensor_mode", "use_ring_of_experts"),
         ),
         "experts",
     ),

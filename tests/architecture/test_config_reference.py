@@ -18,7 +18,6 @@ from tools import config_reference
 # for a field, in ed_infra.fields.WITHOUT_EFFECT.
 LATER = {
     *("bits", "hardware_abstraction"),
-    *("moe_force_xla_gmm", "moe_method"),
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
     *("prepare_inputs_for_generation", "quantization_config"),
@@ -27,6 +26,7 @@ LATER = {
 # Our own, beside what EasyDeL documents.
 OWN_FIELDS = {
     *("sharding_rules", "freq_max_position_embeddings", "mask_max_position_embeddings"),
+    *("router_z_loss_coef", "router_bias_rate"),
 }
 OWN_METHODS = {"from_dict", "from_json_file", "get_config_dict", "own_partition_rules"}
 OWN_KEYWORDS = {"layer_type"}

@@ -116,7 +116,7 @@ class Experts(nnx.Module):
             weights: of their outputs.
         """
         x = x.astype(self.dtype)
-        variables = {".".join(path): v for path, v in nnx.to_flat_state(nnx.state(self))}
+        variables = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(self))}
         params = {name: variable.get_value() for name, variable in variables.items()}
         config = ctx.config
         if config is None or config.mesh.size == 1:

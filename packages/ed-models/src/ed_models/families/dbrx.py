@@ -11,6 +11,7 @@ Numbers follow Hugging Face's `modeling_dbrx.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import transformers
@@ -35,6 +36,8 @@ class DbrxConfig(EasyDeLBaseConfig, transformers.DbrxConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "dbrx"
+    attn_config: Any = None
+    ffn_config: Any = None
 
     @property
     def router_aux_loss_coef(self) -> float:
@@ -71,7 +74,7 @@ class DbrxDecoderLayer(DecoderLayer):
     """Attention and experts, each normed before and added to the stream."""
 
     def __init__(self, parts: Parts, index: int):
-        config: DbrxConfig = parts.config
+        config: Any = parts.config
         ffn = config.ffn_config
         experts = Experts(
             parts, ffn.moe_num_experts, ffn.ffn_hidden_size, hidden_act=ffn.ffn_act_fn["name"]

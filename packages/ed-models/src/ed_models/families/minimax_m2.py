@@ -69,8 +69,8 @@ class MiniMaxM2ForCausalLM(CausalLM):
             "head_dim": 12,
             "rotary_dim": 6,
         },
-        "one of four, tied": {
-            "num_experts_per_tok": 1,
+        "two of four, tied": {
+            "num_experts_per_tok": 2,
             "num_local_experts": 4,
             "head_dim": 8,
             "tie_word_embeddings": True,

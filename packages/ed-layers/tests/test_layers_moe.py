@@ -1,0 +1,315 @@
+"""Experts: three methods and many devices give one result; routing, losses, biases."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra import sharding
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.masks import MaskInfo
+from ed_infra.outputs import Report
+from ed_infra.testing import require_torch
+from ed_layers.context import Ctx
+from ed_layers.experts import Experts, blocks_of
+from ed_layers.mlp import GatedMLP
+from ed_layers.moe import Router, SparseMLP, balance
+from ed_layers.parts import Parts
+from ed_layers.updated import apply_updates
+from flax import nnx
+
+B, S, D, F = 4, 8, 16, 24
+METHODS = {
+    "fused": {"moe_method": "fused_moe", "moe_force_xla_gmm": True},
+    "standard": {"moe_method": "standard_moe"},
+    "dense": {"moe_method": "dense_moe"},
+}
+
+
+class Config(EasyDeLBaseConfig):
+    """What families have besides."""
+
+    hidden_act: str = "silu"
+    initializer_range: float = 0.3
+    use_bias: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.0
+
+
+def config(dims=(1, 1, 1, 1, 1), **fields):
+    sizes: dict[str, Any] = {"hidden_size": D, "num_attention_heads": 2}
+    return Config(**sizes, sharding_axis_dims=dims, **fields)
+
+
+def context(config=None, pad=0, mode: Any = "train"):
+    segments = np.ones((B, S), np.int32)
+    segments[1, :pad] = 0
+    mask = MaskInfo.from_segments(segments)
+    return Ctx(mask.q_index, {}, mask_info=mask, config=config, mode=mode)
+
+
+def randomized(module):
+    """Biases start at zero: give every parameter a value."""
+    state = nnx.state(module, nnx.Param)
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
+    nnx.update(module, jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape) * 0.3, state))
+    return module
+
+
+def experts(count, bias=False, **fields):
+    return randomized(Experts(Parts(config(**fields), nnx.Rngs(0)), count, F, bias=bias))
+
+
+def choices(count, k, seed=0):
+    """Experts of each token, the last two of which nobody chooses; a token without any."""
+    rng = np.random.default_rng(seed)
+    chosen = np.argsort(rng.random((B, S, max(count - 2, k))), axis=-1)[..., :k]
+    chosen[2, 3] = count
+    return jnp.asarray(chosen, jnp.int32), jnp.asarray(rng.random((B, S, k)), jnp.float32)
+
+
+def inputs():
+    return jnp.asarray(np.random.default_rng(3).normal(size=(B, S, D)), jnp.float32)
+
+
+def one_by_one(module, x, chosen, weights):
+    """The sum over a token's experts, as it is written."""
+    p = {name: np.asarray(v.get_value()) for name, v in variables(module).items()}
+
+    def layer(name, e, x):
+        return x @ p[f"{name}.kernel"][e] + p.get(f"{name}.bias", np.zeros((99, 1)))[e]
+
+    out = np.zeros(x.shape)
+    for at in np.ndindex(chosen.shape):
+        if (e := int(chosen[at])) < p["up_proj.kernel"].shape[0]:
+            row = np.asarray(x[at[:2]], np.float64)
+            gate, up = layer("gate_proj", e, row), layer("up_proj", e, row)
+            out[at[:2]] += weights[at] * layer("down_proj", e, gate / (1 + np.exp(-gate)) * up)
+    return out
+
+
+def variables(module):
+    return {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(module))}
+
+
+def run(module, x, chosen, weights, ctx, upstream):
+    """Output, and the gradients of inputs, weights and parameters."""
+    graphdef, state = nnx.split(module)
+
+    @jax.jit
+    def both(state, x, weights):
+        def scalar(state, x, weights):
+            y = nnx.merge(graphdef, state)(x, chosen, weights, ctx)
+            return jnp.sum(y * upstream), y
+
+        grads, y = jax.grad(scalar, argnums=(0, 1, 2), has_aux=True)(state, x, weights)
+        return y, grads
+
+    return both(state, x, weights)
+
+
+def near(got, expected, bound=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=bound), got, expected)
+
+
+@pytest.mark.parametrize(("count", "k"), [(6, 3), (40, 2), (3, 1)])
+def test_the_methods_agree(count, k):
+    (chosen, weights), x = choices(count, k), inputs()
+    upstream = jnp.asarray(np.random.default_rng(4).normal(size=(B, S, D)), jnp.float32) / 8
+    bias = count == 6
+    results = {
+        name: run(experts(count, bias, **fields), x, chosen, weights, context(), upstream)
+        for name, fields in METHODS.items()
+    }
+    near(results["dense"][0], one_by_one(experts(count, bias), x, chosen, weights))
+    for name in ("fused", "standard"):
+        near(results[name], results["dense"])
+    assert not np.asarray(results["standard"][0][2, 3]).any(), "a token without experts"
+
+
+@pytest.mark.proves("moe_method", "moe_force_xla_gmm")
+def test_the_configuration_chooses_the_method():
+    (chosen, weights), x = choices(6, 2), inputs()
+
+    def operations(**fields):
+        text = str(jax.make_jaxpr(experts(6, **fields))(x, chosen, weights, context()))
+        return [name for name in ("ragged_dot", "while") if f" {name}" in text]
+
+    assert operations() == operations(moe_method="standard_moe") == ["while"]
+    assert operations(moe_force_xla_gmm=True) == ["ragged_dot"]
+    assert operations(moe_method="dense_moe") == []
+
+
+def test_the_standard_way_does_no_needless_products():
+    for tokens, count, k in ((512, 16, 2), (3, 64, 8), (64, 4, 4)):
+        chosen = np.argsort(np.random.default_rng(0).random((tokens, count)))[:, :k]
+        plan = jax.jit(blocks_of, static_argnums=1)(jnp.asarray(chosen), count)
+        rows = int(plan.used) * plan.size
+        assert tokens * k <= rows <= 2 * tokens * k, (tokens, count, k, rows)
+    plan = jax.jit(blocks_of, static_argnums=1)(jnp.full((64, 4), 4), 4)
+    assert int(plan.used) == 0, "padding costs nothing"
+
+
+MESHES = {
+    "ep": (1, 1, 4, 1, 1),
+    "ep and tp": (1, 1, 2, 2, 2),
+    "all": (1, 2, 2, 2, 1),
+    "fsdp": (2, 4, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "method"),
+    [*((mesh, "standard") for mesh in MESHES), ("ep and tp", "fused"), ("ep and tp", "dense")],
+)
+def test_many_devices_are_as_one(mesh, method):
+    (chosen, weights), x = choices(8, 3), inputs()
+    upstream = jnp.asarray(np.random.default_rng(4).normal(size=(B, S, D)), jnp.float32) / 8
+    module = experts(8, True, **METHODS[method])
+    expected = run(module, x, chosen, weights, context(), upstream)
+    placed = config(MESHES[mesh])
+    got = run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream)
+    near(got, expected)
+
+
+def test_a_number_of_experts_that_does_not_divide():
+    (chosen, weights), x = choices(5, 2), inputs()
+    expected = one_by_one(experts(5), x, chosen, weights)
+    placed = config((1, 1, 2, 2, 2))
+    near(call(sharding.shard(experts(5), placed), x, chosen, weights, context(placed)), expected)
+
+
+def test_experts_are_not_gathered():
+    placed = config((1, 1, 4, 1, 1))
+    module = sharding.shard(experts(8), placed)
+    graphdef, state = nnx.split(module)
+    chosen, weights = choices(8, 2)
+
+    def forward(state, x):
+        return nnx.merge(graphdef, state)(x, chosen, weights, context(placed))
+
+    text = jax.jit(forward).lower(state, inputs()).compile().as_text()
+    assert text is not None
+    assert "all-reduce(" in text
+    assert "all-gather(" not in text
+
+
+def call(module, *args):
+    """Call a module jitted."""
+    graphdef, state = nnx.split(module)
+    return jax.jit(lambda state, args: nnx.merge(graphdef, state)(*args))(state, args)
+
+
+def sparse(**fields):
+    parts = Parts(config(**fields), nnx.Rngs(0))
+    gate = Router(parts, 6, 2, selection_bias=True, score="sigmoid")
+    return SparseMLP(
+        parts, gate=gate, experts=Experts(parts, 6, F), shared=GatedMLP(parts, F), shared_gate=True
+    )
+
+
+def test_padding_changes_nothing_and_counts_nothing():
+    module, x = sparse(router_z_loss_coef=0.1, output_router_logits=True), inputs()
+    whole, report = call(module, x, context())
+    out, padded = call(module, x.at[1, :3].set(1e3), context(pad=3))
+    near(out[:1], whole[:1])
+    near(out[1, 3:], whole[1, 3:])
+    name = "gate/e_score_correction_bias"
+    assert float(jnp.sum(report.updates[name])) == B * S * 2
+    assert float(jnp.sum(padded.updates[name])) == (B * S - 3) * 2
+    assert float(padded.losses["router_z"].weight) == B * S - 3
+    logits = module.gate.logits(x)
+    z = np.square(np.asarray(jax.nn.logsumexp(logits, axis=-1)))
+    assert report.losses["router_z"].value == pytest.approx(0.1 * z.mean(), rel=1e-5)
+    assert not call(module, x, context(mode="decode"))[1].updates, "only training reports"
+
+
+def test_inputs_may_be_scaled_instead_of_outputs():
+    parts = Parts(config(), nnx.Rngs(0))
+    gate = Router(parts, 4, 2, score="sigmoid", normalize=False)
+    module = SparseMLP(parts, gate=gate, experts=Experts(parts, 4, F), scale_inputs=True)
+    x, ctx = inputs(), context()
+    chosen, weights, _ = call(gate, x, ctx)
+    expected = sum(
+        one_by_one(module.experts, x * weights[..., i, None], chosen[..., [i]], np.ones((B, S, 1)))
+        for i in (0, 1)
+    )
+    near(call(module, x, ctx)[0], expected)
+
+
+def router(*, logits, per_token=2, bias=None, **form):
+    """Choose by logits that are handed in."""
+    parts = Parts(config(), nnx.Rngs(0))
+    module = Router(parts, logits.shape[-1], per_token, selection_bias=bias is not None, **form)
+    if bias is not None:
+        module.e_score_correction_bias.set_value(jnp.asarray(bias, jnp.float32))
+    chosen, weights = module.choose(jnp.asarray(logits, jnp.float32)[None, None])
+    return np.asarray(chosen)[0, 0].tolist(), np.asarray(weights)[0, 0]
+
+
+LOGITS = np.log([0.1, 0.4, 0.2, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("form", "chosen", "weights"),
+    [
+        ({"normalize": False}, [1, 3], [0.4, 0.3]),
+        ({}, [1, 3], [4 / 7, 3 / 7]),
+        ({"scale": 2.5, "normalize": False}, [1, 3], [1.0, 0.75]),
+        ({"score": "sigmoid", "normalize": False}, [1, 3], [0.4 / 1.4, 0.3 / 1.3]),
+        ({"bias": [0.9, 0, 0, 0], "normalize": False}, [0, 1], [0.1, 0.4]),
+        # The best pair is {2, 3}; the best expert is in the other group.
+        ({"groups": 2, "normalize": False, "bias": [0, -0.2, 0, 0]}, [3, 2], [0.3, 0.2]),
+    ],
+)
+def test_routing(form, chosen, weights):
+    got, shares = router(logits=LOGITS, **form)
+    assert got == chosen
+    np.testing.assert_allclose(shares, weights, rtol=1e-5)
+
+
+def test_a_selection_bias_follows_the_load():
+    module = sparse(router_bias_rate=0.01)
+    update = call(module, inputs(), context())[1].under("mlp").updates
+    holder = nnx.Dict(mlp=module)
+    state = apply_updates(nnx.state(holder, nnx.Not(nnx.Param)), update)
+    nnx.update(holder, state)
+    (load,) = update.values()
+    expected = 0.01 * np.sign(np.mean(load) - np.asarray(load))
+    near(module.gate.e_score_correction_bias.get_value(), expected)
+    assert len(set(expected.tolist())) > 1, "or nothing is tested"
+
+
+def test_the_balance_of_all_layers_is_that_of_transformers():
+    torch = require_torch()
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    settings = config(output_router_logits=True, router_aux_loss_coef=0.02)
+    name = "router_balance"
+    layers = [Router(Parts(settings, nnx.Rngs(i)), 6, 2) for i in range(3)]
+    x, ctx = inputs(), context(pad=3)
+    logits = [layer.logits(x) for layer in layers]
+
+    def loss(x):
+        report = sum((layer(x, ctx)[2] for layer in layers), Report())
+        return balance(report, settings)
+
+    theirs = load_balancing_loss_func(
+        tuple(torch.tensor(np.asarray(one)).reshape(-1, 6) for one in logits),
+        6,
+        2,
+        torch.tensor(np.asarray(ctx.real), dtype=torch.int),
+    )
+    report, gradient = jax.jit(loss), jax.jit(jax.grad(lambda x: loss(x).losses[name].sum))
+    assert report(x).losses[name].value == pytest.approx(0.02 * float(theirs), rel=1e-5)
+    assert report(x).metrics["router_load"].value >= 1
+    assert np.abs(gradient(x)).max() > 0
+    assert balance(Report(), settings) == Report()
+
+
+def test_one_token_is_as_many():
+    """A step of one token gives what the whole sequence gave for it."""
+    module, x = sparse(), inputs()
+    step = Ctx(jnp.zeros((B, 1), jnp.int32), {}, mode="decode")
+    near(call(module, x[:, 5:6], step)[0], call(module, x, context())[0][:, 5:6])

@@ -1,0 +1,70 @@
+"""Families with experts: the auxiliary loss, selection biases, and numbers that no row shows."""
+
+import numpy as np
+import pytest
+from ed_infra import paths
+from ed_infra.testing import require_torch
+from ed_layers.updated import apply_updates
+from ed_models.conformance import Subject, forward
+from ed_models.families.glm4_moe import Glm4MoeForCausalLM
+from ed_models.families.llama4_text import Llama4TextForCausalLM
+from ed_models.families.mixtral import MixtralForCausalLM
+from flax import nnx
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_auxiliary_loss_is_that_of_transformers(scan):
+    torch = require_torch()
+    subject = Subject("mixtral", "two of eight", MixtralForCausalLM)
+    theirs = subject.torch_model(
+        input_ids=torch.tensor(subject.ids, dtype=torch.long),
+        attention_mask=torch.tensor(subject.mask),
+        output_router_logits=True,
+    ).aux_loss.detach()
+    model = subject.load(output_router_logits=True, router_aux_loss_coef=0.5, scan_layers=scan)
+    out = forward(model, input_ids=subject.ids, attention_mask=subject.mask)
+    assert set(out.losses) == {"router_balance"}
+    assert out.losses["router_balance"].value == pytest.approx(0.5 * float(theirs), rel=1e-5)
+    assert np.shape(out.aux["router_load"].sum) == (), "a figure for the log"
+    silent = forward(subject.load(scan_layers=scan), input_ids=subject.ids)
+    assert not silent.losses
+    assert not silent.aux
+
+
+def test_selection_biases_move_alike_scanned_and_unrolled():
+    subject = Subject("glm4_moe", "groups", Glm4MoeForCausalLM)
+    moved = []
+    for scan in (True, False):
+        model = subject.load(scan_layers=scan, router_bias_rate=0.01)
+        before = biases(nnx.state(model))
+        updates = forward(model, input_ids=subject.ids).updates
+        _, _, other = model.split_module()
+        after = biases(apply_updates(other, updates))
+        steps = {name: after[name] - before[name] for name in before}
+        assert len(steps) == 3, "one for each layer with experts"
+        for step in steps.values():
+            np.testing.assert_allclose(np.abs(step), 0.01, atol=1e-6)
+        moved.append(steps)
+    for name, step in moved[0].items():
+        np.testing.assert_allclose(step, moved[1][name], atol=1e-6)
+
+
+def biases(state):
+    """Selection biases by canonical name."""
+    found = {}
+    for path, variable in nnx.to_flat_state(state):
+        if "e_score_correction_bias" in path:
+            value = np.asarray(variable.get_value())
+            rows = value if paths.is_stacked(path) else [value]
+            found |= dict(zip(paths.canonical(path), rows, strict=True))
+    return found
+
+
+def test_queries_of_llama4_grow_with_their_place():
+    """transformers counts padding as places, so that only whole rows can be compared."""
+    torch = require_torch()
+    subject = Subject("llama4_text", "chunks", Llama4TextForCausalLM)
+    subject.fields |= {"floor_scale": 4, "attn_scale": 0.5}
+    with torch.no_grad():
+        theirs = subject.torch_model(torch.tensor(subject.ids, dtype=torch.long)).logits
+    np.testing.assert_allclose(subject.logits, theirs.numpy(), atol=1e-4)
