@@ -300,6 +300,13 @@ STANDARD: tuple[Rule, ...] = (
     ignore("{path}.attn.masked_bias"),
 )
 
+#: Mixtral's names: `block_sparse_moe.experts.7.w1.weight` and so on.
+BLOCK_SPARSE = renamed(
+    {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    EXPERTS,
+    *STANDARD,
+)
+
 #: Head -> embedding, of models whose head is the embedding where `tie_word_embeddings` says so. A
 #: class with other names has a `TIED_WEIGHTS` of its own.
 TIED: Mapping[str, str] = {"lm_head.kernel": "model.embed_tokens.embedding"}

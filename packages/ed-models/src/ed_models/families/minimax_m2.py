@@ -18,10 +18,9 @@ from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
 from ed_models.decoder import Decoder
-from ed_models.families.mixtral import MixtralForCausalLM
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
-from ed_models.weights import renamed
+from ed_models.weights import BLOCK_SPARSE, renamed
 
 
 @register_config("minimax_m2")
@@ -60,7 +59,7 @@ class MiniMaxM2ForCausalLM(CausalLM):
     body_class = MiniMaxM2Model
     WEIGHTS = renamed(
         {"gate.e_score_correction_bias": "e_score_correction_bias"},
-        *MixtralForCausalLM.WEIGHTS,
+        *BLOCK_SPARSE,
     )
     CONFORMANCE = {
         "three of eight, half turns": {

@@ -20,7 +20,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
-from ed_models.weights import EXPERTS, STANDARD, renamed
+from ed_models.weights import BLOCK_SPARSE
 
 
 @register_config("mixtral")
@@ -57,16 +57,7 @@ class MixtralForCausalLM(CausalLM):
     """Mixtral with a language-model head."""
 
     body_class = MixtralModel
-    WEIGHTS = renamed(
-        {
-            "mlp": "block_sparse_moe",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
-        },
-        EXPERTS,
-        *STANDARD,
-    )
+    WEIGHTS = BLOCK_SPARSE
     CONFORMANCE = {
         "two of eight": {},
         "three of five, window": {

@@ -27,9 +27,9 @@ from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
 from ed_models.decoder import Decoder
-from ed_models.families.mixtral import MixtralForCausalLM
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.weights import BLOCK_SPARSE
 
 
 @register_config("phimoe")
@@ -111,7 +111,7 @@ class PhimoeForCausalLM(CausalLM):
     """Phi-3.5-MoE with a language-model head."""
 
     body_class = PhimoeModel
-    WEIGHTS = MixtralForCausalLM.WEIGHTS
+    WEIGHTS = BLOCK_SPARSE
     CONFORMANCE = {
         "two of eight, biases": {
             "num_local_experts": 8,
