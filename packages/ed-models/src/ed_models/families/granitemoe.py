@@ -88,6 +88,7 @@ class GraniteMoeForCausalLM(CausalLM):
             "num_experts_per_tok": 3,
         },
         "biases, tied": {
+            "attention_multiplier": 0.3,
             "attention_bias": True,
             "tie_word_embeddings": True,
             "num_local_experts": 4,
