@@ -181,7 +181,7 @@ class Experts(nnx.Module):
         else:
             plan = blocks_of(chosen, experts)
             out = over_blocks(self.network, self.precision, flat, weights, params, plan)
-        return out.astype(x.dtype).reshape(x.shape)
+        return jnp.asarray(out, x.dtype).reshape(x.shape)
 
 
 def names_of(axes: Any) -> tuple[str, ...]:
