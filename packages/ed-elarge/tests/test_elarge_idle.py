@@ -57,7 +57,10 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"eval": {"temperature": 0, "top_p": 0.5}}, "eval.top_p"),
     ({"eval": {"fewshot_as_multiturn": True}}, "eval.fewshot_as_multiturn"),
     ({"actions": [{"generate": {"top_k": 5}}]}, "actions[0].generate.top_k"),
-    ({"base_config": {"values": {"moe_method": "standard_moe"}}}, "base_config.values.moe_method"),
+    (
+        {"base_config": {"values": {"moe_tiling_size_dim": 8}}},
+        "base_config.values.moe_tiling_size_dim",
+    ),
     ({"model__config__pallas_m_block_size": 64}, "model.config.pallas_m_block_size"),
     ({"sharding": {"use_ring_of_experts": True}}, "sharding.use_ring_of_experts"),
 ]
