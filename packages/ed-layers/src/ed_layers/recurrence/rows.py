@@ -159,10 +159,9 @@ class Rows:
         after = jnp.take_along_axis(whole, _spread(ends, x.ndim), axis=1)
         return whole, self.of_states(after, state)
 
-    def of_states(
-        self, rows: Float[Array, "..."], state: Float[Array, "..."]
-    ) -> Float[Array, "..."]:
-        """From [r, ...] and [m, ...]: what the last row of each state says; the old state where there is no token."""
+    def of_states(self, rows: jax.Array, state: jax.Array) -> jax.Array:
+        """From [r, ...] and [m, ...]: what the last row of each state says, in the state's dtype;
+        the old state where there is no token."""
         if self.last is not None:
             assert self.ctx.ragged is not None, "only sequences of a serving step have many rows"
             goes_on = _spread(self.ctx.ragged.q_lens > 0, rows.ndim)
