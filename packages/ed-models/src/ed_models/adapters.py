@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from ed_layers.transform import Replace, transform
 from flax import nnx
 
 M = TypeVar("M", bound=nnx.Module)
+ModelT = TypeVar("ModelT", bound="EasyAdapterMixin")
 
 #: What an adapter is put on where a specification names no targets: as PEFT's "all-linear".
 ALL_LINEAR = r"^(?!lm_head$|score$)"
@@ -78,7 +80,7 @@ def merge_lora(model: M) -> M:
     if tied and any(isinstance(layer, LoRAEmbed) for _, layer in lora_layers(model)):
         raise ConfigError(
             "the embedding has an adapter, and the head is the same matrix without one: merged "
-            "they would be two. Load the base with config_kwargs={'tie_word_embeddings': False} to merge"
+            "they would be two; load the base with config_kwargs={'tie_word_embeddings': False}"
         )
     return _every(model, lambda layer, _key: layer.merged())
 
@@ -105,3 +107,38 @@ def _every(model: M, replace: Any) -> M:
         raise ConfigError("the model has no adapters")
     rules: Rules[Replace] = Rules([("", replace)], kind="LoRA target")
     return transform(model, rules, of=(LoRALinear, LoRAEmbed))
+
+
+class EasyAdapterMixin(nnx.Module):
+    """Adds low-rank adapters to a model; each method returns another model, sharded as this one."""
+
+    @abstractmethod
+    def shard_model(self: ModelT) -> ModelT:
+        """Place every parameter on the mesh."""
+
+    def apply_lora(
+        self: ModelT, spec: LoraSpec | Mapping[LoraSpec, list[str]], *, seed: int = 0
+    ) -> ModelT:
+        """Put adapters on layers; see `apply_lora`. They alone learn from then on."""
+        return apply_lora(self, spec, key=jax.random.key(seed)).shard_model()
+
+    def apply_lora_to_layers(
+        self: ModelT, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
+    ) -> ModelT:
+        """Put adapters of a rank on the layers whose canonical names a pattern matches.
+
+        Args:
+            lora_rank: r; the scale is 1.
+            lora_pattern: regular expression; None = every linear layer but the head.
+            seed: of the random numbers.
+        """
+        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
+
+    def unwrap_lora_to_layers(self: ModelT) -> ModelT:
+        """Merge the adapters into the weights; see `merge_lora`."""
+        return merge_lora(self).shard_model()
+
+    @property
+    def lora_is_enabled(self) -> bool:
+        """Whether layers have adapters."""
+        return has_lora(self)
