@@ -180,9 +180,9 @@ class ShardingSection(SetsConfig):
     use_ring_of_experts: bool | None = None
     """Send tokens round the experts in a ring. None: as `base_config` says."""
     fsdp_is_ep_bound: bool | None = None
-    """Fold fsdp into the expert axis. None: as `base_config` says."""
+    """Split experts over fsdp too, where their number divides. None: as `base_config` says."""
     sp_is_ep_bound: bool | None = None
-    """Fold sp into the expert axis. None: as `base_config` says."""
+    """Split experts over sp too, where their number divides. None: as `base_config` says."""
 
     @model_validator(mode="after")
     def _fits(self) -> ShardingSection:
