@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from ed_infra import rope
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.rope import RopeSettings
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
@@ -76,6 +76,18 @@ class Decoder(EasyDeLBaseModule):
         """What is done to the stream before the first layer: a scale, learned positions."""
         return x
 
+    def through(
+        self,
+        x: Float[Array, "b s d"],
+        ctx: Ctx,
+        cache: Any,
+        input_ids: Int[Array, "b s"] | None,
+        *,
+        keep_hidden: bool,
+    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+        """Run the layers; see `ed_layers.stack.Stack`."""
+        return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
+
     def leave(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What is done to the stream after the last layer."""
         return self.norm(x)
@@ -104,8 +116,8 @@ class Decoder(EasyDeLBaseModule):
         ctx, cache = layer_context(
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
         )
-        x, cache, report, hidden = self.layers(
-            self.enter(x, ctx), ctx, cache, keep_hidden=output_hidden_states
+        x, cache, report, hidden = self.through(
+            self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
         )
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)

@@ -100,8 +100,12 @@ class SandwichLayer(DecoderLayer):
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
-        out, report = self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
+        out, report = self.branch(x, ctx)
         return x + self.post_feedforward_layernorm(out), cache, report
+
+    def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
+        """The feed-forward layer of the stream, between its two norms."""
+        return self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
 
 
 class PostNormLayer(DecoderLayer):

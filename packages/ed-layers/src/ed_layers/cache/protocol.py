@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 import jax
@@ -31,6 +32,11 @@ KeysValues = tuple[jax.Array, jax.Array | None]
 States = dict[str, jax.Array]
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "at", "mask_info"],
+    meta_fields=["layout", "ordered", "sharding"],
+)
 @dataclass(frozen=True)
 class Stored:
     """What attention reads of one layer of a contiguous cache.
@@ -68,6 +74,11 @@ class Stored:
         return isinstance(self.keys, Codes)
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pool", "at"],
+    meta_fields=["group", "value_dim"],
+)
 @dataclass(frozen=True)
 class Pages:
     """What attention reads of one layer of a paged cache: it gathers the pages that a sequence has,
