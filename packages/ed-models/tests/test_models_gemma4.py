@@ -1,6 +1,7 @@
 """Gemma 4: layers that read another layer's keys and values keep nothing, in all three lives."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
@@ -30,8 +31,8 @@ def test_layers_that_share_keep_nothing(scan):
     assert isinstance(full, DenseCache) and isinstance(window, WindowCache)
     # [b, g, t, k]: one full layer with heads of its own, two with a window.
     shapes = {
-        name: [x.shape for x in jax.tree.leaves(cache.caches[name].keys)]
-        for name in ("full", "window")
+        name: [x.shape for x in jax.tree.leaves(keys)]
+        for name, keys in (("full", full.keys), ("window", window.keys))
     }
     own, other = (2, 2, 20, 16), (2, 2, 6, 8)
     if scan:
@@ -60,7 +61,7 @@ def test_a_policy_by_names_sees_layers_that_read_others():
 def test_what_it_cannot_do_is_said():
     model = create()
     with pytest.raises(ValueError, match="pass input_ids"):
-        model(inputs_embeds=np.zeros((1, 4, 32), np.float32))
+        model(inputs_embeds=jnp.zeros((1, 4, 32)))
     with pytest.raises(ConfigError, match="is an encoder"):
         create(use_bidirectional_attention="all")
     with pytest.raises(ValueError, match="no layer of group 'full' before it shares"):

@@ -176,7 +176,7 @@ class Gemma4TextModel(Decoder):
         return parts.norm(parts.config.hidden_size, scale_first=True)
 
     def add_parts(self, parts):
-        config: Gemma4TextConfig = self.config
+        config: Gemma4TextConfig = parts.config
         if config.use_bidirectional_attention == "all":
             raise ConfigError(
                 "use_bidirectional_attention='all' is an encoder, and this model is a decoder; "
