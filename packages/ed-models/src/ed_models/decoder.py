@@ -5,7 +5,8 @@ Legend: b batch, s sequence, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -47,6 +48,7 @@ class Decoder(EasyDeLBaseModule):
     ):
         super().__init__(config, dtype, param_dtype, precision)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+        parts = replace(parts, norm_of_family=self.norm_of(parts))
         self.embed_tokens = self.embedding(parts)
         self.layers = parts.stack(
             type(self).layer_class, config.num_hidden_layers, kinds=self.layer_kinds(config)
@@ -65,9 +67,14 @@ class Decoder(EasyDeLBaseModule):
         return parts.embed(parts.config.vocab_size, parts.config.hidden_size)
 
     @staticmethod
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Makes the family's norm, in its layers and after them, from the shape of its weights."""
+        return parts.norm
+
+    @staticmethod
     def final_norm(parts: Parts) -> nnx.Module:
         """The norm after the last layer."""
-        return parts.norm(parts.config.hidden_size)
+        return parts.own_norm(parts.config.hidden_size)
 
     def add_parts(self, parts: Parts) -> None:
         """What else the body has, such as learned positions: for `enter` and `leave`."""
@@ -134,3 +141,10 @@ class Decoder(EasyDeLBaseModule):
     def cache_specs(self) -> list[LayerSpecs]:
         """What each layer keeps in a cache."""
         return self.layers.cache_specs()
+
+
+class ScaledDecoder(Decoder):
+    """A body whose embeddings are multiplied by the root of the hidden size (Gemma)."""
+
+    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

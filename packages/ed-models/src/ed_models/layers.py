@@ -42,7 +42,7 @@ class DecoderLayer(nnx.Module):
         parts: makes the norms.
         self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
         mlp: `(x, ctx) -> x`, or `(x, ctx) -> (x, report)`.
-        norm: makes a norm from the number of features; default: `parts.norm`.
+        norm: makes a norm from the number of features; default: the family's.
         dropout: in training, of what attention and feed-forward add to the stream.
         factor: on what attention and feed-forward add to the stream (Granite).
     """
@@ -57,7 +57,7 @@ class DecoderLayer(nnx.Module):
         dropout: float = 0.0,
         factor: float = 1.0,
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
@@ -87,7 +87,7 @@ class SandwichLayer(DecoderLayer):
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
@@ -113,7 +113,7 @@ class PostNormLayer(DecoderLayer):
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
@@ -145,7 +145,7 @@ class ParallelLayer(DecoderLayer):
         norms: int = 1,
         dropout: float = 0.0,
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         if norms == 2:
@@ -171,13 +171,13 @@ class MixerLayer(nnx.Module):
     Args:
         parts: makes the norm.
         mixer: called as attention is, with a `cache_spec`; or as a feed-forward layer, without one.
-        norm: makes a norm from the number of features; default: `parts.norm`.
+        norm: makes a norm from the number of features; default: the family's.
     """
 
     def __init__(
         self, parts: Parts, *, mixer: Attention | FeedForward, norm: MakeNorm | None = None
     ):
-        self.norm = (norm or parts.norm)(parts.config.hidden_size)
+        self.norm = (norm or parts.own_norm)(parts.config.hidden_size)
         self.mixer: Any = mixer
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:

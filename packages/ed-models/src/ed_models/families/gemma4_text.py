@@ -30,7 +30,7 @@ from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
-from ed_models.decoder import Decoder
+from ed_models.decoder import ScaledDecoder
 from ed_models.heads import CausalLM
 from ed_models.layers import SandwichLayer, window_of
 from ed_models.weights import STANDARD, Rule, renamed, split, transpose
@@ -57,13 +57,12 @@ class Gemma4TextAttention(SelfAttention):
     def __init__(self, parts: Parts, index: int):
         config: Gemma4TextConfig = parts.config
         kind, (kv_heads, head_dim) = config.layer_types[index], head_sizes(config)[index]
-        norm = partial(parts.norm, scale_first=True)
         super().__init__(
             parts,
             kv_heads=kv_heads,
             head_dim=head_dim,
             bias=config.attention_bias,
-            qk_norm=norm,
+            qk_norm=parts.own_norm,
             rope=kind,
             window=window_of(config, index),
             scale=1.0,
@@ -73,7 +72,7 @@ class Gemma4TextAttention(SelfAttention):
             del self.k_proj, self.v_proj, self.k_norm
             self.cache_spec = ()
             return
-        self.v_norm = norm(head_dim, weight=False)
+        self.v_norm = parts.norm(head_dim, weight=False)
         if config.attention_k_eq_v and kind != "sliding_attention":
             del self.v_proj
 
@@ -121,27 +120,24 @@ class Gemma4TextDecoderLayer(SandwichLayer):
     def __init__(self, parts: Parts, index: int):
         config: Gemma4TextConfig = parts.config
         d, act = config.hidden_size, config.hidden_activation
-        norm = partial(parts.norm, scale_first=True)
         attention = Gemma4TextAttention(parts, index)
         twice = config.use_double_wide_mlp and attention.reads_only
         width = config.intermediate_size * (2 if twice else 1)
-        super().__init__(
-            parts, self_attn=attention, mlp=GatedMLP(parts, width, hidden_act=act), norm=norm
-        )
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts, width, hidden_act=act))
         self.layer_scalar = nnx.Variable(jnp.ones((1,), parts.param_dtype), axes=(None,))
         self.is_sparse, self.hidden_act = config.enable_moe_block, act
         if self.is_sparse:
             experts = config.num_experts
             self.router = Gemma4TextRouter(parts, experts, config.top_k_experts)
             self.experts = Experts(parts, experts, config.moe_intermediate_size, hidden_act=act)
-            self.post_feedforward_layernorm_1 = norm(d)
-            self.pre_feedforward_layernorm_2 = norm(d)
-            self.post_feedforward_layernorm_2 = norm(d)
+            self.post_feedforward_layernorm_1 = parts.own_norm(d)
+            self.pre_feedforward_layernorm_2 = parts.own_norm(d)
+            self.post_feedforward_layernorm_2 = parts.own_norm(d)
         self.is_told = bool(p := config.hidden_size_per_layer_input)
         if self.is_told:
             self.per_layer_input_gate = parts.linear(d, p, axes=("embed", None))
             self.per_layer_projection = parts.linear(p, d, axes=(None, "embed"))
-            self.post_per_layer_input_norm = norm(d)
+            self.post_per_layer_input_norm = parts.own_norm(d)
 
     def __call__(self, x, ctx, cache, layer):
         x, cache, report = super().__call__(x, ctx, cache, layer)
@@ -161,7 +157,7 @@ class Gemma4TextDecoderLayer(SandwichLayer):
         return out, report.under("router")
 
 
-class Gemma4TextModel(Decoder):
+class Gemma4TextModel(ScaledDecoder):
     """Embeddings, decoder layers, final norm."""
 
     config_class = Gemma4TextConfig
@@ -172,8 +168,8 @@ class Gemma4TextModel(Decoder):
         return list(zip(config.layer_types, config.kv_sharing_modes, strict=True))
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, scale_first=True)
+    def norm_of(parts):
+        return partial(parts.norm, scale_first=True)
 
     def add_parts(self, parts):
         config: Gemma4TextConfig = parts.config
@@ -186,10 +182,7 @@ class Gemma4TextModel(Decoder):
             d, n = config.hidden_size, config.num_hidden_layers * p
             self.embed_tokens_per_layer = parts.embed(config.vocab_size_per_layer_input, n)
             self.per_layer_model_projection = parts.linear(d, n, axes=("embed", None))
-            self.per_layer_projection_norm = parts.norm(p, scale_first=True)
-
-    def enter(self, x, ctx):
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+            self.per_layer_projection_norm = parts.own_norm(p)
 
     def rope_settings(self):
         sizes = zip(self.config.layer_types, head_sizes(self.config), strict=True)
