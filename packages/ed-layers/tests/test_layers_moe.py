@@ -198,6 +198,22 @@ def test_many_devices_are_as_one(mesh, method, fields):
     near(got, expected)
 
 
+@pytest.mark.parametrize("favourites", [0, 5])
+def test_rows_that_all_come_to_one_device(favourites):
+    (_, weights), x = choices(8, 2), inputs()
+    chosen = jnp.broadcast_to(jnp.asarray([favourites, favourites + 1]), (B, S, 2))
+    upstream = jnp.ones((B, S, D))
+    module = experts(8, True, **METHODS["fused"])
+    expected = run(module, x, chosen, weights, context(), upstream)
+    near(expected[0], one_by_one(module, x, chosen, weights))
+    placed = config((1, 1, 4, 1, 1))
+    near(
+        run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream),
+        expected,
+        1e-4,
+    )
+
+
 @pytest.mark.parametrize("fields", [{}, RING])
 def test_a_number_of_experts_that_does_not_divide(fields):
     (chosen, weights), x = choices(5, 2), inputs()

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.attention.devices import platform_of
 from ed_layers.context import Ctx
 from ed_layers.expert_blocks import Network, Params, Product, blocks_of, over_blocks, product_of
+from ed_layers.expert_groups import over_groups
 from ed_layers.expert_mesh import ExpertMesh
 from ed_layers.linear import Axes
 from ed_layers.mlp import activation
@@ -80,6 +81,7 @@ class Experts(nnx.Module):
         self.gate_proj = make(d, f, axes=("embed", "mlp"))
         self.up_proj = make(d, f, axes=("embed", "mlp"))
         self.down_proj = make(f, d, axes=("mlp", "embed"))
+        self.count = experts
         self.hidden_act = hidden_act or config.hidden_act
         activation(self.hidden_act)
         self.dtype, self.precision = parts.dtype, parts.precision
@@ -133,7 +135,8 @@ class Experts(nnx.Module):
         if self.method == "dense_moe":
             out = dense(self.network, self.precision, flat, chosen, weights, params)
         elif self.method == "fused_moe" and grouped:
-            out = over_groups(self.network, self.precision, flat, chosen, weights, params)
+            share = self.count // experts  # of all rows one is expected here
+            out = over_groups(self.network, self.precision, flat, chosen, weights, params, share)
         else:
             plan = blocks_of(chosen, experts)
             out = over_blocks(self.network, self.precision, flat, weights, params, plan)
@@ -153,30 +156,3 @@ def dense(
     each = jax.vmap(lambda own: network(x, product_of(own, precision)))(params)
     shares = jnp.sum(jax.nn.one_hot(chosen, experts) * weights[..., None], axis=1)
     return jnp.einsum("end,ne->nd", each.astype(jnp.float32), shares, precision=precision)
-
-
-def over_groups(
-    network: Network,
-    precision: Any,
-    x: Float[Array, "n d"],
-    chosen: Int[Array, "n k"],
-    weights: Float[Array, "n k"],
-    params: Params,
-) -> Float[Array, "n d"]:
-    """Rows sorted by expert, one grouped product for each layer."""
-    (n, k), experts = chosen.shape, params["up_proj.kernel"].shape[0]
-    order = jnp.argsort(chosen.reshape(-1))
-    expert = chosen.reshape(-1)[order]
-    counts = jnp.diff(jnp.searchsorted(expert, jnp.arange(experts + 1))).astype(jnp.int32)
-    # Rows beyond the last group are nobody's; what a grouped product makes of them is open.
-    real = (expert < experts)[:, None]
-
-    def product(name: str, rows: jax.Array) -> jax.Array:
-        kernel = params[f"{name}.kernel"].astype(rows.dtype)
-        y = jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
-        bias = params.get(f"{name}.bias")
-        return y if bias is None else y + bias.astype(rows.dtype)[expert]
-
-    rows = network(jnp.where(real, x[order // k], 0), product)
-    rows = jnp.where(real, rows, 0)[jnp.argsort(order)].reshape(n, k, -1)
-    return jnp.einsum("nkd,nk->nd", rows.astype(jnp.float32), weights)
