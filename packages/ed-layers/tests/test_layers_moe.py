@@ -207,11 +207,8 @@ def test_rows_that_all_come_to_one_device(favourites):
     expected = run(module, x, chosen, weights, context(), upstream)
     near(expected[0], one_by_one(module, x, chosen, weights))
     placed = config((1, 1, 4, 1, 1))
-    near(
-        run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream),
-        expected,
-        1e-4,
-    )
+    got = run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream)
+    near(got, expected, bound=3e-5)  # gradients here are sums over all tokens
 
 
 @pytest.mark.parametrize("fields", [{}, RING])
