@@ -81,11 +81,11 @@ class Experts(nnx.Module):
         self.gate_proj = make(d, f, axes=("embed", "mlp"))
         self.up_proj = make(d, f, axes=("embed", "mlp"))
         self.down_proj = make(f, d, axes=("mlp", "embed"))
-        self.count = experts
         self.hidden_act = hidden_act or config.hidden_act
         activation(self.hidden_act)
         self.dtype, self.precision = parts.dtype, parts.precision
         self.method, self.force_grouped = config.moe_method, config.moe_force_xla_gmm
+        self.count = experts
 
     def glu(self, gate: Float[Array, "r f"], up: Float[Array, "r f"]) -> Float[Array, "r f"]:
         """What stands between the layers."""
