@@ -201,6 +201,8 @@ class GenerationOptions:
         eos = special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
         stops = None
+        if tokenizer is not None and "stop_strings" not in options:
+            raise ConfigError("tokenizer has no effect without stop_strings; leave it out")
         if "stop_strings" in options:
             stops = StopStrings.read("stop_strings", options["stop_strings"], tokenizer)
         _refuse_idle(arguments, on, ends=bool(eos))
@@ -325,10 +327,9 @@ def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfi
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None) or 2**31
     for name, value in choice.values.items():
-        leaves = (
-            [np.asarray(x) for x in jax.tree.leaves(value)] if PROCESSORS[name].token_ids else []
-        )
-        largest = max((int(x.max(initial=-1)) for x in leaves if x.dtype.kind == "i"), default=-1)
+        arrays = jax.tree.leaves(value) if PROCESSORS[name].token_ids else []
+        ids = [x for x in arrays if x.dtype.kind == "i"]
+        largest = max((int(x.max(initial=-1)) for x in ids), default=-1)
         if largest >= size:
             raise ConfigError(
                 f"{name} has token {largest}, but the model's vocabulary has {size} tokens; was "

@@ -149,7 +149,7 @@ class Rows:
     def select_rows(self, rows: Int[Array, " n"]) -> Self:
         """Rows of the cache; see `ContiguousCache.select_rows`."""
         values = None if self.values is None else take_rows(self.values, rows)
-        fields = {"segment_ids", "tokens", *self.empty(0, 0)}
+        fields = ("segment_ids", "tokens", *self.empty(0, 0))
         by_row = {name: getattr(self, name)[rows] for name in fields}
         return replace(self, keys=take_rows(self.keys, rows), values=values, **by_row)
 
