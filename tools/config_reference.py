@@ -103,7 +103,6 @@ LATER: dict[str, str] = {
         "experts",
     ),
     **dict.fromkeys(("bits", "quantization_config"), "quantization"),
-    "prepare_inputs_for_generation": "generation of all families",
 }
 
 

@@ -310,6 +310,7 @@ def test_lengths_count_the_prompt(model, prompt):
     np.testing.assert_array_equal(held, same)
 
 
+@pytest.mark.proves("prepare_inputs_for_generation")
 def test_prepare_inputs_for_generation(model, prompt):
     padded = np.pad(prompt, ((0, 0), (3, 0)))
     inputs = model.prepare_inputs_for_generation(padded, 32, pad_token_id=0)

@@ -126,10 +126,11 @@ def assisted_program(
             """Drafts [b, k], and the assistant's cache with the latest token and all of them."""
             if helping is None:
                 return look_up(rows.ids, drafts.num_tokens, drafts.ngram or 1), cache
+            drafter: LanguageModel = helping
 
             def draft(state, kept):
                 rows, cache = state
-                logits, cache = forward(helping, rows.ids[:, -1:], cache, kept[:, None])
+                logits, cache = forward(drafter, rows.ids[:, -1:], cache, kept[:, None])
                 token = draws.choose(process(logits[:, 0], choice, rows), choice, rows)
                 return (rows.push(token), cache), token
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Split:
     config."""
 
     graphdef: nnx.GraphDef
-    structure: jax.tree_util.PyTreeDef
+    structure: Any  # a PyTreeDef, which type checkers take for a variable
     mesh: jax.sharding.Mesh
 
     @classmethod
@@ -174,6 +174,7 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
         def step(state):
             n, rows, done, kept, cache = state
             out = model(rows.ids[:, -1:], past_key_values=cache, logits_at=jnp.arange(b))
+            assert out.logits is not None
             rows, done, now = choose(out.logits, rows, done)
             return n + 1, rows, done, record(kept, n, now), out.past_key_values
 

@@ -207,7 +207,7 @@ class GenerationOptions:
             stops = StopStrings.read("stop_strings", options["stop_strings"], tokenizer)
         _refuse_idle(arguments, on, ends=bool(eos))
         new_tokens = _new_tokens(settings, prompt_length)
-        values = {name: options[name] for name in PROCESSORS if name in options}
+        values: dict[str, Any] = {n: options[n] for n in PROCESSORS if n in options}
         values["top_k"] = values.get("top_k") or None  # Hugging Face writes 0 for "no limit"
         if not eos:
             values = {n: v for n, v in values.items() if not PROCESSORS[n].needs_end}

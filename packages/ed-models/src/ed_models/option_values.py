@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -23,15 +23,15 @@ MOST_SEQUENCES, LONGEST_SEQUENCE = 65_536, 1024
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bans:
-    """Sequences of tokens that must not be completed.
+    """Sequences of tokens that must not be completed; numpy, until a program has them.
 
     Attributes:
         prefixes: [m, n - 1], all but the last token, right-aligned; -1 where it is shorter.
         last: [m], the last tokens.
     """
 
-    prefixes: Int[Array, "m n-1"] | np.ndarray
-    last: Int[Array, " m"] | np.ndarray
+    prefixes: Int[Array, "m n-1"]
+    last: Int[Array, " m"]
 
     @classmethod
     def read(cls, name: str, value: object) -> Bans | None:
@@ -41,7 +41,7 @@ class Bans:
             ConfigError: it is something else, or too much.
         """
         sequences = list(value) if isinstance(value, list | tuple) else [value]
-        return cls(*aligned(name, sequences, value)) if sequences else None
+        return cls(*aligned(name, sequences)) if sequences else None
 
 
 @jax.tree_util.register_dataclass
@@ -49,9 +49,9 @@ class Bans:
 class Biases:
     """Sequences of tokens with a bias for what completes them; `prefixes`, `last` as in `Bans`."""
 
-    prefixes: Int[Array, "m n-1"] | np.ndarray
-    last: Int[Array, " m"] | np.ndarray
-    bias: Float[Array, " m"] | np.ndarray
+    prefixes: Int[Array, "m n-1"]
+    last: Int[Array, " m"]
+    bias: Float[Array, " m"]
 
     @classmethod
     def read(cls, name: str, value: object) -> Biases | None:
@@ -78,10 +78,11 @@ class Biases:
                 )
         if not sequences:
             return None
-        return cls(*aligned(name, sequences, value), np.asarray(biases, np.float32))
+        bias: Any = np.asarray(biases, np.float32)
+        return cls(*aligned(name, sequences), bias)
 
 
-def aligned(name: str, sequences: Sequence[object], value: object) -> tuple[np.ndarray, np.ndarray]:
+def aligned(name: str, sequences: Sequence[object]) -> tuple[Any, Any]:
     """Prefixes [m, n - 1] and last tokens [m] of sequences, as in `Bans`."""
     for sequence in sequences:
         if not (isinstance(sequence, list | tuple) and sequence and all(map(is_token, sequence))):
@@ -183,7 +184,7 @@ def callables(name: str, value: object) -> tuple[Callable[..., jax.Array], ...]:
     Raises:
         ConfigError: it is something else, or cannot be a key of compiled programs.
     """
-    functions = tuple(value) if isinstance(value, list | tuple) else (value,)
+    functions: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
     for function in functions:
         if not callable(function):
             raise ConfigError(

@@ -153,7 +153,9 @@ def update_layer(
     return update(storage, (layer,))
 
 
-def take_rows(storage: PerLayer, rows: Int[Array, " n"]) -> PerLayer:
+def take_rows(
+    storage: NumbersT | tuple[NumbersT, ...], rows: Int[Array, " n"]
+) -> NumbersT | tuple[NumbersT, ...]:
     """Rows of the arrays of all layers, in this order; a row may come several times."""
     axis = 0 if isinstance(storage, tuple) else 1
     return jax.tree.map(lambda array: jnp.take(array, rows, axis=axis, mode="clip"), storage)
