@@ -241,3 +241,17 @@ def test_rings_of_slots_follow_their_beams(prompt, tmp_path):
             torch.tensor(ids), attention_mask=torch.tensor(mask), do_sample=False, **options
         )
     np.testing.assert_array_equal(out.sequences, expected.numpy())
+
+
+def test_eight_devices_say_the_same(model, prompt):
+    """Beams and drafts of rows, heads and parameters that lie on several devices."""
+    ids, mask = prompt
+    config = model.config.replace(sharding_axis_dims=(1, 4, 1, 2, 1))
+    sharded = LlamaForCausalLM.create(config, seed=3)
+    common = {"attention_mask": mask, "max_new_tokens": NEW}
+    for options in ({"num_beams": 4, "num_return_sequences": 4}, {"prompt_lookup_num_tokens": 3}):
+        ours = sharded.generate(ids, **common, **options)
+        expected = model.generate(ids, **common, **options)
+        np.testing.assert_array_equal(ours.sequences, expected.sequences)
+        if expected.sequences_scores is not None:
+            np.testing.assert_allclose(ours.sequences_scores, expected.sequences_scores, atol=1e-5)

@@ -24,7 +24,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_models.decoding import Draws, Finished, Split
-from ed_models.generation_options import Drafts
+from ed_models.generation_settings import Drafts
 from ed_models.processors import Rows
 from ed_models.protocol import LanguageModel
 from ed_models.token_choice import TokenChoice, process
@@ -93,7 +93,7 @@ def next_tokens(
     new = rows.new[:, None] + jnp.arange(j)
     each = replace(rows, ids=ids.reshape(b * j, t), new=new.reshape(-1))
     of = jnp.repeat(jnp.arange(b), j)
-    of_place = Draws(draws.keys[of], draws.lengths[of])
+    of_place = jax.tree.map(lambda x: x[of], draws)
     candidates = process(logits.reshape(b * j, -1), choice, each)
     tokens = of_place.choose(candidates, choice, each)
     return tokens.reshape(b, j), each.push(tokens).ended().reshape(b, j)

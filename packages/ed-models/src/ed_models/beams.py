@@ -20,7 +20,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ed_models.decoding import Kept, Split, empty, measured, record
-from ed_models.generation_options import Beams
+from ed_models.generation_settings import Beams
 from ed_models.processors import Rows
 from ed_models.token_choice import TokenChoice, process
 
@@ -92,12 +92,12 @@ class Step(NamedTuple):
     Attributes:
         n: new tokens so far.
         first: number of the group's first beam among a row's.
-        keys: of each row, for drawing.
+        keys: of each row; None where nothing is drawn.
     """
 
     n: Int[Array, ""] | int
     first: int
-    keys: Key[Array, " b"]
+    keys: Key[Array, " b"] | None
 
 
 def advance(
@@ -121,6 +121,7 @@ def advance(
     count = max(2, 1 + rows.eos.shape[0]) * k
     total = (logprobs + group.running.scores[:, :, None]).reshape(b, k * v)
     if choice.do_sample:
+        assert step.keys is not None, "drawing needs a key for each row"
         # The largest sums with Gumbel noise are draws without replacement.
         keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, step.n)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, (k * v,)))(keys)
@@ -206,7 +207,7 @@ def beam_program(split: Split) -> Callable[..., tuple[Found, ContiguousCache]]:
     def search(leaves, cache, logits, rows, draws, choice, beams, pad, *, room, outputs):
         model = split.merge(leaves)
         b, k = logits.shape[0] // beams.size, beams.size // beams.groups
-        keys = draws.keys[:: beams.size]
+        keys = None if draws.keys is None else draws.keys[:: beams.size]
         at_least = 1 + rows.eos.shape[0]
 
         def select(n, logits, rows, groups):

@@ -54,11 +54,11 @@ class Draws(NamedTuple):
     """What fixes the draws of rows.
 
     Attributes:
-        keys: of each row.
+        keys: of each row; None where nothing is drawn.
         lengths: tokens of its prompt.
     """
 
-    keys: Key[Array, " b"]
+    keys: Key[Array, " b"] | None
     lengths: Int[Array, " b"]
 
     def choose(self, candidates: Candidates, choice: TokenChoice, rows: Rows) -> Int[Array, " b"]:

@@ -217,7 +217,9 @@ def _generate(
         eos=jnp.asarray(options.eos_token_id or (-1,), jnp.int32),
         stops=options.stops,
     )
-    keys = draw_keys(jnp.uint32(seed), rows=len(tokens), copies=copies)
+    keys = None
+    if options.choice.do_sample:
+        keys = draw_keys(jnp.uint32(seed), rows=len(tokens), copies=copies)
     draws = Draws(keys, jnp.asarray(np.repeat(prompts.lengths, copies)))
     pad = np.int32(options.pad_token_id)
     kept = {"room": room, "outputs": options.outputs}

@@ -3,22 +3,23 @@
 For every option the first that says something counts: the call's arguments, the
 `generation_config` of the call, the checkpoint's generation_config.json and config.json (special
 tokens only), the default. An option is an entry in one of two tables: `PROCESSORS`, of what changes
-logits, and `SETTINGS` below.
+logits, and `SETTINGS`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
-from ed_models.option_values import flag, number, token_ids, whole
+from ed_models.generation_settings import SETTINGS, SPECIAL, Beams, Drafts
+from ed_models.option_values import token_ids
 from ed_models.processors import PROCESSORS
 from ed_models.stop_strings import Decoder, StopStrings
 from ed_models.token_choice import TokenChoice
@@ -28,101 +29,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "generation_config.json"
 DEFAULT_NEW_TOKENS = 128
-EarlyStopping = Literal["never"] | bool
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Entries of a GenerationConfig that say nothing about which tokens come out here.
 _NEUTRAL = {"transformers_version", "_from_model_config"}
-
-
-def _early_stopping(name: str, value: object) -> EarlyStopping:
-    if not (isinstance(value, bool) or value == "never"):
-        raise ConfigError(f"{name} is {value!r}; it must be True, False or 'never'")
-    return value  # type: ignore[return-value]
-
-
-def _always(reason: str) -> Callable[[str, object], bool]:
-    """A reader of an option that has one value here."""
-
-    def read(name: str, value: object) -> bool:
-        if value is not True:
-            raise ConfigError(f"{name} is {value!r}; it must be True, or left out: {reason}")
-        return True
-
-    return read
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An option that changes no logits.
-
-    Attributes:
-        read: `(name, value) -> value`, checked. Raises ConfigError.
-        needs: the option that gives it an effect.
-        off: the value with which it gives no other an effect.
-    """
-
-    read: Callable[[str, object], Any]
-    needs: str | None = None
-    off: object = False
-
-
-def _as_it_is(name: str, value: object) -> object:
-    return value
-
-
-_OUTPUT = Setting(flag)
-SETTINGS: Mapping[str, Setting] = {
-    "max_new_tokens": Setting(whole(1)),
-    "max_length": Setting(whole(1)),
-    "min_length": Setting(whole(0)),
-    "do_sample": Setting(flag),
-    "num_return_sequences": Setting(whole(1, 1024)),
-    "num_beams": Setting(whole(1, 1024), off=1),
-    "length_penalty": Setting(
-        number(lambda x: -100 <= x <= 100, "between -100 and 100"), "num_beams"
-    ),
-    "early_stopping": Setting(_early_stopping, "num_beams"),
-    "num_beam_groups": Setting(whole(1, 1024), "num_beams", off=1),
-    "diversity_penalty": Setting(number(lambda x: 0 <= x < 1e6, "at least 0"), "num_beam_groups"),
-    "prompt_lookup_num_tokens": Setting(whole(1, 64)),
-    "max_matching_ngram_size": Setting(whole(1, 64), "prompt_lookup_num_tokens"),
-    "num_assistant_tokens": Setting(whole(1, 64), "assistant_model"),
-    "stop_strings": Setting(_as_it_is),  # read with the tokenizer
-    "output_scores": _OUTPUT,
-    "output_logits": _OUTPUT,
-    "output_logprobs": _OUTPUT,
-    "return_dict_in_generate": Setting(
-        _always("generate returns a GenerateOutput; the tokens are its sequences")
-    ),
-    "use_cache": Setting(_always("a model without its cache computes every token again")),
-    **{name: Setting(_as_it_is) for name in _SPECIAL},  # read below, from several places
-}
 _KNOWN = (*SETTINGS, *PROCESSORS)
-
-
-_STATIC = {"static": True}
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Beams:
-    """Beam search: `size` beams a row, in `groups`; the other names are those of a
-    GenerationConfig. A pytree of its two penalties."""
-
-    size: int = field(metadata=_STATIC)
-    groups: int = field(default=1, metadata=_STATIC)
-    early_stopping: EarlyStopping = field(default=False, metadata=_STATIC)
-    length_penalty: float = 1.0
-    diversity_penalty: float = 0.0
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """Assisted generation: `num_tokens` are drafted at a time, by an assistant or by looking up the
-    latest tokens, up to `ngram` of them, in the row itself."""
-
-    num_tokens: int
-    ngram: int | None = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +156,7 @@ def read_settings(directory: Path) -> str | None:
         settings = json.loads(text)
         if not isinstance(settings, dict):
             raise ConfigError("it is no JSON object")
-        for name in _SPECIAL:
+        for name in SPECIAL:
             token_ids(name, settings.get(name))
     except ValueError as error:
         raise CheckpointError(
@@ -259,7 +168,7 @@ def read_settings(directory: Path) -> str | None:
 
 def special_tokens(model_config: EasyDeLBaseConfig) -> dict[str, object]:
     """The generation_config.json of a model that came without one."""
-    tokens = {name: getattr(model_config, name, None) for name in _SPECIAL}
+    tokens = {name: getattr(model_config, name, None) for name in SPECIAL}
     return {name: value for name, value in tokens.items() if value is not None}
 
 
@@ -375,23 +284,37 @@ def _refuse_together(options: GenerationOptions) -> None:
     """Refuse what does not go together."""
     beams, count = options.beams, options.num_return_sequences
     sampled = options.choice.do_sample
-    limit = (1 if not sampled else count) if beams is None else beams.size
-    refusals = {
-        f"num_return_sequences={count} would be {count} times the same row; pass do_sample=True "
-        "or num_beams": beams is None and not sampled and count > 1,
-        f"num_return_sequences={count} is more than num_beams={limit}; raise num_beams": count
-        > limit,
-        "beams cannot be drafted; leave out num_beams, or assistant_model and "
-        "prompt_lookup_num_tokens": beams is not None and options.drafts is not None,
-        "groups of beams differ by diversity_penalty, not by drawing; leave out do_sample or "
-        "num_beam_groups": beams is not None and beams.groups > 1 and sampled,
-        "output_logprobs is of rows without beams; sequences_scores and compute_transition_scores "
-        "say how likely beams are": beams is not None and "logprobs" in options.outputs,
-        "output_scores, output_logits and output_logprobs are of one token a step; leave them "
-        "out, or assistant_model and prompt_lookup_num_tokens": bool(
-            options.drafts and options.outputs
+    refusals = (
+        (
+            beams is None and not sampled and count > 1,
+            f"num_return_sequences={count} would be {count} times the same row; pass "
+            "do_sample=True or num_beams",
         ),
-    }
-    for refusal, applies in refusals.items():
+        (
+            beams is not None and count > beams.size,
+            f"num_return_sequences={count} is more than the beams there are; raise num_beams",
+        ),
+        (
+            beams is not None and options.drafts is not None,
+            "beams cannot be drafted; leave out num_beams, or assistant_model and "
+            "prompt_lookup_num_tokens",
+        ),
+        (
+            beams is not None and beams.groups > 1 and sampled,
+            "groups of beams differ by diversity_penalty, not by drawing; leave out do_sample or "
+            "num_beam_groups",
+        ),
+        (
+            beams is not None and "logprobs" in options.outputs,
+            "output_logprobs is of rows without beams; sequences_scores and "
+            "compute_transition_scores say how likely beams are",
+        ),
+        (
+            options.drafts is not None and bool(options.outputs),
+            "output_scores, output_logits and output_logprobs are of one token a step; leave them "
+            "out, or assistant_model and prompt_lookup_num_tokens",
+        ),
+    )
+    for applies, refusal in refusals:
         if applies:
             raise ConfigError(refusal)
