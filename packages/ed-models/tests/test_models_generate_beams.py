@@ -243,6 +243,7 @@ def test_rings_of_slots_follow_their_beams(prompt, tmp_path):
     np.testing.assert_array_equal(out.sequences, expected.numpy())
 
 
+@pytest.mark.nightly
 def test_eight_devices_say_the_same(model, prompt):
     """Beams and drafts of rows, heads and parameters that lie on several devices."""
     ids, mask = prompt
