@@ -209,6 +209,35 @@ class TestStopStrings:
         )
         np.testing.assert_array_equal(again.sequences, out.sequences)
 
+    @pytest.mark.nightly
+    def test_end_beams_where_hugging_face_ends_them(self, model, torch_model, prompt, tokenizer):
+        import torch
+
+        options = {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 3}
+        best = model.generate(prompt, attention_mask=prompt >= 0, **options).sequences
+        pieces = tokenizer.convert_ids_to_tokens(best[1, S:])
+        pad = tokenizer.pad_token_id
+        options |= {"stop_strings": pieces[3] + pieces[4], "tokenizer": tokenizer}
+        out = model.generate(prompt, attention_mask=prompt >= 0, pad_token_id=pad, **options)
+        theirs = torch_model.generate(
+            torch.tensor(prompt),
+            attention_mask=torch.ones(prompt.shape),
+            return_dict_in_generate=True,
+            output_scores=True,
+            do_sample=False,
+            pad_token_id=pad,
+            **options,
+        )
+        np.testing.assert_allclose(out.sequences_scores, theirs.sequences_scores.numpy(), atol=1e-5)
+        np.testing.assert_array_equal(out.beam_indices, theirs.beam_indices.numpy())
+        for got, expected, new in zip(
+            out.sequences, theirs.sequences.numpy(), out.beam_indices, strict=True
+        ):
+            # Without an end token transformers fills with -1, and here with the padding token.
+            n = S + int((new >= 0).sum())
+            np.testing.assert_array_equal(got[:n], expected[:n])
+        assert out.steps < 7 or (out.beam_indices == -1).any()
+
     def test_the_string_may_begin_in_the_prompt(self, model, prompt, tokenizer):
         greedy = model.generate(prompt[:1], max_new_tokens=3).sequences
         pieces = tokenizer.convert_ids_to_tokens(greedy[0])
