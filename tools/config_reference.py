@@ -100,7 +100,6 @@ LATER: dict[str, str] = {
         "kernels of experts",
     ),
     **dict.fromkeys(("bits", "quantization_config"), "quantization"),
-    "prepare_inputs_for_generation": "generation of all families",
 }
 
 

@@ -20,7 +20,7 @@ LATER = {
     *("bits", "hardware_abstraction"),
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
-    *("prepare_inputs_for_generation", "quantization_config"),
+    "quantization_config",
 }
 # Our own, beside what EasyDeL documents.
 OWN_FIELDS = {

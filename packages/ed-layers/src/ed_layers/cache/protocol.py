@@ -164,6 +164,28 @@ class ContiguousCache(Cache, Protocol):
         """
         ...
 
+    def select_rows(self, rows: Int[Array, " n"]) -> Self:
+        """Rows of the cache between two steps, in this order; a row may come several times."""
+        ...
+
+    @property
+    def tokens(self) -> Int[Array, " b"] | None:
+        """Tokens of each row so far; None for pages."""
+        ...
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is possible: not for rings and states."""
+        ...
+
+    def rewind(self, tokens: Int[Array, " b"]) -> Self:
+        """Forget all but the first `tokens` of each row, between two steps.
+
+        Raises:
+            ValueError: the cache keeps something that cannot be taken back.
+        """
+        ...
+
 
 class StateCache(Protocol):
     """What a recurrent layer calls on a cache of rows or of state slots."""
