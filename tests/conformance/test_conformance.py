@@ -9,7 +9,7 @@ import pytest
 from ed_models import conformance
 from ed_models.conformance import AGAINST_TORCH, CHECKS, FAST, Subject
 
-#: Checks that a mistake of `transformers` makes impossible: (model type, row, check) -> the mistake.
+#: Checks that a mistake of `transformers` makes impossible: (model type, row, check) -> mistake.
 IMPOSSIBLE = {
     ("longcat_flash", "experts that do nothing", "saved"): (
         "transformers 5.23 makes matrices for experts that do nothing, and so refuses checkpoints "

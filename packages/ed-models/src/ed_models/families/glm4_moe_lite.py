@@ -35,7 +35,7 @@ class Glm4MoeLiteDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Glm4MoeLiteConfig = parts.config
-        sparse = config.mlp_layer_types[index] == "sparse"
+        sparse = parts.config.mlp_layer_types[index] == "sparse"
         super().__init__(
             parts,
             self_attn=LatentAttention(parts, interleaved=config.rope_interleave),
