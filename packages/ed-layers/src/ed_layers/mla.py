@@ -21,10 +21,10 @@ from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
-from ed_layers.linear import Product
+from ed_layers.linear import Linear, Product
 from ed_layers.parts import Parts
 from ed_layers.rotary import apply_rotary
-from ed_layers.sparse_index import Indexer, Places, attend_to_places
+from ed_layers.sparse_index import Chosen, Indexer, Places, attend_to_places
 
 
 class LatentAttention(nnx.Module):
@@ -105,7 +105,8 @@ class LatentAttention(nnx.Module):
         """Attend; returns what is added to the stream, and the cache."""
         x = ctx.named(x, "normed_input")
         compressed = self.compressed(x, ctx)
-        q, latents, chosen = self.queries(compressed, ctx), self.latents(x, ctx), None
+        q, latents = self.queries(compressed, ctx), self.latents(x, ctx)
+        chosen: Chosen = None
         if hasattr(self, "indexer"):
             chosen, cache = self.indexer(x, compressed, ctx, cache, layer)
         if cache is None:
@@ -144,9 +145,9 @@ class LatentAttention(nnx.Module):
         q: Float[Array, "b s h n+p"],
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
-        chosen: Any,
+        chosen: Chosen,
     ) -> Float[Array, "b s h v"]:
-        """Attention to the keys and values of all heads; `chosen` as `Indexer` says them."""
+        """Attention to the keys and values of all heads."""
         latent, turned = jnp.split(latents[:, :, 0], [self.rank], axis=-1)
         both = self.kv_b_proj(latent, ctx).reshape(*latent.shape[:2], self.heads, -1)
         k, v = jnp.split(both, [self.plain], axis=-1)
@@ -160,11 +161,11 @@ class LatentAttention(nnx.Module):
         q: Float[Array, "b s h n+p"],
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
-        chosen: Any,
+        chosen: Chosen,
         cache: Any,
         layer: Layer,
     ) -> tuple[Float[Array, "b s h v"], Any]:
-        """Attention to the latents of a cache; `chosen` as `Indexer` says them."""
+        """Attention to the latents of a cache."""
         of_keys, of_values = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
         precision = self.kv_b_proj.precision
         plain, turned = jnp.split(q, [self.plain], axis=-1)
@@ -180,10 +181,11 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("bshl,lhv->bshv", out, of_values, precision=precision), cache
 
     def expansion(self, dtype: Any) -> Float[Array, "l h n+v"]:
-        """The matrix of `kv_b_proj` by heads."""
-        weight = self.kv_b_proj.weight
-        if isinstance(weight, Product):
-            weight = weight.product(jnp.eye(self.rank, dtype=dtype))
+        """The matrix of `kv_b_proj` by heads; of a layer that took its place (quantized, with an
+        adapter) what it makes of the unit vectors."""
+        layer, weight = self.kv_b_proj, self.kv_b_proj.weight
+        if type(layer) is not Linear or isinstance(weight, Product):
+            weight = layer(jnp.eye(self.rank, dtype=dtype)[None])[0]
         return weight.astype(dtype).reshape(self.rank, self.heads, -1)
 
     def attend(
@@ -192,11 +194,12 @@ class LatentAttention(nnx.Module):
         k: jax.Array,
         v: jax.Array,
         ctx: Ctx,
-        bias: jax.Array | None,
+        chosen: Chosen,
         cache: Any,
         layer: Layer,
     ) -> tuple[jax.Array, Any]:
         """`ed_layers.attention.attend` as this layer calls it."""
+        assert not isinstance(chosen, Places), "places are in pages, which `absorbed` reads"
         return attend(
             q,
             k,
@@ -207,7 +210,7 @@ class LatentAttention(nnx.Module):
             ragged=ctx.ragged,
             group=self.latent_spec.group,
             scale=self.scale,
-            bias=bias,
+            bias=chosen,
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )

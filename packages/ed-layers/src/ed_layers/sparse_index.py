@@ -46,6 +46,11 @@ class Places:
     real: Bool[Array, "T c"]
 
 
+#: What an index says: a bias that hides the keys that were not chosen, [b, 1, s, t]; places in pages;
+#: or None where every key is kept because there are no more.
+Chosen = jax.Array | Places | None
+
+
 class Indexer(nnx.Module):
     """Chooses the `index_topk` keys that a query sees.
 
@@ -79,13 +84,8 @@ class Indexer(nnx.Module):
         ctx: Ctx,
         cache: Any,
         layer: Layer,
-    ) -> tuple[Float[Array, "b 1 s t"] | Places | None, Any]:
-        """Choose keys.
-
-        Returns:
-            a bias that hides the other keys, or `Places` of pages, or None where every key is
-            kept because there are no more; and the cache.
-        """
+    ) -> tuple[Chosen, Any]:
+        """Choose keys; returns them and the cache."""
         x, compressed = jax.lax.stop_gradient((x, compressed))
         new, mask = self.keys(x, ctx), ctx.mask_info
         group = self.cache_spec.group
