@@ -24,9 +24,10 @@ from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
 from ed_models.packed_tensors import unpacked
+from ed_models.pieces import Shape
 from ed_models.tensor_files import TensorFiles
 from ed_models.weight_map import WeightMap, window_of
-from ed_models.weights import STANDARD, TIED, Shape
+from ed_models.weights import STANDARD, TIED
 
 ModuleT = TypeVar("ModuleT")
 
