@@ -46,7 +46,7 @@ class Places:
     real: Bool[Array, "T c"]
 
 
-#: What an index says: a bias [b, 1, s, t] that hides the keys that were not chosen; places in pages;
+#: What an index says: a bias [b, 1, s, t] that hides keys which were not chosen; places in pages;
 #: or None where every key is kept because there are no more.
 Chosen = jax.Array | Places | None
 
