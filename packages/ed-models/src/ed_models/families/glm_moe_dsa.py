@@ -33,18 +33,21 @@ class GlmMoeDsaConfig(EasyDeLBaseConfig, transformers.GlmMoeDsaConfig):
 
     model_type = "glm_moe_dsa"
 
+    def validate(self):
+        """Refuse layers that share a choice."""
+        super().validate()  # type: ignore[misc]
+        shared = [i for i, kind in enumerate(self.indexer_types or ()) if kind != "full"]
+        if shared:
+            raise ConfigError(
+                f"glm_moe_dsa: layers {shared} of indexer_types share the keys that an earlier "
+                "layer chose, which is not computed here: each layer should be 'full', as in GLM-5"
+            )
+
 
 class GlmMoeDsaDecoderLayer(DecoderLayer):
     """Latent attention and experts, each normed before and added to the stream."""
 
     def __init__(self, parts: Parts, index: int):
-        config: GlmMoeDsaConfig = parts.config
-        if config.indexer_types and config.indexer_types[index] != "full":
-            raise ConfigError(
-                f"layer {index} shares the keys that another layer chose (indexer_types = "
-                f"{config.indexer_types[index]!r}), which this version does not compute: use a "
-                "checkpoint all of whose layers are 'full', such as GLM-5"
-            )
         sparse = parts.config.mlp_layer_types[index] == "sparse"
         attention = LatentAttention(parts, indexer=Indexer(parts, interleaved=True))
         super().__init__(
@@ -62,7 +65,7 @@ class GlmMoeDsaModel(Decoder):
 
     @staticmethod
     def layer_kinds(config):
-        return list(zip(config.mlp_layer_types, config.indexer_types, strict=True))
+        return config.mlp_layer_types
 
 
 @register_module(TaskType.CAUSAL_LM, config=GlmMoeDsaConfig, model_type="glm_moe_dsa")
