@@ -22,7 +22,7 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
         (mpt.MptConfig, {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
         (mpt.MptConfig, {"expansion_ratio": 2}, "expansion_ratio"),
         (falcon.FalconConfig, {"new_decoder_architecture": True, "parallel_attn": False}, "paral"),
-        (glm_moe_dsa.GlmMoeDsaConfig, {"index_topk_freq": 2}, r"layers \[2, 4,"),
+        (glm_moe_dsa.GlmMoeDsaConfig, {"indexer_types": ["full", "shared"] * 39}, "first is 1,"),
     ],
 )
 def test_what_no_family_computes_is_refused(make, fields, message) -> None:

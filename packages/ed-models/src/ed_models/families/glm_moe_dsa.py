@@ -36,11 +36,12 @@ class GlmMoeDsaConfig(EasyDeLBaseConfig, transformers.GlmMoeDsaConfig):
     def validate(self):
         """Refuse layers that share a choice."""
         super().validate()  # type: ignore[misc]
-        shared = [i for i, kind in enumerate(self.indexer_types or ()) if kind != "full"]
-        if shared:
+        kinds = self.indexer_types or []
+        if shared := [i for i, kind in enumerate(kinds) if kind != "full"]:
             raise ConfigError(
-                f"glm_moe_dsa: layers {shared} of indexer_types share the keys that an earlier "
-                "layer chose, which is not computed here: each layer should be 'full', as in GLM-5"
+                f"glm_moe_dsa: {len(shared)} of {len(kinds)} layers, the first is {shared[0]}, "
+                "share the keys that an earlier layer chose (indexer_types); that is not computed "
+                "here: each layer should be 'full', as in GLM-5"
             )
 
 
