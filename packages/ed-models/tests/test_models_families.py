@@ -9,7 +9,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.context import Ctx
 from ed_models.conformance import CHECKS, ONE, TINY, Subject, forward
-from ed_models.families import falcon, gpt2, mpt, opt, phi
+from ed_models.families import falcon, glm_moe_dsa, gpt2, mpt, opt, phi
 
 GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -22,6 +22,7 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
         (mpt.MptConfig, {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
         (mpt.MptConfig, {"expansion_ratio": 2}, "expansion_ratio"),
         (falcon.FalconConfig, {"new_decoder_architecture": True, "parallel_attn": False}, "paral"),
+        (glm_moe_dsa.GlmMoeDsaConfig, {"indexer_types": ["full", "shared"] * 39}, "first is 1,"),
     ],
 )
 def test_what_no_family_computes_is_refused(make, fields, message) -> None:
