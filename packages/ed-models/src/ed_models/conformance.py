@@ -149,7 +149,7 @@ class Subject:
         return _torch_logits(self, self.torch_model)
 
     def torch_rows(self) -> list[tuple[slice, int]]:
-        """Rows that Hugging Face's model computes together, and the padding to leave out of them."""
+        """What Hugging Face's model computes together: rows, and padding that they leave out."""
         if self.module_class.PADDED_IN_TRANSFORMERS:
             return [(slice(None), 0)]
         return [(slice(row, row + 1), pad) for row, pad in enumerate(PAD)]
