@@ -101,11 +101,19 @@ class Rows:
         places = jnp.arange(s) < count[:, -1:]
         return cls(ctx, places, chunk=chunk, take=take, back=jnp.maximum(count - 1, 0))
 
-    def enter(self, x: Float[Array, "b s *dims"]) -> Float[Array, "r c *dims"]:
-        """Bring values of tokens to their places; places without a token have some value."""
+    def enter(
+        self, x: Float[Array, "b s *dims"], axis: str | None = None
+    ) -> Float[Array, "r c *dims"]:
+        """Bring values of tokens to their places; places without a token have some value.
+
+        Args:
+            axis: what the third dimension means (`"mlp"`, `"heads"`), so that devices share it;
+                None = each has it whole.
+        """
         if self.ctx.config is not None:
             # A recurrence goes along the sequence: each device has whole rows.
-            x = constrain(x, ("batch", *(None,) * (x.ndim - 1)), self.ctx.config)
+            axes = ("batch", None, axis, *(None,) * x.ndim)[: x.ndim]
+            x = constrain(x, axes, self.ctx.config)
         if self.take is None:
             return x
         if self.ctx.ragged is not None:
