@@ -297,9 +297,7 @@ MAMBA2 = (
         "{path}.conv1d.weight",
         split(0, permute(2, 1, 0)),
     ),
-    Rule(
-        ("{path}.conv1d.bias", "{path}.bc_conv1d.bias"), "{path}.conv1d.bias", split(0, equal)
-    ),
+    Rule(("{path}.conv1d.bias", "{path}.bc_conv1d.bias"), "{path}.conv1d.bias", split(0, equal)),
     *STANDARD,
 )
 
