@@ -207,6 +207,7 @@ class NemotronHForCausalLM(CausalLM):
             "mlp_bias": True,
             "n_routed_experts": 3,
             "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
             "moe_latent_size": 16,
             "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 32,
