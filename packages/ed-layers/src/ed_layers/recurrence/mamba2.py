@@ -26,7 +26,7 @@ from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.mamba import TIME_STEP, step_bias
-from ed_layers.recurrence.rows import CHUNK, Rows
+from ed_layers.recurrence.rows import CHUNK, Rows, reach
 
 
 class Mamba2Mixer(nnx.Module):
@@ -169,15 +169,13 @@ def state_space_dual(
     rows, columns, h, p = x.shape
     g, n = b.shape[2:]
     product = partial(jnp.einsum, precision=precision)
-    reach = jnp.tril(jnp.ones((columns, columns), bool))[None]
-    if begun is not None:
-        reach = reach & (begun[:, :, None] == begun[:, None])
+    reached = reach(begun, columns)
     # Sums of logarithms from the begin of a sequence, or of the chunk: what stands before has no
     # part in them, not even by rounding.
     logs = jnp.matmul(
-        reach.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
+        reached.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
     ).swapaxes(1, 2)
-    gaps = jnp.where(reach[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
+    gaps = jnp.where(reached[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
     decay = jnp.exp(gaps).reshape(rows, g, h // g, columns, columns)
     scores = product("rtgn,rugn->rgtu", c, b)
     added = (x * dt[..., None]).reshape(rows, columns, g, h // g, p)

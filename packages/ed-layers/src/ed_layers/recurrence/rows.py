@@ -240,6 +240,13 @@ class Rows:
         return outputs, states
 
 
+def reach(begun: Int[Array, "q c"] | None, columns: int) -> Bool[Array, "q c c"]:
+    """Whether the second token reaches the first one: it is not later, and no sequence begins in
+    between. With `begun` None, [1, c, c]."""
+    causal = jnp.tril(jnp.ones((columns, columns), bool))[None]
+    return causal if begun is None else causal & (begun[:, :, None] == begun[:, None])
+
+
 def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
     """Each sequence has one token or none: a row with one column."""
     return Rows(
