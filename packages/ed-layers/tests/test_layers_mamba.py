@@ -78,7 +78,7 @@ class Loop:
 
     def __init__(self, mixer: Any):
         self.mixer, flat = mixer, nnx.to_flat_state(nnx.state(mixer))
-        self.p = {".".join(map(str, k)): np.float64(v.get_value()) for k, v in flat}
+        self.p = {".".join(map(str, k)): np.asarray(v.get_value(), np.float64) for k, v in flat}
 
     def project(self, name: str, x: np.ndarray) -> np.ndarray:
         return x @ self.p[f"{name}.kernel"] + self.p.get(f"{name}.bias", 0)
@@ -92,7 +92,7 @@ class Loop:
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """The outputs [n, d] of one sequence."""
         form = self.mamba if isinstance(self.mixer, MambaMixer) else self.mamba2
-        return self.project("out_proj", form(np.float64(x)))
+        return self.project("out_proj", form(np.asarray(x, np.float64)))
 
     def mamba(self, x: np.ndarray) -> np.ndarray:
         u = self.conv("conv1d", self.project("in_proj", x))

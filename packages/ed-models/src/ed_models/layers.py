@@ -50,6 +50,7 @@ class DecoderLayer(nnx.Module):
 
     #: Name of the part that mixes tokens.
     mixes: str = "self_attn"
+    self_attn: Attention
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class Mamba2Mixer(nnx.Module):
         g, h, p, n = self.sizes
         of_z, of_x, of_b, of_c, of_dt = self.multipliers
         act = activation(self.hidden_act)
-        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.in_proj(x, ctx) * of_x, "heads")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)

@@ -101,7 +101,8 @@ class BambaForCausalLM(CausalLM):
         factor = self.config.z_loss_coefficient
         if not factor or self.config.easy_method != "train" or output.past_key_values is not None:
             return output
-        hidden = output.last_hidden_state.reshape(-1, output.last_hidden_state.shape[-1])
+        assert output.last_hidden_state is not None
+        hidden = output.last_hidden_state.reshape(-1, self.config.hidden_size)
         _, logz = token_logprobs(hidden, self.head(), jnp.zeros(len(hidden), jnp.int32))
         loss = Metric.of(factor * jnp.sum(jnp.square(logz)), len(hidden))
         return replace(output, losses={**output.losses, "logits_z": loss})

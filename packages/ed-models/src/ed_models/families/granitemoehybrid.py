@@ -43,7 +43,7 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: GraniteMoeHybridConfig = parts.config
-        attends = config.layer_types[index] == "full_attention"
+        attends = parts.config.layer_types[index] == "full_attention"
         shared = GatedMLP(parts, config.shared_intermediate_size)
         super().__init__(
             parts,

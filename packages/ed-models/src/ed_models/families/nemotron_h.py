@@ -76,7 +76,7 @@ class NemotronHBlock(MixerLayer):
             "full_attention": partial(SelfAttention, rope=None),
             "mlp": self.mlp,
             "moe": self.sparse,
-        }[config.layers_block_type[index]]
+        }[parts.config.layers_block_type[index]]
         norm = partial(parts.norm, eps=config.layer_norm_epsilon, scale_first=True)
         super().__init__(parts, mixer=make(parts), norm=norm)
 
@@ -175,14 +175,7 @@ class NemotronHForCausalLM(CausalLM):
     CONFORMANCE = {
         "all kinds of layers, groups": {
             "num_hidden_layers": None,
-            "layers_block_type": [
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "moe",
-                "linear_attention",
-                "moe",
-            ],
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
             "head_dim": 12,
             "mamba_num_heads": 6,
             "mamba_head_dim": 8,
