@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -44,23 +43,26 @@ class Draft(NamedTuple):
 def load(
     cls: type[ModuleT],
     config: EasyDeLBaseConfig,
-    directory: str | Path,
+    files: TensorFiles,
     *,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     shard: bool = True,
 ) -> ModuleT:
-    """Build `cls(config)` with the weights of a local directory in Hugging Face's layout.
+    """Build `cls(config)` with weights in Hugging Face's layout.
 
     A head that `config` says is tied, but that the files hold with other values than the
     embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
-    does the same. A body that was saved alone loads although its names lack the first part.
+    does the same. A body that was saved alone loads although its names lack the first part, and a
+    body alone loads from the files of a model with a head.
 
     Args:
-        cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, and its
-            `TIED_WEIGHTS` which head is which embedding.
+        cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
+            `TIED_WEIGHTS` which head is which embedding, and its `new_tensors` which tensors start
+            random because files of this kind lack them.
         config: its configuration; gives the mesh and the sharding.
+        files: where the tensors lie.
         dtype: what the module computes in.
         param_dtype: what parameters are kept in, whatever the file's dtype; None = `dtype`. Values
             are converted once, directly.
@@ -83,7 +85,9 @@ def load(
         return Draft(graphdef, state, weight_map(cls, state, config))
 
     made = draft(config)
-    files = _with_prefix(TensorFiles.open(directory), made.weights.hf_shapes)
+    files = _with_prefix(files, made.weights.hf_shapes)
+    if hasattr(cls, "new_tensors"):
+        files = files.with_arrays(cls.new_tensors(config, made.weights.hf_shapes))  # type: ignore[attr-defined]
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)
@@ -91,13 +95,13 @@ def load(
         if merged is None:
             once(
                 logger,
-                f"{directory}: tie_word_embeddings is true, but the files hold a head that differs "
+                f"{files.directory}: tie_word_embeddings is true, but the files hold a head that differs "
                 "from the embedding; it is loaded as a head of its own (tie_word_embeddings=False)",
             )
             made, config = other, untied
         files = merged or files
     graphdef, state, weights = made
-    check(weights, state, files, directory)
+    check(weights, state, files)
 
     variables = nnx.to_flat_state(state)
     if shard:
@@ -140,7 +144,7 @@ def weight_map(cls: type, state: nnx.State, config: EasyDeLBaseConfig) -> Weight
     return WeightMap(getattr(cls, "WEIGHTS", STANDARD), shapes, config)
 
 
-def check(weights: WeightMap, state: nnx.State, files: TensorFiles, directory: str | Path) -> None:
+def check(weights: WeightMap, state: nnx.State, files: TensorFiles) -> None:
     """Compare what the model wants with what the files hold.
 
     Raises:
@@ -174,8 +178,8 @@ def check(weights: WeightMap, state: nnx.State, files: TensorFiles, directory: s
     )
     if parts:
         raise CheckpointError(
-            f"the weights in {directory} do not fit the model that its configuration describes "
-            f"({len(wanted)} tensors):\n" + "\n".join(parts)
+            f"the weights in {files.directory} do not fit the model that its configuration "
+            f"describes ({len(wanted)} tensors):\n" + "\n".join(parts)
         )
 
 
@@ -196,14 +200,19 @@ def _listing(what: str, entries: list[str], limit: int = 12) -> list[str]:
 
 
 def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
-    """Put the model's first part before all names where none has it: `h.0.…`, `transformer.h.0.…`.
+    """Add or drop the first part of all names: `h.0.…` and `transformer.h.0.…`.
 
-    Such are the files of a body that was saved without its head; `transformers` reads them too.
+    A body that was saved without its head lacks that part, and a body alone wants names without
+    it; `transformers` reads both.
     """
     ((prefix, _),) = Counter(name.partition(".")[0] for name in wanted).most_common(1)
-    if any(name.startswith(f"{prefix}.") for name in files):
+    if not files or any(name.startswith(f"{prefix}.") for name in files):
         return files
-    return files.renamed({n: f"{prefix}.{n}" for n in files if f"{prefix}.{n}" in wanted})
+    ((other, _),) = Counter(name.partition(".")[0] for name in files).most_common(1)
+    longer = {n: f"{prefix}.{n}" for n in files}
+    shorter = {n: n.removeprefix(f"{other}.") for n in files}
+    fitting = ({n: new for n, new in m.items() if new in wanted} for m in (longer, shorter))
+    return files.renamed(max(fitting, key=len))
 
 
 def _with_one_matrix(

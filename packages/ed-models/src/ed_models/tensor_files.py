@@ -72,24 +72,46 @@ class TensorFiles(Mapping[str, TensorEntry]):
     Files are mapped on first use and stay mapped until the object is dropped.
     """
 
-    def __init__(self, entries: Mapping[str, TensorEntry]):
+    def __init__(
+        self,
+        entries: Mapping[str, TensorEntry],
+        directory: Path,
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ):
+        """Args:
+        entries: where each tensor lies.
+        directory: for messages.
+        arrays: values of tensors that are in no file.
+        """
         self._entries = dict(entries)
+        self.directory = directory
+        self._arrays = dict(arrays or {})
         self._maps: dict[Path, np.memmap] = {}
 
     @classmethod
-    def open(cls, directory: str | Path) -> TensorFiles:
+    def open(cls, directory: str | Path, variant: str | None = None) -> TensorFiles:
         """Open `model.safetensors`, the files of `model.safetensors.index.json`, or every
         `*.safetensors` of the directory where neither is there.
+
+        Args:
+            directory: a local directory.
+            variant: the same for `model.<variant>.safetensors` and its index; these must be there.
 
         Raises:
             CheckpointError: there are no weights, a file of the index is not there, or a header
                 is damaged or does not hold what the index says.
         """
         directory = Path(directory)
-        if (directory / INDEX_NAME).is_file():
-            return cls(_read_index(directory))
-        single = directory / SINGLE_NAME
+        index = directory / with_variant(INDEX_NAME, variant)
+        if index.is_file():
+            return cls(_read_index(index), directory)
+        single = directory / with_variant(SINGLE_NAME, variant)
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if variant is not None and files != [single]:
+            raise CheckpointError(
+                f"{directory} has no weights of variant {variant!r} (neither {single.name} nor "
+                f"{index.name}; there are: {', '.join(f.name for f in files) or 'none'})"
+            )
         if not files:
             raise CheckpointError(_no_weights(directory))
         entries: dict[str, TensorEntry] = {}
@@ -101,7 +123,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
                         f"{file.name} of {directory}, and no {INDEX_NAME} says which one counts"
                     )
                 entries[name] = entry
-        return cls(entries)
+        return cls(entries, directory)
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
@@ -115,7 +137,21 @@ class TensorFiles(Mapping[str, TensorEntry]):
     def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
         """The same files, with other names for some tensors; None drops a tensor."""
         new = ((names.get(name, name), entry) for name, entry in self._entries.items())
-        return TensorFiles({name: entry for name, entry in new if name is not None})
+        kept = {name: entry for name, entry in new if name is not None}
+        arrays = ((names.get(name, name), value) for name, value in self._arrays.items())
+        return TensorFiles(
+            kept, self.directory, {name: value for name, value in arrays if name is not None}
+        )
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> TensorFiles:
+        """The same files, and values for tensors that they lack."""
+        new = {name: value for name, value in arrays.items() if name not in self._entries}
+        formats = {dtype: name for name, dtype in DTYPES.items()}
+        entries = {
+            name: TensorEntry(self.directory, formats[value.dtype], value.shape, 0, value.nbytes)
+            for name, value in new.items()
+        }
+        return TensorFiles({**self._entries, **entries}, self.directory, {**self._arrays, **new})
 
     def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         """Return `tensor[index]` as a read-only view of the mapped file (no bytes are read yet).
@@ -125,6 +161,8 @@ class TensorFiles(Mapping[str, TensorEntry]):
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"no tensor {name!r} here{did_you_mean(name, self._entries)}")
+        if name in self._arrays:
+            return self._arrays[name][index]
         if entry.start == entry.stop:
             return np.zeros(entry.shape, entry.dtype)[index]
         data = self._map(entry.file)[entry.start : entry.stop]
@@ -196,20 +234,42 @@ def _entry(file: Path, offset: int, value: Mapping) -> TensorEntry:
     return TensorEntry(file, value["dtype"], shape, offset + start, offset + stop)
 
 
-def _read_index(directory: Path) -> dict[str, TensorEntry]:
-    path = directory / INDEX_NAME
+def with_variant(name: str, variant: str | None) -> str:
+    """`model.safetensors` -> `model.fp16.safetensors`, as `transformers` names variants."""
+    if variant is None:
+        return name
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{variant}.{ending}"
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Read an index: tensor name -> file name, each file beside the index.
+
+    Raises:
+        CheckpointError: the index is damaged, names a file elsewhere, or one that is not there.
+    """
     try:
-        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         names = sorted(set(weight_map.values()))
-        absent = [name for name in names if not (directory / name).is_file()]
+        foreign = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r})") from error
+        raise CheckpointError(f"{index} is damaged ({error!r})") from error
+    if foreign:
+        raise CheckpointError(
+            f"{index} names files outside its folder, which are not read: {', '.join(foreign[:5])}"
+        )
+    absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{path} names {len(names)} files, of which {len(absent)} are not there: "
+            f"{index} names {len(names)} files, of which {len(absent)} are not there: "
             f"{', '.join(absent[:5])}; download or save the model again"
         )
-    headers = {name: read_header(directory / name) for name in names}
+    return weight_map
+
+
+def _read_index(path: Path) -> dict[str, TensorEntry]:
+    weight_map = read_weight_map(path)
+    headers = {name: read_header(path.parent / name) for name in sorted(set(weight_map.values()))}
     lost = [name for name, file in weight_map.items() if name not in headers[file]]
     if lost:
         raise CheckpointError(
@@ -231,8 +291,9 @@ def _no_weights(directory: Path) -> str:
     )
     if pickled:
         return (
-            f"{directory} holds only pickled weights ({pickled[0]}), which are not read because a "
-            "pickle can run code; convert them once with transformers: "
+            f"{directory} holds only pickled weights ({pickled[0]}), which are not read unasked "
+            "because a pickle can run code: allow_pickle=True reads pytorch_model.bin and runs "
+            "nothing of it; or convert it once with transformers: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
     return f"no *.safetensors file in {directory}"
