@@ -1,16 +1,15 @@
-"""Other tasks of every family: the same names, shapes and numbers as the classes of transformers."""
+"""Other tasks of every family: names, shapes and numbers are those of transformers."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from ed_infra import registry
 from ed_infra.enums import TaskType
-from ed_models import AutoEasyDeLModel, AutoEasyDeLModelForSequenceClassification, hub
+from ed_models import hub
 from ed_models.bridge import TORCH_CLASSES
 from ed_models.conformance import ONE, Subject, forward, subjects
 from ed_models.loading import weight_map

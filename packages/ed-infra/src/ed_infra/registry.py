@@ -181,7 +181,7 @@ def get_module_registration(task_type: TaskType | str, model_type: str) -> Modul
 
 
 def _derivable(module: type) -> Mapping[TaskType, Callable[[type], type]]:
-    """Other tasks that follow from a module class, by its attribute `DERIVED`: how they are made."""
+    """Tasks that follow from a module class, and how each is made: its attribute `DERIVED`."""
     return getattr(module, "DERIVED", {})
 
 

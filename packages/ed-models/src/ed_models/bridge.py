@@ -98,18 +98,16 @@ class EasyBridgeMixin:
         import transformers
 
         task = getattr(type(self), "model_task", None)
-        name = TORCH_CLASSES.get(task) if task else None
-        mapping = getattr(transformers, name)._model_mapping if name else {}
-        known = transformers.CONFIG_MAPPING
-        model_type = self.config.model_type
-        if model_type not in known or known[model_type] not in mapping:
+        auto: Any = getattr(transformers, TORCH_CLASSES.get(task, ""), None)  # type: ignore[arg-type]
+        known, model_type = transformers.CONFIG_MAPPING, self.config.model_type
+        if auto is None or model_type not in known or known[model_type] not in auto._model_mapping:
             raise ConfigError(
                 f"transformers has no {task or 'registered task'} of model type {model_type!r}, so "
                 f"{type(self).__name__} has no counterpart in torch"
             )
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return getattr(transformers, name).from_pretrained(folder, dtype="auto").eval()
+            return auto.from_pretrained(folder, dtype="auto").eval()
 
     def push_to_hub(
         self,

@@ -1,7 +1,7 @@
 """A head that classifies or scores whole sequences, on the body of any family.
 
 Numbers and names follow Hugging Face's `GenericForSequenceClassification` (`modeling_layers.py`)
-and `ForSequenceClassificationLoss` (`loss_utils.py`). A reward model is a classifier with one label.
+and `ForSequenceClassificationLoss` (`loss_utils.py`). A reward model is a classifier of one label.
 
 Legend: b batch, s sequence, d hidden, c labels.
 """
@@ -34,9 +34,10 @@ class SequenceClassifier(Headed):
 
     def add_head(self, parts: Parts) -> None:
         """A matrix without bias, [d, c]; `config.num_labels` is c."""
-        if self.config.num_labels < 1:
-            raise ConfigError(f"num_labels is {self.config.num_labels}; it must be at least 1")
-        self.score = parts.linear(self.features, self.config.num_labels, axes=("embed", None))
+        labels = self.config.num_labels or 0
+        if labels < 1:
+            raise ConfigError(f"num_labels is {labels}; it must be at least 1")
+        self.score = parts.linear(self.features, labels, axes=("embed", None))
 
     def __call__(
         self,

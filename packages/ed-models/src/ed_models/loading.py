@@ -95,8 +95,9 @@ def load(
         if merged is None:
             once(
                 logger,
-                f"{files.directory}: tie_word_embeddings is true, but the files hold a head that differs "
-                "from the embedding; it is loaded as a head of its own (tie_word_embeddings=False)",
+                f"{files.directory}: tie_word_embeddings is true, but the files hold a head that "
+                "differs from the embedding; it is loaded as a head of its own "
+                "(tie_word_embeddings=False)",
             )
             made, config = other, untied
         files = merged or files

@@ -22,7 +22,7 @@ PoolingMode = Literal["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens",
 #: Other spellings of modes.
 POOLING_ALIASES: dict[str, PoolingMode] = {"last": "lasttoken", "weighted": "weightedmean"}
 # Mode -> key of 1_Pooling/config.json.
-_KEYS: dict[str, str] = {
+_KEYS: dict[PoolingMode, str] = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
     "max": "pooling_mode_max_tokens",
@@ -135,10 +135,11 @@ def _mode(path: Path) -> PoolingMode:
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path} is no JSON object")
     named = settings.get("pooling_mode")  # newer files say it in one word
-    chosen = [named] if isinstance(named, str) else [m for m, k in _KEYS.items() if settings.get(k)]
-    if len(chosen) != 1 or chosen[0] not in _KEYS:
+    wanted = [named] if isinstance(named, str) else [m for m, k in _KEYS.items() if settings.get(k)]
+    chosen = [mode for mode in _KEYS if mode in wanted]
+    if len(wanted) != 1 or len(chosen) != 1:
         raise CheckpointError(
-            f"{path} asks for the pooling modes {chosen}; one of {', '.join(_KEYS)} is read here"
+            f"{path} asks for the pooling modes {wanted}; one of {', '.join(_KEYS)} is read here"
         )
     return chosen[0]
 
