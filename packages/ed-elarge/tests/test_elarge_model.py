@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ed_elarge import eLargeModel
 from ed_elarge.errors import InputError
+from ed_infra.errors import ConfigError
 
 
 @pytest.fixture
@@ -103,5 +104,5 @@ def test_auto_bind_reads_the_task_from_the_checkpoint(model: Path) -> None:
         '{"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}'
     )
     elm = eLargeModel.from_pretrained(str(model), task="auto-bind")
-    with pytest.raises(InputError, match="saved as a model for 'sequence-classification'"):
+    with pytest.raises(ConfigError, match="saved as a model for 'sequence-classification'"):
         elm.build_model()

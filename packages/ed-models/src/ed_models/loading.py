@@ -22,7 +22,7 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
-from ed_models.tensor_files import TensorFiles
+from ed_models.tensor_files import FilesAndArrays, TensorFiles
 from ed_models.weight_map import WeightMap, window_of
 from ed_models.weights import STANDARD, TIED, Shape
 
@@ -87,7 +87,8 @@ def load(
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
     if hasattr(cls, "new_tensors"):
-        files = files.with_arrays(cls.new_tensors(config, made.weights.hf_shapes))  # type: ignore[attr-defined]
+        new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
+        files = FilesAndArrays(files, new) if new else files
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)

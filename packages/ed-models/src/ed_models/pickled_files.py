@@ -76,7 +76,7 @@ def open_tensors(
     if not (allow_pickle and has_pickles) or any(directory.glob("*.safetensors")):
         return TensorFiles.open(directory, variant)
     if not index.is_file():
-        return TensorFiles(read_pickled(single), directory)
+        return TensorFiles(read_pickled(single))
     weight_map = read_weight_map(index)
     held = {name: read_pickled(directory / name) for name in sorted(set(weight_map.values()))}
     lost = [name for name, file in weight_map.items() if name not in held[file]]
@@ -85,8 +85,7 @@ def open_tensors(
             f"{index}: {len(lost)} tensors are not in the files that it names for them: "
             f"{', '.join(f'{n} ({weight_map[n]})' for n in lost[:5])}"
         )
-    entries = {name: held[file][name] for name, file in weight_map.items()}
-    return TensorFiles(entries, directory)
+    return TensorFiles({name: held[file][name] for name, file in weight_map.items()})
 
 
 def read_pickled(file: Path) -> dict[str, TensorEntry]:

@@ -136,7 +136,7 @@ def _mode(path: Path) -> PoolingMode:
         raise CheckpointError(f"{path} is no JSON object")
     named = settings.get("pooling_mode")  # newer files say it in one word
     wanted = [named] if isinstance(named, str) else [m for m, k in _KEYS.items() if settings.get(k)]
-    chosen = [mode for mode in _KEYS if mode in wanted]
+    chosen: list[PoolingMode] = [mode for mode in _KEYS if mode in wanted]
     if len(wanted) != 1 or len(chosen) != 1:
         raise CheckpointError(
             f"{path} asks for the pooling modes {wanted}; one of {', '.join(_KEYS)} is read here"

@@ -72,20 +72,8 @@ class TensorFiles(Mapping[str, TensorEntry]):
     Files are mapped on first use and stay mapped until the object is dropped.
     """
 
-    def __init__(
-        self,
-        entries: Mapping[str, TensorEntry],
-        directory: Path,
-        arrays: Mapping[str, np.ndarray] | None = None,
-    ):
-        """Args:
-        entries: where each tensor lies.
-        directory: for messages.
-        arrays: values of tensors that are in no file.
-        """
+    def __init__(self, entries: Mapping[str, TensorEntry]):
         self._entries = dict(entries)
-        self.directory = directory
-        self._arrays = dict(arrays or {})
         self._maps: dict[Path, np.memmap] = {}
 
     @classmethod
@@ -104,7 +92,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         directory = Path(directory)
         index = directory / with_variant(INDEX_NAME, variant)
         if index.is_file():
-            return cls(_read_index(index), directory)
+            return cls(_read_index(index))
         single = directory / with_variant(SINGLE_NAME, variant)
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
         if variant is not None and files != [single]:
@@ -123,7 +111,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
                         f"{file.name} of {directory}, and no {INDEX_NAME} says which one counts"
                     )
                 entries[name] = entry
-        return cls(entries, directory)
+        return cls(entries)
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
@@ -137,21 +125,12 @@ class TensorFiles(Mapping[str, TensorEntry]):
     def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
         """The same files, with other names for some tensors; None drops a tensor."""
         new = ((names.get(name, name), entry) for name, entry in self._entries.items())
-        kept = {name: entry for name, entry in new if name is not None}
-        arrays = ((names.get(name, name), value) for name, value in self._arrays.items())
-        return TensorFiles(
-            kept, self.directory, {name: value for name, value in arrays if name is not None}
-        )
+        return TensorFiles({name: entry for name, entry in new if name is not None})
 
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> TensorFiles:
-        """The same files, and values for tensors that they lack."""
-        new = {name: value for name, value in arrays.items() if name not in self._entries}
-        formats = {dtype: name for name, dtype in DTYPES.items()}
-        entries = {
-            name: TensorEntry(self.directory, formats[value.dtype], value.shape, 0, value.nbytes)
-            for name, value in new.items()
-        }
-        return TensorFiles({**self._entries, **entries}, self.directory, {**self._arrays, **new})
+    @property
+    def directory(self) -> Path:
+        """Where the first file is, for messages."""
+        return next((entry.file.parent for entry in self._entries.values()), Path())
 
     def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         """Return `tensor[index]` as a read-only view of the mapped file (no bytes are read yet).
@@ -161,8 +140,6 @@ class TensorFiles(Mapping[str, TensorEntry]):
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"no tensor {name!r} here{did_you_mean(name, self._entries)}")
-        if name in self._arrays:
-            return self._arrays[name][index]
         if entry.start == entry.stop:
             return np.zeros(entry.shape, entry.dtype)[index]
         data = self._map(entry.file)[entry.start : entry.stop]
@@ -178,6 +155,31 @@ class TensorFiles(Mapping[str, TensorEntry]):
             self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
         # A plain view: arithmetic on np.memmap subclasses is slower and keeps the subclass alive.
         return self._maps[file].view(np.ndarray)
+
+
+class FilesAndArrays(TensorFiles):
+    """Tensor files, and values of tensors that they lack."""
+
+    def __init__(self, files: TensorFiles, arrays: Mapping[str, np.ndarray]):
+        self._files = files
+        self._arrays = {name: value for name, value in arrays.items() if name not in files}
+        formats = {dtype: name for name, dtype in DTYPES.items()}
+        entries = {
+            name: TensorEntry(files.directory, formats[value.dtype], value.shape, 0, value.nbytes)
+            for name, value in self._arrays.items()
+        }
+        super().__init__({**files, **entries})
+
+    def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
+        """The same files and values, with other names for some; None drops a tensor."""
+        moved = ((names.get(name, name), value) for name, value in self._arrays.items())
+        arrays = {name: value for name, value in moved if name is not None}
+        return FilesAndArrays(self._files.renamed(names), arrays)
+
+    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+        """Return `tensor[index]`."""
+        own = self._arrays.get(name)
+        return self._files.read(name, index) if own is None else own[index]
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
