@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,3 +91,44 @@ class LayerNorm(nnx.Module):
         if self.has_bias:
             x = x + self.bias.get_value().astype(jnp.float32)
         return x.astype(self.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """Root-mean-square norm with a gate, as recurrent layers have before their last projection.
+
+    Args:
+        features: d.
+        eps: added to the mean square.
+        groups: parts of d that are normed each by itself.
+        gate_first: `norm(x * act(gate)) * weight` (Mamba-2); otherwise `norm(x) * weight *
+            act(gate)` (gated delta rule).
+        act: of the gate.
+        dtype, param_dtype: of the result, of the weight.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-6,
+        groups: int = 1,
+        gate_first: bool = True,
+        act: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+    ):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype), axes=("norm",))
+        self.eps, self.groups, self.gate_first, self.act = eps, groups, gate_first, act
+        self.dtype = dtype
+
+    def __call__(
+        self, x: Float[Array, "*rows d"], gate: Float[Array, "*rows d"]
+    ) -> Float[Array, "*rows d"]:
+        gate = self.act(gate.astype(jnp.float32))
+        x = x.astype(jnp.float32)
+        x = x * gate if self.gate_first else x
+        parts = x.reshape(*x.shape[:-1], self.groups, -1)
+        mean = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
+        x = (parts * jax.lax.rsqrt(mean + self.eps)).reshape(x.shape)
+        x = x * self.weight.get_value().astype(jnp.float32)
+        return (x if self.gate_first else x * gate).astype(self.dtype)

@@ -18,8 +18,8 @@ from ed_infra.errors import ConfigError
 from jax.typing import DTypeLike
 
 from ed_models import generation_options, hub
+from ed_models.pieces import Shape
 from ed_models.saving import Tokenizer, save
-from ed_models.weights import Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

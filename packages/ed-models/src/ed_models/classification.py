@@ -22,7 +22,7 @@ from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
 from ed_models.headed import Headed
-from ed_models.weights import Shape
+from ed_models.pieces import Shape
 from ed_models.weights_alone import SCORE
 
 logger = get_logger(__name__)

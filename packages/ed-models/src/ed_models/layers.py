@@ -74,8 +74,7 @@ class DecoderLayer(nnx.Module):
 
     def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
         """Call the feed-forward layer; return what it adds to the stream, and its report."""
-        out = self.mlp(x, ctx)
-        return (out[0], out[1].under("mlp")) if isinstance(out, tuple) else (out, Report())
+        return reported(self.mlp(x, ctx), "mlp")
 
     def cache_specs(self) -> LayerSpecs:
         """What the layer keeps in a cache."""
@@ -160,6 +159,40 @@ class ParallelLayer(DecoderLayer):
         out, report = self.feed_forward(normed, ctx)
         attended = ctx.dropped(attended, self.dropout, "attention")
         return x + attended + ctx.dropped(out, self.dropout, "mlp"), cache, report
+
+
+class MixerLayer(nnx.Module):
+    """One mixer, normed before and added after: recurrence, attention or feed-forward (Mamba).
+
+    Args:
+        parts: makes the norm.
+        mixer: called as attention is, with a `cache_spec`; or as a feed-forward layer, without one.
+        norm: makes a norm from the number of features; default: `parts.norm`.
+    """
+
+    def __init__(
+        self, parts: Parts, *, mixer: Attention | FeedForward, norm: MakeNorm | None = None
+    ):
+        self.norm = (norm or parts.norm)(parts.config.hidden_size)
+        self.mixer: Any = mixer
+
+    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
+        """Return the stream after the layer, the cache, and what the layer reports."""
+        normed, report = self.norm(x), Report()
+        if hasattr(self.mixer, "cache_spec"):
+            mixed, cache = self.mixer(normed, ctx, cache, layer)
+        else:
+            mixed, report = reported(self.mixer(normed, ctx), "mixer")
+        return x + mixed, cache, report
+
+    def cache_specs(self) -> LayerSpecs:
+        """What the layer keeps in a cache; nothing where the mixer is a feed-forward layer."""
+        return getattr(self.mixer, "cache_spec", ())
+
+
+def reported(out: Stream | tuple[Stream, Report], name: str) -> tuple[Stream, Report]:
+    """What a feed-forward layer of that name returned, with its report or an empty one."""
+    return (out[0], out[1].under(name)) if isinstance(out, tuple) else (out, Report())
 
 
 def window_of(config: Any, index: int) -> int | None:

@@ -22,9 +22,10 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
+from ed_models.pieces import Shape
 from ed_models.tensor_files import FilesAndArrays, TensorFiles
 from ed_models.weight_map import WeightMap, window_of
-from ed_models.weights import STANDARD, TIED, Shape
+from ed_models.weights import STANDARD, TIED
 
 ModuleT = TypeVar("ModuleT")
 

@@ -9,7 +9,8 @@ from itertools import takewhile
 import numpy as np
 from ed_infra.errors import ConfigError
 
-from ed_models.weights import Piece, Rule, Shape, positions_between
+from ed_models.pieces import Piece, Shape, positions_between
+from ed_models.weights import Rule
 
 Index = tuple[int | slice, ...]
 

@@ -45,35 +45,13 @@ layer; its tensor is `equal`. A function of your own that satisfies `Layout` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from ed_infra.errors import ConfigError
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A block that two tensors share: `hf[hf_region].transpose(perm) == ours[our_region]`.
-
-    A region has an entry for each dimension: the positions, or one position of ours. A dimension
-    of ours with one position is gone from the block; the others are `perm` of theirs.
-    """
-
-    ours: str
-    hf: str
-    our_region: tuple[int | range, ...]
-    hf_region: tuple[range, ...]
-    perm: tuple[int, ...]
-
-
-class Relation(NamedTuple):
-    """What a layout answers: the tensors of the checkpoint, and their blocks."""
-
-    hf_shapes: dict[str, Shape]
-    pieces: list[Piece]
+from ed_models.pieces import Piece, Relation, Shape, lay_out, one_tensor, resized
 
 
 class Layout(Protocol):
@@ -136,10 +114,10 @@ def padded(axis: int, *, before: int = 0, after: int = 0, then: Layout = equal) 
     """Their tensor has further entries along `axis`: skipped when read, zero when written."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
-        name, shape, pieces = _one_tensor(then(ours, hf, config))
+        name, shape, pieces = one_tensor(then(ours, hf, config))
         size = shape[axis]
-        moved = [q for p in pieces for q in _lay_out(p, axis % len(shape), size, size, before)]
-        return Relation({name: _resized(shape, axis, before + size + after)}, moved)
+        moved = [q for p in pieces for q in lay_out(p, axis % len(shape), size, size, before)]
+        return Relation({name: resized(shape, axis, before + size + after)}, moved)
 
     return relate
 
@@ -169,8 +147,8 @@ def interleave(axis: int, then: Layout = transpose) -> Layout:
 
 def _fused(axis: int, then: Layout, count: Callable[[object, int], int]) -> Layout:
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
-        parts = [_one_tensor(then({n: s}, hf, config)) for n, s in ours.items()]
-        if len({_resized(shape, axis, 0) for _, shape, _ in parts}) > 1:
+        parts = [one_tensor(then({n: s}, hf, config)) for n, s in ours.items()]
+        if len({resized(shape, axis, 0) for _, shape, _ in parts}) > 1:
             raise ConfigError(
                 f"{', '.join(ours)} cannot lie in {hf()!r}, one after another along dimension "
                 f"{axis}: their shapes {[s for _, s, _ in parts]} differ in another one"
@@ -187,9 +165,9 @@ def _fused(axis: int, then: Layout, count: Callable[[object, int], int]) -> Layo
         pieces, offset = [], 0
         for (_, _, of_part), size in zip(parts, sizes, strict=True):
             for p in of_part:
-                pieces += _lay_out(p, axis % len(shape), size // groups, period, offset)
+                pieces += lay_out(p, axis % len(shape), size // groups, period, offset)
             offset += size // groups
-        return Relation({name: _resized(shape, axis, sum(sizes))}, pieces)
+        return Relation({name: resized(shape, axis, sum(sizes))}, pieces)
 
     return relate
 
@@ -241,15 +219,15 @@ def concat(axis: int, then: Layout = transpose) -> Layout:
     """The entries of our leading dimension lie one after another along `axis` of one of theirs."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
-        name, shape, pieces = _one_tensor(then(_entry(ours), hf, config))
+        name, shape, pieces = one_tensor(then(_entry(ours), hf, config))
         size, count = shape[axis], _leading(ours)
         laid = [
             replace(q, our_region=(e, *q.our_region))
             for e in range(count)
             for p in pieces
-            for q in _lay_out(p, axis % len(shape), size, size, e * size)
+            for q in lay_out(p, axis % len(shape), size, size, e * size)
         ]
-        return Relation({name: _resized(shape, axis, count * size)}, laid)
+        return Relation({name: resized(shape, axis, count * size)}, laid)
 
     return relate
 
@@ -291,6 +269,7 @@ def ignore(hf: str) -> Rule:
 
 
 STANDARD: tuple[Rule, ...] = (
+    Rule("{path}.conv1d.kernel", "{path}.conv1d.weight", permute(2, 1, 0)),
     Rule("{path}.kernel", "{path}.weight", transpose),
     Rule("{path}.embedding", "{path}.weight", equal),
     Rule("{path}", "{path}", equal),
@@ -310,57 +289,6 @@ BLOCK_SPARSE = renamed(
 #: Head -> embedding, of models whose head is the embedding where `tie_word_embeddings` says so. A
 #: class with other names has a `TIED_WEIGHTS` of its own.
 TIED: Mapping[str, str] = {"lm_head.kernel": "model.embed_tokens.embedding"}
-
-
-# Pieces.
-
-
-def positions_between(region: range, start: int, stop: int) -> slice:
-    """Which entries of an ascending range lie in [start, stop)."""
-    low = max(0, -(-(start - region.start) // region.step))
-    high = min(len(region), -(-(stop - region.start) // region.step))
-    return slice(low, max(low, high))
-
-
-def _lay_out(piece: Piece, axis: int, share: int, period: int, offset: int) -> Iterator[Piece]:
-    """Move a block along one dimension of theirs: runs of `share` positions, a run each `period`.
-
-    Position `run * share + i` goes to `run * period + offset + i`.
-    """
-
-    def moved(entries: slice, to: range) -> Piece:
-        kept = [(d, r) for d, r in enumerate(piece.our_region) if isinstance(r, range)]
-        dim, mine = kept[piece.perm.index(axis)]
-        ours, theirs = list(piece.our_region), list(piece.hf_region)
-        ours[dim], theirs[axis] = mine[entries], to
-        return replace(piece, our_region=tuple(ours), hf_region=tuple(theirs))
-
-    old = piece.hf_region[axis]
-    if share == 1:
-        step = old.step * period
-        first = old.start * period + offset
-        yield moved(slice(None), range(first, first + len(old) * step, step))
-        return
-    for run in range(old[0] // share, old[-1] // share + 1):
-        entries = positions_between(old, run * share, (run + 1) * share)
-        part, by = old[entries], run * (period - share) + offset
-        if part:
-            yield moved(entries, range(part.start + by, part.stop + by, part.step))
-
-
-def _one_tensor(relation: Relation) -> tuple[str, Shape, list[Piece]]:
-    if len(relation.hf_shapes) != 1:
-        raise ConfigError(
-            f"a layout within one tensor cannot use several: {', '.join(relation.hf_shapes)}"
-        )
-    ((name, shape),) = relation.hf_shapes.items()
-    return name, shape, relation.pieces
-
-
-def _resized(shape: Shape, axis: int, size: int) -> Shape:
-    resized = list(shape)
-    resized[axis] = size
-    return tuple(resized)
 
 
 def _leading(ours: Mapping[str, Shape]) -> int:

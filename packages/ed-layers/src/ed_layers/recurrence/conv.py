@@ -1,0 +1,64 @@
+"""A short causal convolution of each channel by itself.
+
+Legend: r rows, c columns, f channels, k taps.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_layers.cache.spec import StateSpec
+from ed_layers.parts import Parts
+from ed_layers.recurrence.rows import Rows
+
+
+class ShortConv(nnx.Module):
+    """`y[t] = sum_j kernel[k - 1 - j] x[t - j]`, within a sequence (Hugging Face's `conv1d`).
+
+    The kernel is [k, 1, f]; the state is the last k - 1 inputs, [k - 1, f].
+
+    Args:
+        parts: says dtypes and initialisation.
+        channels: f.
+        taps: k.
+        bias: whether there is one, [f].
+        axis: logical axis of the channels.
+    """
+
+    def __init__(
+        self, parts: Parts, channels: int, taps: int, *, bias: bool = False, axis: str = "mlp"
+    ):
+        kernel = parts.initializer(parts.rngs.params(), (taps, 1, channels), parts.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=(None, None, axis))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((channels,), parts.param_dtype), axes=(axis,))
+        self.dtype = parts.dtype
+
+    def state_spec(self, name: str = "conv") -> StateSpec:
+        """What the layer keeps between steps."""
+        taps, _, channels = self.kernel.get_value().shape[-3:]
+        return StateSpec(name, (taps - 1, channels), jnp.dtype(self.dtype).name)
+
+    def __call__(
+        self, x: Float[Array, "r c f"], state: Float[Array, "m k1 f"], rows: Rows
+    ) -> tuple[Float[Array, "r c f"], Float[Array, "m k1 f"]]:
+        """Return the outputs, and the state after this step."""
+        kernel = self.kernel.get_value().astype(self.dtype)[:, 0]
+        taps, columns = kernel.shape[0], x.shape[1]
+        x = rows.masked(x.astype(self.dtype))
+        whole, state = rows.remembered(x, state)
+        begun = rows.begun()
+        before = None if begun is None else jnp.pad(begun, ((0, 0), (taps - 1, 0)))
+        out = jnp.zeros_like(x)
+        for tap in range(taps):
+            part = jax.lax.slice_in_dim(whole, tap, tap + columns, axis=1)
+            if begun is not None and before is not None:
+                same = jax.lax.slice_in_dim(before, tap, tap + columns, axis=1) == begun
+                part = jnp.where(same[..., None], part, 0)
+            out = out + part * kernel[tap]
+        if hasattr(self, "bias"):
+            out = out + self.bias.get_value().astype(self.dtype)
+        return out, state

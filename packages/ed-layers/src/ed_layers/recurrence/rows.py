@@ -1,0 +1,269 @@
+"""The batch as recurrent layers compute on it: rows of tokens in order, each row with a state.
+
+A mixer takes the same steps in training, in `generate` and in serving:
+
+    rows = Rows.of(ctx, x.shape[:2], cache)
+    states = rows.states(cache, layer, self.cache_spec)
+    u = rows.enter(self.in_proj(x, ctx))
+    u, states["conv"] = self.conv1d(u, states["conv"], rows)
+    y, states["ssm"] = rows.scan(step, states["ssm"], (u, ...))
+    cache = rows.store(cache, layer, states, self.cache_spec)
+    return self.out_proj(rows.leave(y), ctx), cache
+
+What a row is depends on the batch:
+
+- without a cache, rows are those of the batch, and several sequences may begin in one;
+- with a contiguous cache, rows are those of the batch, their tokens moved to the front;
+- in a serving step of single tokens, a row is the token of a sequence;
+- in any other serving step, a row is a chunk of one sequence, and rows follow one another.
+
+Legend: b batch, s positions, r rows, c columns, m states, n sequences, q rows of a step, C columns
+of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.sharding import constrain
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.cache.protocol import StateCache, States
+from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.cache.spec import RecurrentSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
+
+#: `(state [q, ...], inputs [q, C, ...], begun) -> (state, outputs [q, C, ...])`: a recurrence over
+#: C tokens. `begun` [q, C] counts the sequences that began at or before a token: the state that the
+#: step takes reaches the tokens of count 0, a token reaches the later ones of its own count, and
+#: the state that the step returns is that of the last count. None: no sequence begins.
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+#: Tokens that a recurrence computes in parallel.
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How tokens of a batch and of its rows correspond; see the head of this file.
+
+    Attributes:
+        ctx: what the layer is told.
+        real: which places hold tokens, [r, c]. A mixer makes the inputs of the others neutral: such
+            that they leave the state as it is.
+        starts: where a sequence begins, [r, c]; None = each row goes on from its state.
+        chunk: tokens that a recurrence computes in parallel.
+        take: for each place the token in its row of the batch, or in a flat batch; None = places
+            are those of the batch.
+        back: for each token its place; None as before.
+        owner: the state of each row where rows follow one another, [r]; None = row i has state i.
+        last: the last row of each state, [m]; None = row i.
+    """
+
+    ctx: Ctx
+    real: Bool[Array, "r c"]
+    starts: Bool[Array, "r c"] | None = None
+    chunk: int = CHUNK
+    take: Int[Array, "r c"] | None = None
+    back: Int[Array, "b s"] | None = None
+    owner: Int[Array, " r"] | None = None
+    last: Int[Array, " m"] | None = None
+
+    @classmethod
+    def of(cls, ctx: Ctx, shape: tuple[int, int], cache: Any, *, chunk: int = CHUNK) -> Rows:
+        """The rows of a batch.
+
+        Args:
+            ctx: what the layer is told.
+            shape: (b, s) of the batch.
+            cache: the model's; None in training.
+            chunk: tokens to compute in parallel, at least as many as a convolution remembers.
+        """
+        s = shape[1]
+        if ctx.ragged is not None:
+            if ctx.ragged.decode_only:
+                return _of_tokens(ctx, ctx.ragged)
+            return _of_chunks(ctx, ctx.ragged, min(chunk, s))
+        assert ctx.mask_info is not None, "only a serving step has no mask"
+        real = ctx.mask_info.q_segment_ids != 0
+        if cache is None:
+            return cls(ctx, real, starts=real & (ctx.mask_info.q_index == 0), chunk=chunk)
+        if s == 1:
+            return cls(ctx, real, chunk=chunk)
+        # A stable sort brings the tokens of each row to its front.
+        take = jnp.argsort(~real, axis=1, stable=True)
+        count = jnp.cumsum(real, axis=1)
+        places = jnp.arange(s) < count[:, -1:]
+        return cls(ctx, places, chunk=chunk, take=take, back=jnp.maximum(count - 1, 0))
+
+    def enter(self, x: Float[Array, "b s *dims"]) -> Float[Array, "r c *dims"]:
+        """Bring values of tokens to their places; places without a token have some value."""
+        if self.ctx.config is not None:
+            # A recurrence goes along the sequence: each device has whole rows.
+            x = constrain(x, ("batch", *(None,) * (x.ndim - 1)), self.ctx.config)
+        if self.take is None:
+            return x
+        if self.ctx.ragged is not None:
+            return x[0].at[self.take].get(mode="clip")
+        return jnp.take_along_axis(x, _spread(self.take, x.ndim), axis=1)
+
+    def leave(self, y: Float[Array, "r c *dims"]) -> Float[Array, "b s *dims"]:
+        """Bring values back to the tokens."""
+        if self.back is None:
+            return y
+        if self.ctx.ragged is not None:
+            return y.reshape(-1, *y.shape[2:]).at[self.back].get(mode="clip")
+        return jnp.take_along_axis(y, _spread(self.back, y.ndim), axis=1)
+
+    def states(self, cache: StateCache | None, layer: Layer, spec: RecurrentSpec) -> States:
+        """The states of a layer before this step; zeros without a cache."""
+        if cache is None:
+            rows = self.real.shape[0]
+            return {x.name: jnp.zeros((rows, *x.shape), x.dtype) for x in spec.states}
+        return cache.get(layer, ragged=self.ctx.ragged, group=spec.group)
+
+    def store(self, cache: Any, layer: Layer, states: States, spec: RecurrentSpec) -> Any:
+        """The cache after this step; None stays None."""
+        if cache is None:
+            return None
+        return cache.set(layer, states, ragged=self.ctx.ragged, group=spec.group)
+
+    def masked(self, x: Float[Array, "r c *dims"], value: float = 0.0) -> Float[Array, "r c *dims"]:
+        """Replace what stands in places without a token."""
+        return jnp.where(_spread(self.real, x.ndim), x, jnp.asarray(value, x.dtype))
+
+    def remembered(
+        self, x: Float[Array, "r c *dims"], state: Float[Array, "m k *dims"]
+    ) -> tuple[Float[Array, "r kc *dims"], Float[Array, "m k *dims"]]:
+        """Put the `k` inputs before each row in front of it.
+
+        Args:
+            x: inputs.
+            state: the last k inputs of each state.
+
+        Returns:
+            [r, k + c, ...], and the state after this step.
+        """
+        k, before = state.shape[1], state
+        if self.owner is not None:
+            goes_on = jnp.pad(self.owner[1:] == self.owner[:-1], (1, 0))
+            tail = jnp.pad(x[:-1, x.shape[1] - k :], ((1, 0), *((0, 0),) * (x.ndim - 1)))
+            before = jnp.where(_spread(goes_on, x.ndim), tail, state[self.owner].astype(x.dtype))
+        whole = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+        ends = jnp.sum(self.real, axis=1)[:, None] + jnp.arange(k)
+        after = jnp.take_along_axis(whole, _spread(ends, x.ndim), axis=1)
+        return whole, self.of_states(after, state)
+
+    def of_states(self, rows: jax.Array, state: jax.Array) -> jax.Array:
+        """From [r, ...] and [m, ...]: what the last row of each state says, in the state's dtype;
+        the old state where there is no token."""
+        if self.last is not None:
+            assert self.ctx.ragged is not None, "only sequences of a serving step have many rows"
+            goes_on = _spread(self.ctx.ragged.q_lens > 0, rows.ndim)
+            rows = jnp.where(goes_on, rows[self.last], state.astype(rows.dtype))
+        return rows.astype(state.dtype)
+
+    def begun(self) -> Int[Array, "r c"] | None:
+        """How many sequences began at or before each place of its row; None where none does."""
+        return None if self.starts is None else jnp.cumsum(self.starts, axis=1, dtype=jnp.int32)
+
+    def scan(self, step: Step, state: Any, inputs: Any) -> tuple[Any, Any]:
+        """Run a recurrence over all tokens.
+
+        Args:
+            step: `chunk` tokens of several rows at a time; see `Step`.
+            state: a pytree of [m, ...].
+            inputs: a pytree of [r, c, ...] in which zeros are neutral: they fill up the rows.
+
+        Returns:
+            outputs, a pytree of [r, c, ...], and the state after this step, in its own dtype.
+        """
+        if self.ctx.mode == "train":
+            # Only the states between the chunks are kept for the backward pass.
+            step = jax.checkpoint(step, prevent_cse=False)
+        r, c = self.real.shape
+        if self.owner is not None:
+            return self._scan_chained(step, state, inputs)
+        width = min(self.chunk, c)
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
+        if width == c:
+            state, outputs = step(state, inputs, self.begun())
+            return outputs, jax.tree.map(lambda leaf, d: leaf.astype(d), state, dtypes)
+        count = -(-c // width)
+
+        def cut(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, 0), (0, count * width - c), *((0, 0),) * (x.ndim - 2)))
+            return jnp.moveaxis(x.reshape(r, count, width, *x.shape[2:]), 1, 0)
+
+        def body(state: Any, now: Any) -> tuple[Any, Any]:
+            inputs, starts = now
+            begun = None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+            new, outputs = step(state, inputs, begun)
+            return jax.tree.map(lambda leaf, d: leaf.astype(d), new, dtypes), outputs
+
+        starts = None if self.starts is None else cut(self.starts)
+        state, outputs = jax.lax.scan(body, state, (jax.tree.map(cut, inputs), starts))
+
+        def joined(y: jax.Array) -> jax.Array:
+            return jnp.moveaxis(y, 0, 1).reshape(r, count * width, *y.shape[3:])[:, :c]
+
+        return jax.tree.map(joined, outputs), state
+
+    def _scan_chained(self, step: Step, states: Any, inputs: Any) -> tuple[Any, Any]:
+        """Row by row: each takes the state of its sequence, and leaves it for the next one."""
+
+        def body(states: Any, now: Any) -> tuple[Any, Any]:
+            owner, inputs = now
+            one = jax.tree.map(lambda s: jax.lax.dynamic_slice_in_dim(s, owner, 1), states)
+            new, outputs = step(one, jax.tree.map(lambda x: x[None], inputs), None)
+            states = jax.tree.map(
+                lambda s, x: jax.lax.dynamic_update_slice_in_dim(s, x.astype(s.dtype), owner, 0),
+                states,
+                new,
+            )
+            return states, jax.tree.map(lambda y: y[0], outputs)
+
+        states, outputs = jax.lax.scan(body, states, (self.owner, inputs))
+        return outputs, states
+
+
+def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
+    """Each sequence has one token or none: a row with one column."""
+    return Rows(
+        ctx,
+        (ragged.q_lens > 0)[:, None],
+        take=ragged.cu_q_lens[:-1, None],
+        back=ragged.seq_of_token[None],
+    )
+
+
+def _of_chunks(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
+    """Each sequence has rows of its own, as many as its tokens fill."""
+    tokens, n = ragged.seq_of_token.shape[0], ragged.q_lens.shape[0]
+    rows = jnp.arange(tokens // chunk + n, dtype=jnp.int32)
+    ends = jnp.cumsum(-(-ragged.q_lens // chunk))
+    begins = ends - (-(-ragged.q_lens // chunk))
+    owner = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), n - 1).astype(jnp.int32)
+    place = (rows - begins[owner])[:, None] * chunk + jnp.arange(chunk)
+    real = (place < ragged.q_lens[owner][:, None]) & (rows < ends[-1])[:, None]
+    of_token = jnp.minimum(ragged.seq_of_token, n - 1)
+    at = jnp.arange(tokens) - ragged.cu_q_lens[of_token]
+    return Rows(
+        ctx,
+        real,
+        chunk=chunk,
+        take=ragged.cu_q_lens[owner][:, None] + place,
+        back=(begins[of_token] * chunk + at)[None],
+        owner=owner,
+        last=jnp.maximum(ends - 1, 0),
+    )
+
+
+def _spread(x: jax.Array, ndim: int) -> jax.Array:
+    """Add dimensions of one at the end."""
+    return x.reshape(*x.shape, *(1,) * (ndim - x.ndim))
