@@ -2,7 +2,7 @@
 
     uv run python -m tools.conformance_results                  every registered family
     uv run python -m tools.conformance_results llama gpt2       these
-    uv run python -m tools.conformance_results --missing        families whose results are incomplete
+    uv run python -m tools.conformance_results --missing        those whose results are incomplete
     uv run python -m tools.conformance_results --checks parity cache
 
 The file is written after each family, so a run that is interrupted goes on with `--missing`.

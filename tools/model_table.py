@@ -58,7 +58,9 @@ def table(results: Results | None = None) -> str:
         if TaskType.CAUSAL_LM in registry.tasks_of(model_type):
             errors = (largest(results, model_type, name) for name in names)
             lines.append(row(f"`{model_type}`", special(model_type), *errors))
-    tasks = {task for model_type in registry.model_types() for task in registry.tasks_of(model_type)}
+    tasks = {
+        task for model_type in registry.model_types() for task in registry.tasks_of(model_type)
+    }
     shared = [
         task
         for task in sorted(tasks)
