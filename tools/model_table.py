@@ -9,9 +9,8 @@ The errors are those of docs/conformance.json, which `tools.conformance_results`
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import inspect
 import sys
-from pathlib import Path
 
 from tools.attention_table import heading, row
 from tools.conformance_results import Results, read
@@ -27,9 +26,7 @@ def special(model_type: str) -> str:
     from ed_infra.enums import TaskType
 
     module = registry.get_module(TaskType.CAUSAL_LM, model_type).__module__
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    text = inspect.getsource(sys.modules[module])
     return text.split('"""')[1].strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
@@ -58,16 +55,9 @@ def table(results: Results | None = None) -> str:
         if TaskType.CAUSAL_LM in registry.tasks_of(model_type):
             errors = (largest(results, model_type, name) for name in names)
             lines.append(row(f"`{model_type}`", special(model_type), *errors))
-    tasks = {
-        task for model_type in registry.model_types() for task in registry.tasks_of(model_type)
-    }
-    shared = [
-        task
-        for task in sorted(tasks)
-        if all(task in registry.tasks_of(model_type) for model_type in registry.model_types())
-    ]
-    count = len(lines) - 2
-    said = f"{count} families; each has the tasks {', '.join(f'`{task}`' for task in shared)}."
+    tasks = [set(registry.tasks_of(model_type)) for model_type in registry.model_types()]
+    shared = ", ".join(f"`{task}`" for task in sorted(set.intersection(*tasks)))
+    said = f"{len(lines) - 2} families; each has the tasks {shared}."
     return "\n".join([said, "", *lines]) + "\n"
 
 
