@@ -1,13 +1,15 @@
 """Fill a module from safetensors files: each device reads its own slice, nothing is read twice.
 
 The module is built without values (`nnx.eval_shape`), so that shapes are compared before a byte is
-read, and no host ever holds more than one parameter besides its own shards.
+read, and no host ever holds more than one tensor besides its own shards.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -31,6 +33,7 @@ ModuleT = TypeVar("ModuleT")
 
 logger = get_logger(__name__)
 _BLOCK = 2**22  # elements of a head that are compared at a time
+_LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 
 
 class Draft(NamedTuple):
@@ -271,21 +274,64 @@ def _fill(
 ) -> jax.Array:
     """Make one parameter (a stack of layers, or one tensor) from its slices."""
     names = paths.canonical(path)
-    stacked = paths.is_stacked(path)
+    if not paths.is_stacked(path):
+        return _placed(
+            leaf.shape,
+            placement,
+            lambda window, out: weights.load(names[0], window, files.read, out),
+            leaf.dtype,
+        )
+    by_layer = _of_a_layer(placement)
+    if by_layer is None or math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE:
+
+        def fill(window: list[range], out: np.ndarray) -> None:
+            for row, layer in enumerate(window[0]):
+                weights.load(names[layer], window[1:], files.read, out[row, ...])
+
+        return _placed(leaf.shape, placement, fill, leaf.dtype)
+    # Layer by layer into the stack on the devices: the host has one layer at a time.
+    stack = jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=placement)()
+    put = jax.jit(_with_row, donate_argnums=0, out_shardings=placement)
+    for row, name in enumerate(names):
+        layer = _placed(
+            leaf.shape[1:],
+            by_layer,
+            lambda window, out, name=name: weights.load(name, window, files.read, out),
+            leaf.dtype,
+        )
+        stack = jax.block_until_ready(put(stack, layer, np.int32(row)))
+    return stack
+
+
+def _with_row(stack: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, row, 0)
+
+
+def _of_a_layer(placement: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+    """Where one layer of a stack lies; None where the layers themselves are divided."""
+    if not isinstance(placement, jax.sharding.NamedSharding):
+        return placement
+    first, *rest = (*placement.spec, None)
+    spec = jax.sharding.PartitionSpec(*rest[: len(placement.spec)])
+    return jax.sharding.NamedSharding(placement.mesh, spec) if first is None else None
+
+
+def _placed(
+    shape: Shape,
+    placement: jax.sharding.Sharding,
+    fill: Callable[[list[range], np.ndarray], None],
+    dtype: np.dtype,
+) -> jax.Array:
+    """Make an array on the devices; `fill(window, out)` writes a slice of it, each slice once."""
     slices: dict[tuple, np.ndarray] = {}  # replicas ask for the same slice
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        window = window_of(index, leaf.shape)
+        window = window_of(index, shape)
         key = tuple((w.start, w.stop) for w in window)
         if key not in slices:
-            out = np.empty([len(w) for w in window], leaf.dtype)
-            if stacked:
-                for row, layer in enumerate(window[0]):
-                    weights.load(names[layer], window[1:], files.read, out[row, ...])
-            else:
-                weights.load(names[0], window, files.read, out)
-            slices[key] = out
+            slices[key] = np.empty([len(w) for w in window], dtype)
+            fill(window, slices[key])
         return slices[key]
 
-    return jax.make_array_from_callback(leaf.shape, placement, read)
+    return jax.make_array_from_callback(shape, placement, read)

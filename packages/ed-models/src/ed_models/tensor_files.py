@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import operator
 import struct
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 PACKED_BITS = {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # elements are packed, low bits first
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_KEPT = 2**25  # bytes of a file's pages that stay in memory after they were read
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class TensorFiles(Mapping[str, TensorEntry]):
 
     def __init__(self, entries: Mapping[str, TensorEntry]):
         self._entries = dict(entries)
-        self._maps: dict[Path, np.memmap] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._touched = 0
 
     @classmethod
     def open(cls, directory: str | Path, variant: str | None = None) -> TensorFiles:
@@ -143,6 +146,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         if entry.start == entry.stop:
             return np.zeros(entry.shape, entry.dtype)[index]
         data = self._map(entry.file)[entry.start : entry.stop]
+        self._forget(entry.stop - entry.start)
         bits = PACKED_BITS.get(entry.format)
         if bits is None:
             flat = data.view(entry.dtype)
@@ -152,9 +156,20 @@ class TensorFiles(Mapping[str, TensorEntry]):
 
     def _map(self, file: Path) -> np.ndarray:
         if file not in self._maps:
-            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
-        # A plain view: arithmetic on np.memmap subclasses is slower and keeps the subclass alive.
-        return self._maps[file].view(np.ndarray)
+            with file.open("rb") as stream:
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._maps[file], np.uint8)
+
+    def _forget(self, size: int) -> None:
+        """Let go of pages that were read before, so that a process does not hold whole files.
+
+        Views stay valid: what they show is read again when it is asked for.
+        """
+        self._touched += size
+        if self._touched > _KEPT and hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+            self._touched = size
 
 
 class FilesAndArrays(TensorFiles):
