@@ -8,8 +8,8 @@ The checkpoint is a Llama with random weights, made here. Each load runs in a pr
 - host: how far the process's resident memory rises at its peak while loading, less what the devices
   hold in the end (on a CPU their memory is the process's too), over the checkpoint's size
 - a device of four: bytes of tensors read for it, over the checkpoint's size, least and most
-- seconds: from the directory to a model whose every page was touched; `transformers` on torch takes
-  turns with this project
+- seconds: from the directory to a model whose every page was touched, and of these the processor's;
+  `transformers` on torch takes turns with this project
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Result:
         size: of the checkpoint, bytes.
         host: excess of the host's peak on one device and on four, over `size`.
         shares: what each of four devices read, over `size`.
-        seconds: of this project and of `transformers` (None without torch).
+        seconds: of this project and of `transformers` (none without torch): by the clock, and of
+            the processor.
     """
 
     dtype: str
     size: int
     host: tuple[float, float]
     shares: tuple[float, ...]
-    seconds: tuple[float, float | None]
+    seconds: dict[str, tuple[float, float]]
 
 
 def make(directory: Path, gigabytes: float, dtype: str) -> int:
@@ -97,15 +98,21 @@ def measure(gigabytes: float, dtype: str, rounds: int) -> Result:
         size = make(directory, gigabytes, dtype)
         one = _worker("ours", directory, dtype, ONE)
         four = _worker("ours", directory, dtype, FOUR)
-        times: dict[str, list[float]] = {"ours": [], "torch": []}
+        times: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
         for _ in range(rounds):
             for who in times:
                 found = _worker(who, directory, dtype, ONE)
-                times[who] += [found["seconds"]] if found else []
+                times[who] += [(found["seconds"], found["processor"])] if found else []
     excess = [(w["peak"] - w["held"]) / size for w in (one, four)]
     shares = tuple(n / size for n in four["read"])
-    theirs = statistics.median(times["torch"]) if times["torch"] else None
-    seconds = (statistics.median(times["ours"]), theirs)
+    seconds = {
+        who: (
+            statistics.median(wall for wall, _ in all_),
+            statistics.median(cpu for _, cpu in all_),
+        )
+        for who, all_ in times.items()
+        if all_
+    }
     return Result(dtype, size, (excess[0], excess[1]), shares, seconds)
 
 
@@ -143,19 +150,21 @@ def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object
     kept: dict[str, Any] = {}
 
     def load() -> None:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         kept["model"] = AutoEasyDeLModelForCausalLM.from_pretrained(
             directory, dtype=dtype, param_dtype=dtype, sharding_axis_dims=dims
         )
         leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(kept["model"])))
         _touch(s.data for leaf in leaves for s in leaf.addressable_shards)
         kept["seconds"] = time.perf_counter() - began
+        kept["processor"] = time.process_time() - used
 
     peak = peak_growth(load)
     leaves = jax.tree.leaves(nnx.state(kept["model"]))
     held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards)
     read = [reads[device.id] for device in jax.devices()]
-    return {"peak": peak, "held": held, "read": read, "seconds": kept["seconds"]}
+    del kept["model"]
+    return {"peak": peak, "held": held, "read": read, **kept}
 
 
 def _count_reads() -> Mapping[int, int]:
@@ -190,11 +199,14 @@ def _theirs(directory: str) -> dict[str, object]:
         return {}
     from transformers import AutoModelForCausalLM
 
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     with torch.no_grad():
         _touch(p.contiguous().view(torch.uint8).numpy() for p in model.parameters())
-    return {"seconds": time.perf_counter() - began}
+    return {
+        "seconds": time.perf_counter() - began,
+        "processor": time.process_time() - used,
+    }
 
 
 def _touch(arrays: Any) -> None:
@@ -207,20 +219,22 @@ def show(results: list[Result]) -> str:
     """The results as a table."""
     rows = []
     for r in results:
-        ours, theirs = r.seconds
+        cells = [f"{r.seconds[who][0]:.2f} ({r.seconds[who][1]:.2f})" for who in r.seconds]
+        ratio = (
+            f"{r.seconds['torch'][0] / r.seconds['ours'][0]:.2f}" if "torch" in r.seconds else ""
+        )
         rows.append(
             [
                 f"{r.dtype}, {r.size / 1e9:.2f} GB",
                 f"{r.host[0]:.1%}",
                 f"{r.host[1]:.1%}",
                 f"{min(r.shares):.1%} – {max(r.shares):.1%}",
-                f"{ours:.2f}",
-                f"{theirs:.2f}" if theirs else "",
-                f"{theirs / ours:.2f}" if theirs else "",
+                *[*cells, ""][:2],
+                ratio,
             ]
         )
     header = ["", "host, 1 device", "host, 4 devices", "a device of four reads"]
-    return table([*header, "ours s", "torch s", "torch / ours"], rows)
+    return table([*header, "ours s (CPU)", "torch s (CPU)", "torch / ours"], rows)
 
 
 def main() -> None:
