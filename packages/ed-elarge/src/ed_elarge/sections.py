@@ -70,7 +70,8 @@ def _task(value: Any) -> Any:
     if task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
         raise ValueError(
             f"models of task {task.value!r} are not part of this version: trainers and engine take "
-            f"{TaskType.CAUSAL_LM.value!r} (or {TaskType.AUTO_BIND.value!r}, which takes it)"
+            f"{TaskType.CAUSAL_LM.value!r} (or {TaskType.AUTO_BIND.value!r}, which reads the task "
+            "from the checkpoint)"
         )
     return task
 
@@ -111,7 +112,7 @@ class ModelSection(Options):
     tokenizer: Tokenizer | None = None
     """A directory, a hub id, or `{train: {vocab_size: N}}`. None: the model's own."""
     task: Annotated[TaskType, BeforeValidator(_task)] = TaskType.CAUSAL_LM
-    """What the model is for; `auto-bind` is the causal language model too."""
+    """What the model is for; `auto-bind` reads the task from the checkpoint."""
     extra_kwargs: LoadingExtras = LoadingExtras()
 
     @model_validator(mode="after")
