@@ -64,7 +64,7 @@ def test_abort_ends_the_stream(prompts, engine):
 
 def test_refusals_reach_the_caller(prompts, engine):
     async def twice():
-        first = engine.generate(prompts[0], GREEDY, "same")
+        first = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "same")
         await anext(first)
         with pytest.raises(ConfigError, match="in use"):
             await anext(engine.generate(prompts[0], GREEDY, "same"))

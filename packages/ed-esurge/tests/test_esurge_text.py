@@ -275,6 +275,14 @@ def test_bad_words_come_with_and_without_a_space():
     assert bad_word_ids(TOKENIZER, [" no"]) == (plain, spaced)
 
 
+def test_bad_words_of_white_space_are_themselves():
+    def ids(text):
+        return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+    assert bad_word_ids(TOKENIZER, ["\n"]) == (ids("\n"), ids(" \n"))
+    assert bad_word_ids(TOKENIZER, [" "]) == (ids(" "),)
+
+
 def test_chat_goes_through_the_template():
     ids = render_chat(TOKENIZER, [{"role": "user", "content": "hi"}])
     assert TOKENIZER.decode(ids) == "<|user|>hi\n<|assistant|>"

@@ -198,6 +198,9 @@ def render_chat(
 
 def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences of words, with and without a space before them (as in vLLM)."""
-    texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+    bare = [word.lstrip(" ") for word in words]
+    # Of spaces alone nothing else remains; other white space ("\n") is the word itself.
+    pairs = [(w, " " + w) if w else (word,) for w, word in zip(bare, words, strict=True)]
+    texts = [text for pair in pairs for text in pair]
     known = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]
     return tuple(dict.fromkeys(ids for ids in known if ids))

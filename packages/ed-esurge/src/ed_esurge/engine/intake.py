@@ -68,6 +68,12 @@ class Intake:
         Raises:
             ConfigError: the request can never run as it is.
         """
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+            raise ConfigError(
+                f"priority {priority!r} is not a whole number of 32 bits: 0 is usual, smaller first"
+            )
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise ConfigError(f"cache_salt {cache_salt!r} is no text: give one, or None")
         sampling = params if isinstance(params, SamplingParams) else None
         if sampling is not None:
             self._check(sampling)
