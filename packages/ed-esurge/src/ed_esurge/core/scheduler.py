@@ -75,7 +75,7 @@ class Scheduler:
                     "pages or lower max_model_len"
                 )
         self.limits = limits
-        self.pages = PageTables(groups, page_size, prefix_caching=prefix_caching)
+        self.pages = PageTables(groups, page_size, at_once, prefix_caching=prefix_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -204,9 +204,7 @@ class Scheduler:
         self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
-        # Each running sequence will soon want a page: an admission that leaves none for them only
-        # leads to preemption.
-        if self.pages.reserve(request, count, spare=len(self.running)) is None:
+        if not self._worthwhile(request) or self.pages.reserve(request, count) is None:
             self.pages.release(request)
             return None
         if request.num_cached is None:
@@ -219,6 +217,24 @@ class Scheduler:
         request.slot = self._slots.pop()
         insort(self.running, request, key=self._order)
         return _row(request, count, {name: tuple(held) for name, held in request.pages.items()})
+
+    def _worthwhile(self, request: Request) -> bool:
+        """Whether the pages last until the tokens of a new sequence have paid for themselves.
+
+        If it ran until the pool is dry, whoever is preempted then has its tokens computed twice. So
+        there must be pages for the whole prompt of each, and for as many steps of decoding as the
+        new sequence has tokens: what is computed twice stays below what is generated. Those that
+        come after it in order would give their pages up. A sequence alone always fits.
+        """
+        ahead, place = request.num_tokens, self._order(request)
+        before = [one for one in self.running if self._order(one) < place]
+        return not before or self.pages.hold_out(
+            [
+                (one, one.num_tokens + min(ahead, one.max_tokens - len(one.output)))
+                for one in (*before, request)
+            ],
+            self.running[len(before) :],
+        )
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
