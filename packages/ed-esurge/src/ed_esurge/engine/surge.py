@@ -32,7 +32,8 @@ from ed_esurge.model import eos_token_ids, served_model
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
-from ed_esurge.tokenizer import Tokenizer, render_chat
+from ed_esurge.template import ChatTemplate
+from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -281,9 +282,11 @@ class eSurge:
 
         Args:
             messages: `{"role": …, "content": …}`.
-            template: for the tokenizer's `apply_chat_template` (`tools`, …).
+            template: for the tokenizer's `apply_chat_template` (`tools`, …), and
+                `chat_template`: Jinja text instead of the tokenizer's own.
         """
-        return self.generate(render_chat(self.tokenizer, messages, **template), sampling_params)[0]
+        chat = ChatTemplate(self.tokenizer, template.pop("chat_template", None))
+        return self.generate(chat.token_ids(messages, **template), sampling_params)[0]
 
     def _follow(self, adds: Sequence[Add]) -> Iterator[RequestOutput]:
         """Queue requests and step until they are done, keeping others' outputs for `step`."""
