@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import Intake, fit, salt, seeds_of, truncate
+from ed_esurge.engine.intake import Intake, salt, seeds_of
+from ed_esurge.fitting import fit, truncate
 from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.testing import byte_tokenizer
 from ed_esurge.template import ChatTemplate
+from ed_esurge.testing import byte_tokenizer
 from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids
 from ed_infra.errors import ConfigError
 from hypothesis import example, given, settings

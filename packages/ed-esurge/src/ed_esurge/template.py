@@ -1,7 +1,7 @@
 """Conversations through a chat template: what users write is text, whatever it looks like.
 
-A template writes special tokens (`<|im_end|>`) as text, and so can a user. Before the template runs,
-each special token in the user's texts gets a mark, by which it is told from the template's own
+A template writes special tokens (`<|im_end|>`) as text, and so can a user. Before it runs, each
+special token in the user's texts gets a mark, by which it is told from the template's own
 afterwards: only these become special tokens.
 """
 
