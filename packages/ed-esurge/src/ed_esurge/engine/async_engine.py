@@ -17,6 +17,7 @@ from ed_infra.logging import get_logger
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, UpdateWeights
 from ed_esurge.engine.intake import Params, Prompt
 from ed_esurge.engine.surge import eSurge
@@ -76,6 +77,10 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
 
     @property
     def model_name(self) -> str:
