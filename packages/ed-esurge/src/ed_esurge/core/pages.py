@@ -126,6 +126,8 @@ class PageTables:
         if self.windows:
             self._free_behind(request)
         total = -(-(request.num_computed + count) // self.page_size)
+        if total <= min([len(held) for held in request.pages.values()], default=total):
+            return {}
         new: dict[str, list[int]] = {}
         for name, held in request.pages.items():
             needed = total - len(held)

@@ -122,16 +122,19 @@ class Scheduler:
         rows: dict[str, PlanRow] = {}
         started: list[NewSequence] = []
         preempted: list[str] = []
-        budget = self.limits.token_budget
+        budget, chunk = self.limits.token_budget, self.limits.chunk
         decoding: list[tuple[Request, int]] = []
         prefilling: list[tuple[Request, int]] = []
         for request in self.running:
-            missing = request.num_tokens - request.num_computed
+            # As `num_tokens` says; every decode of every step comes by here.
+            missing = len(request.prompt) + len(request.output) - request.num_computed
             (decoding if missing == 1 else prefilling).append((request, missing))
         for request, missing in decoding + prefilling:
             if request.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            count = min(missing, self.limits.chunk or missing, budget)
+            count = missing if missing == 1 else min(missing, chunk or missing)
+            if count > budget:
+                count = budget
             if count <= 0:
                 continue
             while (pages := self.pages.reserve(request, count)) is None:
@@ -145,8 +148,11 @@ class Scheduler:
             else:
                 rows[request.request_id] = _row(request, count, pages)
                 budget -= count
+        size = self.pages.page_size
         for row in rows.values():
-            self.pages.share(self.requests[row.request_id], row.start, row.stop)
+            stop = row.start + len(row.token_ids)
+            if stop // size != row.start // size:  # only whole pages are shared
+                self.pages.share(self.requests[row.request_id], row.start, stop)
         # Whoever was just preempted heads the queue: admitting it now would only undo that.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
@@ -269,6 +275,10 @@ def _row(request: Request, count: int, pages: Mapping[str, Sequence[int]]) -> Pl
     stop = start + count
     slot = request.slot
     assert slot is not None, "a running request has a slot"
+    edge = len(request.prompt)
+    if start >= edge and stop == edge + len(request.output):  # a decode, the usual row
+        output = request.output
+        return PlanRow(request.request_id, slot, start, output[start - edge :], pages, 1)
     return PlanRow(
         request.request_id,
         slot,

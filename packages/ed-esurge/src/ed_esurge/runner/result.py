@@ -18,7 +18,7 @@ class NotFinite(ArithmeticError):
         super().__init__("the model's numbers are not finite (NaN or infinity)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenScores:
     """Log-probabilities at one position.
 
@@ -57,16 +57,16 @@ class StepResult:
             "scores": scores,
             "vectors": vectors,
         }
+        self._tokens: list[int] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
-        return {"plan": self.plan, "_arrays": arrays}
+        return {"plan": self.plan, "_arrays": arrays, "_tokens": self._tokens}
 
     def tokens(self) -> dict[str, list[int]]:
         """request id -> sampled tokens, for the rows that sample; -1 where the logits are not
         finite."""
-        column = self._host("packed")[:, 0].tolist()
-        rows = zip(self.plan.rows, column, strict=False)
+        rows = zip(self.plan.rows, self._column(), strict=False)
         return {row.request_id: [token] for row, token in rows if row.samples}
 
     def sampled(self, index: int, count: int | None) -> list[TokenScores]:
@@ -75,8 +75,9 @@ class StepResult:
         Args:
             count: alternatives wanted; None wants no log-probabilities either.
         """
-        line = self._host("packed")[index]
-        return [TokenScores(int(line[0]), 0.0, 0, []) if count is None else read(line, count)]
+        if count is None:
+            return [TokenScores(self._column()[index], 0.0, 0, [])]
+        return [read(self._host("packed")[index], count)]
 
     def prompt(self, index: int, count: int) -> Sequence[TokenScores]:
         """The same for the tokens after each position that row `index` of the plan passed.
@@ -105,6 +106,11 @@ class StepResult:
         if not np.isfinite(vector).all():
             raise NotFinite
         return vector
+
+    def _column(self) -> list[int]:
+        if self._tokens is None:
+            self._tokens = self._host("packed")[:, 0].tolist()
+        return self._tokens
 
     def _host(self, name: str) -> np.ndarray:
         array = self._arrays[name]
