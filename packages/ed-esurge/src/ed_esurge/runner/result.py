@@ -109,7 +109,8 @@ class StepResult:
 
     def _column(self) -> list[int]:
         if self._tokens is None:
-            self._tokens = self._host("packed")[:, 0].tolist()
+            column: list[int] = self._host("packed")[:, 0].tolist()
+            self._tokens = column
         return self._tokens
 
     def _host(self, name: str) -> np.ndarray:

@@ -119,8 +119,8 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
             )
         echo = None
         if body.echo:
-            known = isinstance(prompt, str) and tokens == whole
-            echo = prompt if known else await prompts.decode(tokens)
+            as_sent = isinstance(prompt, str) and tokens == whole
+            echo = str(prompt) if as_sent else await prompts.decode(tokens)
         jobs.append(_Job(tokens, echo, params[limit]))
     return jobs
 

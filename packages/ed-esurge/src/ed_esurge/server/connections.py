@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ed_esurge.config import ServerLimits
 
@@ -15,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 # Files that the process needs besides its connections.
 OTHER_FILES = 128
+
+# The other one, on httptools, has the same attributes.
+HTTPProtocol = cast("type[H11Protocol]", AutoHTTPProtocol)
 
 
 def most_connections(limits: ServerLimits) -> int:
@@ -29,7 +33,7 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol within limits."""
     most, seconds = most_connections(limits), limits.body_timeout
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+    class Connection(HTTPProtocol):
         """Closed at once beyond the limit, and when the head of a request does not arrive.
 
         uvicorn waits forever for the first bytes of a connection, and for the rest of a head.

@@ -95,9 +95,10 @@ def document(version: str) -> dict[str, Any]:
         if not isinstance(endpoint.gives, str):
             models[endpoint.gives, "serialization"] = None
     names, schemas = models_json_schema([*models], ref_template="#/components/schemas/{model}")
+    references = {str(model): name for (model, _), name in names.items()}
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:
-        operation = _operation(endpoint, {model[0]: name for model, name in names.items()})
+        operation = _operation(endpoint, references)
         paths[endpoint.path] = {"get" if endpoint.takes is None else "post": operation}
         if "{model}" in endpoint.path:
             schema = {"type": "string"}
@@ -115,14 +116,14 @@ def document(version: str) -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint, names: dict[type[BaseModel], dict[str, Any]]) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if isinstance(endpoint.gives, str):
         content: dict[str, Any] = {endpoint.gives: {"schema": {"type": "string"}}}
     else:
-        content = {"application/json": {"schema": names[endpoint.gives]}}
+        content = {"application/json": {"schema": names[str(endpoint.gives)]}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    refused = {"application/json": {"schema": names[answers.Error]}}
+    refused = {"application/json": {"schema": names[str(answers.Error)]}}
     responses = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.refusals:
         shape = refused
@@ -133,6 +134,6 @@ def _operation(endpoint: Endpoint, names: dict[type[BaseModel], dict[str, Any]])
     if 401 in endpoint.refusals:
         operation["security"] = [{}, {"bearer": []}]
     if endpoint.takes is not None:
-        body = {"application/json": {"schema": names[endpoint.takes]}}
+        body = {"application/json": {"schema": names[str(endpoint.takes)]}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation
