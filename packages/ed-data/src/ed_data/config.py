@@ -107,6 +107,9 @@ class Mixture(Options):
 
     cache_dir: Annotated[str | None, BeforeValidator(path_text)] = None
     cache_remote_files: bool = True
+    cloud_max_retries: Annotated[int, Field(ge=0, le=100)] = 3
+    cloud_retry_delay: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
+    cache_expiry_seconds: Annotated[float, Field(gt=0.0, le=2**40)] | None = None
     text_target_field: str = "text"
 
     batch_size: RowCount | None = None

@@ -302,8 +302,11 @@ def build_loader(
         width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
         attention_mask=mixture.tokenization.return_attention_mask,
     )
+    plan = RowPlan(order, parts, options, index)
+    if encoder.has_loss_mask:
+        plan.check_labels()
     loader = Loader(
-        RowPlan(order, parts, options, index),
+        plan,
         layout,
         details,
         workers=mixture.prefetch_workers,

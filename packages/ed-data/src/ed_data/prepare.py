@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ed_data import transforms
+from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
+from ed_data.lazy import LazyTokens, ReadAgain
 from ed_data.schema import TEXT, Content, Example, Schema
 from ed_data.sources import open_source
-from ed_data.store import VERSION, LazyTokens, Part, Tokens, TokenStore, write_store
+from ed_data.sources.files import FileCache
+from ed_data.store import VERSION, Part, Tokens, TokenStore, write_store
 from ed_data.tokenize import Encoded, Encoder
+from ed_data.transforms import Documents, Tally
 
 log = logging.getLogger("ed_data")
 
@@ -50,6 +54,7 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
         for number, inform in enumerate(informs):
             with _named(key, number):
                 stores.append(_tokens(inform, mixture, encoder, cache_dir))
+                report(inform.label, stores[-1].tally)
         return stores
 
     parts: list[Part] = []
@@ -203,23 +208,38 @@ def check_split(mixture: Mixture, split: str) -> None:
         )
 
 
-def file_cache(mixture: Mixture, cache_dir: str) -> str | None:
-    """Return the folder for copies of remote files, or None where none are kept."""
+def file_cache(mixture: Mixture, cache_dir: str) -> FileCache:
+    """Return how remote files are read, and where copies of them are kept."""
     keep = mixture.cache_remote_files and not mixture.pack_on_the_fly
-    return os.path.join(cache_dir, "files") if keep else None
+    return FileCache(
+        os.path.join(cache_dir, "files") if keep else None,
+        mixture.cloud_max_retries,
+        mixture.cloud_retry_delay,
+        mixture.cache_expiry_seconds,
+    )
 
 
-def read_documents(inform: Inform, folder: str | None, schema: Schema) -> Iterator[Example]:
+def read_documents(inform: Inform, files: FileCache, schema: Schema) -> Iterator[Example]:
     """Yield the documents of an inform; it is an error if there are none."""
-    return _counted(transforms.documents(inform, open_source(inform, folder), schema), inform)
+    return _counted(Documents(inform, open_source(inform, files), schema))
 
 
 def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) -> Tokens:
     source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
-    stream = _counted(transforms.documents(inform, source, schema), inform)
+    documents = Documents(inform, source, schema)
     if mixture.pack_on_the_fly:
-        return LazyTokens(list(stream), encoder, label)
+        documents.check_first_row()
+        tokens = LazyTokens(
+            ReadAgain(documents),
+            encoder,
+            label,
+            documents.tally,
+            skip=inform.on_error == "skip",
+        )
+        if not len(tokens.hashes):
+            raise _no_documents(documents)
+        return tokens
     key = {
         "version": VERSION,
         "documents": transforms.fingerprint(inform, source, schema),
@@ -227,32 +247,49 @@ def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) 
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / name
+    remove_abandoned(folder.parent)
     if (folder / "meta.json").exists():
         try:
             return TokenStore(folder)
         except DataError as error:
             log.warning("tokenizing %s again: %s", label, error)
+    documents.check_first_row()
+    skip = documents.tally if inform.on_error == "skip" else None
     return write_store(
         folder,
-        _with_progress(encoder.encode_all(stream, label), label),
+        _with_progress(encoder.encode_all(_counted(documents), label, skip), label),
         vocab_size=encoder.vocab_size,
         encoder=encoder.fingerprint,
         about={"inform": label, "key": key},
         columns=len(schema.columns),
+        tally=documents.tally,
     )
 
 
-def _counted(stream: Iterable[Example], inform: Inform) -> Iterator[Example]:
+def _counted(documents: Documents) -> Iterator[Example]:
     """Pass documents on; it is an error if there are none."""
     count = 0
-    for document in stream:
+    for document in documents:
         count += 1
         yield document
     if not count:
-        raise DataError(
-            f"inform {inform.label!r} has no documents: there are no rows, or each is empty or "
-            "was dropped by format_callback or preprocessing_fn"
-        )
+        raise _no_documents(documents)
+
+
+def report(label: str, tally: Tally) -> None:
+    """Say what was left out of an inform, and why."""
+    if tally.dropped:
+        asked = all(reason.startswith("dropped by") for reason in tally.dropped)
+        level = logging.INFO if asked else logging.WARNING
+        log.log(level, "inform %s: of %d rows left out: %s", label, tally.rows, tally)
+
+
+def _no_documents(documents: Documents) -> DataError:
+    reason = str(documents.tally) if documents.tally.rows else "there are no rows"
+    return DataError(
+        f"inform {documents.inform.label!r} has no documents: {reason}; a row becomes a document "
+        "unless it is empty or was dropped by format_callback or preprocessing_fn"
+    )
 
 
 def _with_progress(batches: Iterable[Encoded], label: str) -> Iterator[Encoded]:

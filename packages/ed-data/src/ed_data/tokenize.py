@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,12 @@ class Encoded(NamedTuple):
     masks: list[NDArray[np.uint8]] | None
     digests: list[int]
     contents: list[int] | None = None
+
+
+class Skipped(Protocol):
+    """Counts what is left out: `ed_data.transforms.Tally`."""
+
+    def drop(self, reason: str, where: str) -> None: ...
 
 
 class _Item(NamedTuple):
@@ -135,19 +141,29 @@ class Encoder:
             options.append(asdict(self.schema))
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
 
-    def encode_all(self, documents: Iterable[Example], label: str) -> Iterator[Encoded]:
-        """Encode documents batch by batch, in their order."""
+    def encode_all(
+        self, documents: Iterable[Example], label: str, skip: Skipped | None = None
+    ) -> Iterator[Encoded]:
+        """Encode documents batch by batch, in their order; see `encode`."""
         stream = iter(documents)
         while batch := list(islice(stream, self.batch_size)):
-            yield self.encode(batch, label)
+            yield self.encode(batch, label, skip)
 
-    def encode(self, documents: list[Example], label: str) -> Encoded:
+    def encode(self, documents: list[Example], label: str, skip: Skipped | None = None) -> Encoded:
         """Encode documents of the inform `label`.
+
+        Args:
+            documents: at least one.
+            label: for messages.
+            skip: counts the documents that cannot be encoded, which then have no tokens; None
+                raises their errors.
 
         Raises:
             DataError: there is no chat template, messages do not fit it, a text cannot be encoded,
                 or an id is out of range; the message names the row.
         """
+        if skip is not None:
+            return self._encode_what_can_be(documents, label, skip)
         columns = [
             [self._end(*sequence) for sequence in self._column(documents, column, label)]
             for column in self.schema.columns
@@ -159,6 +175,32 @@ class Encoder:
             [document.digest for document in documents],
             None if len(self.schema.fields) == 1 else [d.content_digest for d in documents],
         )
+
+    def _encode_what_can_be(self, documents: list[Example], label: str, skip: Skipped) -> Encoded:
+        try:
+            return self.encode(documents, label)
+        except DataError as error:
+            if len(documents) == 1:
+                skip.drop("skipped, because of an error", str(error))
+                (document,) = documents
+                empty = [np.empty(0, np.int64)] * len(self.schema.columns)
+                masks = [np.empty(0, np.uint8)] * len(self.schema.columns)
+                own = len(self.schema.fields) == 1
+                return Encoded(
+                    empty,
+                    masks if self.has_loss_mask else None,
+                    [document.digest],
+                    None if own else [document.content_digest],
+                )
+        half = len(documents) // 2
+        first, second = (
+            self._encode_what_can_be(part, label, skip)
+            for part in (documents[:half], documents[half:])
+        )
+        joined = (
+            None if a is None or b is None else [*a, *b] for a, b in zip(first, second, strict=True)
+        )
+        return Encoded(*joined)  # type: ignore[arg-type]
 
     def _column(self, documents: list[Example], column: Column, label: str) -> list[_Sequence]:
         name = "content_field" if column.field == self.schema.content else repr(column.field)
