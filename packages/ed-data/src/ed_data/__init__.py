@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ed_data.build import build_loader
     from ed_data.checks import check_names, idle_options
     from ed_data.config import Inform, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
-    from ed_data.loader import Loader, StreamLoader, build_loader
+    from ed_data.loader import Loader, StreamLoader
     from ed_data.packing import Packing, pack
     from ed_data.prepare import contents, default_cache_dir, texts
     from ed_data.save import remove_cache, save_mixture
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from ed_data.transforms import documents
 
 _OWNERS = {
+    "build": "build_loader",
     "checks": "check_names idle_options",
     "config": "Inform Mixture Saving Tokenization",
     "errors": "DataError",
-    "loader": "Loader StreamLoader build_loader",
+    "loader": "Loader StreamLoader",
     "packing": "Packing pack",
     "prepare": "contents default_cache_dir texts",
     "save": "remove_cache save_mixture",

@@ -99,9 +99,12 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         idle("prefetch_workers is 0", "prefetch_buffer_size")
     elif mixture.prefetch_buffer_size == 0:
         idle("prefetch_buffer_size is 0", "prefetch_workers")
-    if mixture.pack_on_the_fly:
+    if mixture.streaming:
+        idle("streaming writes nothing to disk", "cache_dir", "cache_remote_files")
+        idle("streaming packs on the fly", "pack_on_the_fly")
+    elif mixture.pack_on_the_fly:
         idle("pack_on_the_fly writes nothing to disk", "cache_dir", "cache_remote_files")
-    if mixture.pack_on_the_fly or not mixture.cache_remote_files:
+    if mixture.streaming or mixture.pack_on_the_fly or not mixture.cache_remote_files:
         idle("no remote file is copied", "cache_expiry_seconds")
 
     reason = "nothing is saved" if mixture.save is None else "packed rows are saved, not documents"

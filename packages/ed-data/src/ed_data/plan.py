@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ed_data.cache import new_file
+from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.mixture import DocumentOrder, IntArray, permutation
 from ed_data.packing import Packing, pack, split_pieces
@@ -84,7 +84,14 @@ class IndexedOrder(Protocol):
 
 
 class StreamedOrder(Protocol):
-    """An order that is read from the front: lengths need not be known ahead."""
+    """An order that is read from the front: lengths need not be known ahead.
+
+    Attributes:
+        stats: figures of what has been read, as JSON values.
+    """
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
 
     def __next__(self) -> Rows:
         """Return the rows of the next batch."""
@@ -96,6 +103,10 @@ class StreamedOrder(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever goes on beside the reading."""
         ...
 
 
@@ -321,6 +332,7 @@ class RowPlan:
             return kept.reshape(-1, 3).tolist()
         first = epoch * self.windows_per_epoch
         index = [self._measure(first + place) for place in range(self.windows_per_epoch)]
+        remove_abandoned(self._folder)
         try:
             with new_file(path) as part:
                 np.array(index, np.int64).tofile(part)

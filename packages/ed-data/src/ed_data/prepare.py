@@ -52,7 +52,7 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
     def tokens(key: str, informs: Sequence[Inform]) -> list[Tokens]:
         stores = []
         for number, inform in enumerate(informs):
-            with _named(key, number):
+            with named(key, number):
                 stores.append(_tokens(inform, mixture, encoder, cache_dir))
                 report(inform.label, stores[-1].tally)
         return stores
@@ -81,7 +81,7 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
 
 
 @contextmanager
-def _named(*path: str | int) -> Iterator[None]:
+def named(*path: str | int) -> Iterator[None]:
     """Complete the key of an error: the keys of an inform know nothing of the mixture around it."""
     try:
         yield
@@ -176,7 +176,7 @@ def _documents(
     folder = file_cache(mixture, cache_dir or mixture.cache_dir or default_cache_dir())
 
     def read(key: str, number: int) -> Iterator[Example]:
-        with _named(key, number):
+        with named(key, number):
             yield from read_documents(getattr(mixture, key)[number], folder, schema)
 
     informs = range(len(mixture.informs))
@@ -210,7 +210,7 @@ def check_split(mixture: Mixture, split: str) -> None:
 
 def file_cache(mixture: Mixture, cache_dir: str) -> FileCache:
     """Return how remote files are read, and where copies of them are kept."""
-    keep = mixture.cache_remote_files and not mixture.pack_on_the_fly
+    keep = mixture.cache_remote_files and not (mixture.pack_on_the_fly or mixture.streaming)
     return FileCache(
         os.path.join(cache_dir, "files") if keep else None,
         mixture.cloud_max_retries,

@@ -126,6 +126,17 @@ class Documents:
                 example = None
             yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.after))
 
+    def outline(self) -> dict[str, object]:
+        """What the documents depend on, as far as it can be told without reading them.
+
+        Of files, their names and sizes: a copy on another machine is the same data.
+
+        Raises:
+            DataError: a function cannot be hashed.
+        """
+        about = getattr(self.source, "outline", None) or self.source.fingerprint
+        return {"source": about, **_facts(self.inform, self.schema)}
+
     def check_first_row(self) -> None:
         """Look whether the first row is of another kind of data than the schema.
 
@@ -214,14 +225,8 @@ def documents(
     return iter(Documents(inform, source, schema))
 
 
-def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
-    """Everything that the documents of an inform depend on, as JSON values.
-
-    Raises:
-        DataError: a function cannot be hashed, so that its results could not be cached safely.
-    """
+def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     facts: dict[str, object] = {
-        "source": source.fingerprint,
         "content_field": inform.content_field,
         "num_rows": inform.num_rows,
         "format_fields": inform.format_fields,
@@ -231,6 +236,15 @@ def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[s
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
     return facts if schema == TEXT else {**facts, "schema": asdict(schema)}
+
+
+def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
+    """Everything that the documents of an inform depend on, as JSON values.
+
+    Raises:
+        DataError: a function cannot be hashed, so that its results could not be cached safely.
+    """
+    return {"source": source.fingerprint, **_facts(inform, schema)}
 
 
 def function(inform: Inform, key: str) -> Callable[..., Any] | None:

@@ -23,7 +23,7 @@ from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader
+    from ed_data.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer, TrainerOutput
@@ -265,11 +265,11 @@ class eLargeModel:
         """The model on its devices."""
         return self.part("model")
 
-    def build_dataset(self) -> Loader:
+    def build_dataset(self) -> Loader | StreamLoader:
         """The loader of training batches."""
         return self.part("loaders")[0]
 
-    def build_eval_dataset(self) -> Loader | None:
+    def build_eval_dataset(self) -> Loader | StreamLoader | None:
         """The loader of held-out batches, or None where nothing is held out."""
         return self.part("loaders")[1]
 

@@ -50,6 +50,10 @@ class FileSource:
             file for pattern in inform.files for file in resolve_files(pattern, inform.label)
         ]
         self.shards = [file.size for file in self.files]
+        #: Names and sizes: equal for a copy elsewhere.
+        self.outline = [
+            [os.path.basename(file.path), file.size or file.identity] for file in self.files
+        ]
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
             digest.update(f"{file.address}\0{file.identity}\0".encode())
