@@ -92,6 +92,7 @@ def build_loader(
         seq_length=length,
         pad_id=pad if isinstance(pad, int) else encoder.eos,
         columns=tuple(column.name for column in schema.columns),
+        values=schema.values,
         width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
         attention_mask=mixture.tokenization.return_attention_mask,
     )
@@ -247,7 +248,7 @@ def _seq_length(mixture: Mixture, wanted: int | None) -> int:
 
 def _document_limit(mixture: Mixture, seq_length: int, schema: Schema) -> int | None:
     """Where documents are cut; None splits them over rows instead."""
-    options, whole = mixture.tokenization, len(schema.columns) > 1
+    options, whole = mixture.tokenization, len(schema.columns) > 1 or bool(schema.values)
     if whole and options.truncation is False:
         raise DataError(
             f"documents of {len(schema.columns)} columns are never split over rows: leave out "

@@ -27,8 +27,8 @@ from ed_data.transforms import Documents, Placed, Tally
 KEPT = 2**25
 _NEAR = 64  # rows to read over rather than to look for the place of the next one
 
-#: Tokens and loss mask of each column of a document.
-_Columns = list[tuple[NDArray[np.int32], NDArray[Any]]]
+#: Tokens, loss mask and values of each column of a document.
+_Columns = list[tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]]
 
 
 class Numbered(Protocol):
@@ -52,6 +52,11 @@ class ReadAgain:
         self._again = Documents(documents.inform, documents.source, documents.schema)
         self._places = array("q")
         self._open: tuple[int, int, Iterator[Placed]] | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """What became of the rows."""
+        return self._first.tally
 
     def __iter__(self) -> Iterator[Example]:
         self._places = array("q")
@@ -132,20 +137,31 @@ class LazyTokens:
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `store.Tokens.gather`."""
-        with self._lock:
-            columns = {n: self._kept[n] for n in set(documents.tolist()) if n in self._kept}
-            missing = [n for n in dict.fromkeys(documents.tolist()) if n not in columns]
-            columns.update(self._encode(missing))
-        pieces: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        for n, start, count in zip(
-            documents.tolist(), starts.tolist(), counts.tolist(), strict=True
-        ):
-            tokens, mask = columns[n][column]
-            pieces.append((tokens[start : start + count], mask[start : start + count]))
-        tokens = np.concatenate([tokens for tokens, _ in pieces])
+        tokens = self._pieces(documents, starts, counts, column, 0)
         if not self._encoder.has_loss_mask:
             return tokens, None
-        return tokens, np.concatenate([mask for _, mask in pieces]).astype(bool)
+        return tokens, self._pieces(documents, starts, counts, column, 1).astype(bool)
+
+    def values(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
+    ) -> NDArray[np.float32]:
+        """See `store.Tokens.values`."""
+        return self._pieces(documents, starts, counts, column, 2)
+
+    def _pieces(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int, which: int
+    ) -> NDArray[Any]:
+        """Pieces of the tokens (0), masks (1) or values (2) of documents, joined."""
+        numbers = documents.tolist()
+        with self._lock:
+            columns = {n: self._kept[n] for n in set(numbers) if n in self._kept}
+            columns.update(self._encode(n for n in set(numbers) if n not in columns))
+        return np.concatenate(
+            [
+                columns[n][column][which][start : start + count]
+                for n, start, count in zip(numbers, starts.tolist(), counts.tolist(), strict=True)
+            ]
+        )
 
     def _encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, _Columns]]:
         wanted = sorted({int(n) for n in numbers})
@@ -158,18 +174,19 @@ class LazyTokens:
                 skip = self.tally if fresh else Tally()
             documents = [self._documents[n] for n in batch]
             encoded = self._encoder.encode(documents, self._label, skip)
-            # Without a mask the tokens stand in for one that nobody reads.
+            # Tokens stand in for masks and values that nobody reads.
             tokens = [ids.astype(np.int32) for ids in encoded.tokens]
-            pairs: _Columns = list(zip(tokens, encoded.masks or tokens, strict=True))
+            masks, values = encoded.masks or tokens, encoded.values or tokens
+            pairs: _Columns = list(zip(tokens, masks, values, strict=True))
             for i, n in enumerate(batch):
                 columns = pairs[i * self.columns : (i + 1) * self.columns]
-                self._lengths[n] = [len(ids) for ids, _ in columns]
+                self._lengths[n] = [len(ids) for ids, *_ in columns]
                 self._keep(n, columns)
                 yield n, columns
 
     def _keep(self, number: int, columns: _Columns) -> None:
         self._kept[number] = columns
-        self._size += sum(len(ids) for ids, _ in columns)
+        self._size += sum(len(ids) for ids, *_ in columns)
         while self._size > KEPT and len(self._kept) > 1:
             _, old = self._kept.popitem(last=False)
-            self._size -= sum(len(ids) for ids, _ in old)
+            self._size -= sum(len(ids) for ids, *_ in old)

@@ -101,7 +101,7 @@ class Loader:
         Raises:
             DataError: the state is of other data or options; the message says which.
         """
-        _check_state(state, self.fingerprint, self._details)
+        check_state(state, self.fingerprint, self._details)
         self._step = int(state["step"])
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class StreamLoader:
         Raises:
             DataError: the state is of other data or options; the message says which.
         """
-        _check_state(state, self.fingerprint, self._details)
+        check_state(state, self.fingerprint, self._details)
         self._order.load_state_dict(state["order"])
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ def hash_of(details: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]) -> None:
+def check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]) -> None:
     """Refuse the state of other data, and say what changed since it was saved."""
     if state.get("fingerprint") == fingerprint:
         return

@@ -11,10 +11,11 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.lazy import LazyTokens, ReadAgain
+from ed_data.mixture import IntArray
 from ed_data.schema import TEXT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
@@ -32,6 +34,7 @@ from ed_data.store import VERSION, Part, Tokens, TokenStore, write_store
 from ed_data.tokenize import Encoded, Encoder
 from ed_data.transforms import Documents, Tally
 
+T = TypeVar("T")
 log = logging.getLogger("ed_data")
 
 
@@ -47,26 +50,46 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
     Raises:
         DataError: a source is missing or empty, or the split is.
     """
+
+    def tokens(key: str, number: int) -> tuple[Part, NDArray[np.uint64], NDArray[np.uint64]]:
+        inform = getattr(mixture, key)[number]
+        with named(key, number):
+            store = _tokens(inform, mixture, encoder, cache_dir)
+            report(inform.label, store.tally)
+        return Part(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
+
+    members = split_members(mixture, split, tokens)
+    return _distinct([replace(part, members=chosen) for part, _, chosen in members])
+
+
+def split_members(
+    mixture: Mixture,
+    split: str,
+    read: Callable[[str, int], tuple[T, NDArray[np.uint64], NDArray[np.uint64]]],
+) -> list[tuple[T, NDArray[np.uint64], IntArray]]:
+    """Choose the documents of a split.
+
+    Args:
+        mixture: says what is held out.
+        split: `"train"` or `"eval"`.
+        read: from `("informs", 0)` to anything, the digests of its documents, and those of their
+            contents.
+
+    Returns:
+        For each inform with documents in the split: the thing, the digests, and the numbers of the
+        documents.
+    """
     check_split(mixture, split)
-
-    def tokens(key: str, informs: Sequence[Inform]) -> list[Tokens]:
-        stores = []
-        for number, inform in enumerate(informs):
-            with named(key, number):
-                stores.append(_tokens(inform, mixture, encoder, cache_dir))
-                report(inform.label, stores[-1].tally)
-        return stores
-
-    parts: list[Part] = []
+    chosen: list[tuple[T, NDArray[np.uint64], IntArray]] = []
     if split == "train" or mixture.eval_fraction is not None:
-        stores = tokens("informs", mixture.informs)
-        masks = [np.zeros(len(store.hashes), bool) for store in stores]
+        found = [read("informs", number) for number in range(len(mixture.informs))]
+        masks = [np.zeros(len(hashes), bool) for _, _, hashes in found]
         if mixture.eval_fraction is not None:
-            masks = held_out([store.hashes for store in stores], mixture.eval_fraction)
-        for inform, store, mask in zip(mixture.informs, stores, masks, strict=True):
+            masks = held_out([hashes for _, _, hashes in found], mixture.eval_fraction)
+        for inform, (thing, digests, _), mask in zip(mixture.informs, found, masks, strict=True):
             members = np.flatnonzero(mask if split == "eval" else ~mask)
             if len(members):
-                parts.append(Part(inform.label, store, members))
+                chosen.append((thing, digests, members))
             elif split == "train" and mixture.mixture_weights is not None:
                 raise DataError(
                     f"inform {inform.label!r} has a weight, and all of its documents are held out "
@@ -74,10 +97,10 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
                     ("eval_fraction",),
                 )
     if split == "eval":
-        stores = tokens("eval_informs", mixture.eval_informs)
-        for inform, store in zip(mixture.eval_informs, stores, strict=True):
-            parts.append(Part(inform.label, store, np.arange(len(store.hashes))))
-    return _distinct(parts)
+        for number in range(len(mixture.eval_informs)):
+            thing, digests, hashes = read("eval_informs", number)
+            chosen.append((thing, digests, np.arange(len(hashes))))
+    return chosen
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 A store on disk is a folder of `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32), all
 sequences joined, document after document and column after column; `offsets.bin` (int64), where each
-sequence begins; `hashes.bin` (uint64); and `loss_mask.bin` (uint8) where there is one. It is filled
-under another name and renamed when complete, so a reader never sees half of one, and of two
-processes that fill the same store one wins.
+sequence begins; `hashes.bin` (uint64); and `loss_mask.bin` (uint8) and `values.bin` (float32) where
+there are such. It is filled under another name and renamed when complete, so a reader never sees
+half of one, and of two processes that fill the same store one wins.
 
 The arrays have no header: `numpy.load` parses one with `ast.literal_eval`, which fails now and then
 in the threads of Python 3.11 ("AST constructor recursion depth mismatch").
@@ -58,6 +58,12 @@ class Tokens(Protocol):
         """Return the tokens of pieces of documents, joined, and their loss mask if there is one."""
         ...
 
+    def values(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
+    ) -> NDArray[np.float32]:
+        """Return the values [tokens, values] of pieces of documents, joined."""
+        ...
+
     @property
     def digest(self) -> str:
         """A hash of the contents: equal where every batch would be."""
@@ -95,6 +101,11 @@ class TokenStore:
             self._tokens = _map(self.folder / "tokens.bin", np.dtype(meta["dtype"]))
             mask = self.folder / "loss_mask.bin"
             self._mask = _map(mask, np.dtype(np.uint8)) if meta["loss_mask"] else None
+            width = int(meta.get("values", 0))
+            values = self.folder / "values.bin"
+            self._values = np.empty((0, 0), np.float32)
+            if width:
+                self._values = _map(values, np.dtype(np.float32)).reshape(-1, width)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self.folder}: not a complete token store: {error}") from error
         self.columns = int(meta.get("columns", 1))
@@ -121,11 +132,22 @@ class TokenStore:
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `Tokens.gather`."""
         first = self._offsets[documents * self.columns + column] + starts
-        # Position j of piece i is at first[i] + j.
-        before = np.cumsum(counts) - counts
-        index = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+        index = joined(first, counts)
         tokens = self._tokens[index].astype(np.int32)
         return tokens, None if self._mask is None else self._mask[index].astype(bool)
+
+    def values(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
+    ) -> NDArray[np.float32]:
+        """See `Tokens.values`."""
+        first = self._offsets[documents * self.columns + column] + starts
+        return self._values[joined(first, counts)]
+
+
+def joined(first: IntArray, counts: IntArray) -> IntArray:
+    """Return `first[i], first[i] + 1, …` (`counts[i]` of them) of each piece i, joined."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
 
 
 def write_store(
@@ -181,8 +203,12 @@ def _fill(
 ) -> None:
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     lengths, digests, contents = [np.empty(0, np.int64)], [_NONE], [_NONE]
-    masked = False
-    with open(folder / "tokens.bin", "wb") as ids, open(folder / "loss_mask.bin", "wb") as masks:
+    masked, width = False, 0
+    with (
+        open(folder / "tokens.bin", "wb") as ids,
+        open(folder / "loss_mask.bin", "wb") as masks,
+        open(folder / "values.bin", "wb") as numbers,
+    ):
         for batch in batches:
             if not batch.tokens:
                 continue
@@ -190,12 +216,18 @@ def _fill(
             if batch.masks is not None:
                 masked = True
                 masks.write(np.concatenate(batch.masks).astype(np.uint8).tobytes())
+            if batch.values is not None:
+                values = np.concatenate(batch.values)
+                width = values.shape[1]
+                numbers.write(values.astype(np.float32).tobytes())
             lengths.append(np.fromiter(map(len, batch.tokens), np.int64, len(batch.tokens)))
             digests.append(np.array(batch.digests, np.uint64))
             own = batch.contents is not None
             contents.append(np.array(batch.contents, np.uint64) if own else digests[-1])
     if not masked:
         (folder / "loss_mask.bin").unlink()
+    if not width:
+        (folder / "values.bin").unlink()
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
     offsets.tofile(folder / "offsets.bin")
     np.concatenate(contents).tofile(folder / "hashes.bin")
@@ -204,6 +236,7 @@ def _fill(
         "version": VERSION,
         "dtype": dtype.name,
         "loss_mask": masked,
+        "values": width,
         "documents": len(documents),
         "tokens": int(offsets[-1]),
         "digest": digest_of(documents, encoder),

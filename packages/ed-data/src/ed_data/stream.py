@@ -20,7 +20,7 @@ from ed_data.mixture import IntArray, permutation
 from ed_data.packing import pack
 from ed_data.plan import RowOptions, Rows, Window, has_labels, no_labels, one_per_row
 from ed_data.reading import Drawn, MixedDocuments
-from ed_data.store import digest_of
+from ed_data.store import digest_of, joined
 from ed_data.tokenize import Encoder
 from ed_data.transforms import Tally
 
@@ -39,6 +39,7 @@ class WindowTokens:
         tokens: one array for each column of each document, document after document.
         masks: 1 where a token has loss, likewise; None where each has.
         columns: sequences of each document.
+        values: of each token, likewise.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class WindowTokens:
         tokens: list[NDArray[np.int32]],
         masks: list[NDArray[np.uint8]] | None,
         columns: int,
+        values: list[NDArray[np.float32]] | None = None,
     ) -> None:
         self.columns = columns
+        self._values = np.empty((0, 0), np.float32) if not values else np.concatenate(values)
         self.hashes = np.empty(0, np.uint64)
         self.digest = digest_of(self.hashes, "stream")
         self.tally = Tally()
@@ -68,9 +71,16 @@ class WindowTokens:
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `store.Tokens.gather`."""
         first = self._offsets[documents * self.columns + column] + starts
-        before = np.cumsum(counts) - counts
-        index = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+        index = joined(first, counts)
         return self._tokens[index], None if self._mask is None else self._mask[index].astype(bool)
+
+    def values(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
+    ) -> NDArray[np.float32]:
+        """See `store.Tokens.values`."""
+        return self._values[
+            joined(self._offsets[documents * self.columns + column] + starts, counts)
+        ]
 
 
 @dataclass(frozen=True)
@@ -220,7 +230,8 @@ class StreamPlan:
     def _make(self) -> StreamWindow:
         begins, number = self._documents.state_dict(), self._number
         ids: list[NDArray[np.int32]] = []
-        masks: list[NDArray[np.uint8]] = []
+        masks: list[NDArray[Any]] = []
+        values: list[NDArray[Any]] = []
         drawn = [0] * len(self._documents.passes)
         read = size = 0
         ends_epoch = False
@@ -234,12 +245,16 @@ class StreamPlan:
                 batch.append(document)
                 drawn[document.inform] += 1
             read += len(batch)
-            for tokens, mask in self._encode(batch):
+            for tokens, mask, value in self._encode(batch):
                 ids.append(tokens)
                 masks.append(mask)
+                values.append(value)
                 size += len(tokens)
         tokens = WindowTokens(
-            ids, masks if self._encoder.has_loss_mask else None, len(self._encoder.schema.columns)
+            ids,
+            masks if self._encoder.has_loss_mask else None,
+            len(self._encoder.schema.columns),
+            values if self._encoder.schema.values else None,
         )
         window = self._pack(tokens, read, number)
         if number == 0 and self._encoder.has_loss_mask and not has_labels([tokens], window):
@@ -247,8 +262,10 @@ class StreamPlan:
         self._number += 1
         return StreamWindow(number, begins, tokens, window, ends_epoch, drawn)
 
-    def _encode(self, batch: list[Drawn]) -> Sequence[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
-        """The columns of each document, in the order of the batch."""
+    def _encode(
+        self, batch: list[Drawn]
+    ) -> Sequence[tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]]:
+        """Tokens, masks and values of the columns of each document, in the order of the batch."""
         columns = len(self._encoder.schema.columns)
         result: list[Any] = [None] * (len(batch) * columns)
         for number, each in enumerate(self._documents.passes):
@@ -258,7 +275,9 @@ class StreamPlan:
             tally = each.documents.tally if each.documents.inform.on_error == "skip" else None
             encoded = self._encoder.encode([batch[i].example for i in at], each.label, tally)
             tokens = [ids.astype(np.int32) for ids in encoded.tokens]
-            pairs = list(zip(tokens, encoded.masks or tokens, strict=True))
+            # Tokens stand in for masks and values that nobody reads.
+            masks, values = encoded.masks or tokens, encoded.values or tokens
+            pairs = list(zip(tokens, masks, values, strict=True))
             for place, i in enumerate(at):
                 own = pairs[place * columns : (place + 1) * columns]
                 result[i * columns : (i + 1) * columns] = own

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ed_data.errors import DataError, did_you_mean, listing
@@ -90,10 +91,12 @@ class Documents:
         self._names = {name: name for name in schema.fields}
         if "content_field" in inform.model_fields_set:
             self._names[schema.content] = inform.content_field
+        self._steps = {column.field for column in schema.columns if column.steps}
         self._keys = {schema.content: "content_field"}
         self._columns = None
         if self._callback is None and not inform.format_fields:
             wanted = [*self._names.values(), *inform.additional_fields]
+            wanted += [value.field for value in schema.values]
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -200,7 +203,8 @@ class Documents:
             if self._prepare is not None and value is not None:
                 value = _call(self._prepare, value, "preprocessing_fn", where)
                 reason = "dropped by preprocessing_fn" if value is None else reason
-            content = _checked(value, from_field, where, name == self.schema.content)
+            check = _checked_steps if name in self._steps else _checked
+            content = check(value, from_field, where, name == self.schema.content)
             if content is None and name in self.schema.learned:
                 self.tally.drop(reason, record.place)
                 return None
@@ -208,7 +212,30 @@ class Documents:
         extra = {
             n: _take(row, n, "additional_fields", where) for n in self.inform.additional_fields
         }
-        return Example(fields, extra, record.place)
+        return Example(fields, extra, record.place, self._values(row, fields, where))
+
+    def _values(
+        self, row: Row, fields: dict[str, Content], where: str
+    ) -> tuple[float | tuple[float, ...], ...]:
+        columns = {column.name: column for column in self.schema.columns}
+        result: list[float | tuple[float, ...]] = []
+        for value in self.schema.values:
+            if value.default is not None and row.get(value.field) is None:
+                result.append(value.default)
+                continue
+            found = _take(row, value.field, "format_fields", where)
+            column = columns[value.column]
+            if not column.steps:
+                result.append(_number(found, value.field, where))
+                continue
+            steps = fields[column.field]
+            if not isinstance(found, list | tuple) or len(found) != len(steps):
+                raise DataError(
+                    f"{where}: {value.field!r} has one number for each of the {len(steps)} steps "
+                    f"of {column.field!r}, not {found!r}; correct the row"
+                )
+            result.append(tuple(_number(item, value.field, where) for item in found))
+        return tuple(result)
 
 
 def documents(
@@ -235,7 +262,7 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     }
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
-    return facts if schema == TEXT else {**facts, "schema": asdict(schema)}
+    return facts if schema == TEXT else {**facts, "schema": schema.as_json()}
 
 
 def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
@@ -329,6 +356,28 @@ def _checked(value: Any, field: str, where: str, is_content: bool) -> Content | 
     raise DataError(
         f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
     )
+
+
+def _checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
+    if value is not None and not (
+        isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
+    ):
+        raise DataError(
+            f"{where}: {field!r} is a list of texts, the steps of an answer, not {value!r}; "
+            "correct the row, or drop it in format_callback"
+        )
+    for text in value or ():
+        _check_text(text, field, where, is_content)
+    return list(value) if value else None
+
+
+def _number(value: Any, field: str, where: str) -> float:
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise DataError(
+            f"{where}: {field!r} is a number, true or false, not {value!r}; correct the row, or "
+            "drop it in format_callback"
+        )
+    return float(value)
 
 
 def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
