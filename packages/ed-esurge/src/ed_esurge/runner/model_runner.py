@@ -20,6 +20,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.core.plan import PlanRow, StepPlan
+from ed_esurge.core.request import RequestError
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.hidden import pool, score
@@ -72,6 +73,7 @@ class ModelRunner:
         self._graphdef, state = nnx.split(cast(nnx.Module, model))
         leaves, self._treedef = jax.tree.flatten(state)
         self._leaves: list[jax.Array] | None = leaves
+        self._finite: bool | None = None  # not known before somebody asks
         self._like = abstract(leaves)
         # The model without its arrays, so that weights that are replaced are freed.
         self.model = self._merged(self._like)
@@ -135,22 +137,32 @@ class ModelRunner:
 
         Raises:
             EasyDeLError: there are no weights to run with.
+            RequestError: one sequence cannot be prepared; nothing was computed, and all of the
+                plan's sequences must start anew.
         """
         leaves, slots = self._present_leaves(), self._slots
-        for new in plan.started:
-            slots.start(new)
-        adjusted = []
+        adjusted, lines = [], []
         scored = pooled = False
-        for row in plan.rows:
-            slots.grow(row)
-            scored |= row.scores
-            pooled |= row.pools
-            adjustment = slots.adjustment(row.slot) if row.samples else None
-            if adjustment is not None:
-                adjusted.append((adjustment, row.samples))
-                line = adjustment.update()
-                if line is not None:
-                    self._state = self._function(PUT)(self._state, *line)
+        name = ""
+        try:
+            for new in plan.started:
+                name = new.request_id
+                slots.start(new)
+            for row in plan.rows:
+                name = row.request_id
+                slots.grow(row)
+                scored |= row.scores
+                pooled |= row.pools
+                adjustment = slots.adjustment(row.slot) if row.samples else None
+                if adjustment is not None:
+                    adjusted.append((adjustment, row.samples))
+                    line = adjustment.update()
+                    if line is not None:
+                        lines.append(line)
+        except Exception as error:
+            raise RequestError(name) from error
+        for line in lines:
+            self._state = self._function(PUT)(self._state, *line)
         shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
         buffer = self._builder.build(plan, shape)
         packed, hidden, self._cache, self._state = self._function(shape)(
@@ -226,6 +238,14 @@ class ModelRunner:
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
         self._leaves = [place(*pair) for pair in zip(self._like, leaves, strict=True)]
+        self._finite = None
+
+    def weights_are_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; computed once for the weights that are served."""
+        if self._finite is None:
+            floats = [x for x in self._present_leaves() if jnp.issubdtype(x.dtype, jnp.inexact)]
+            self._finite = all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
+        return self._finite
 
     def drop_weights(self) -> None:
         """Let go of the weights."""

@@ -102,8 +102,14 @@ class Slots:
         for group, pages in row.pages.items():
             start = self._filled[group][row.slot]
             self._filled[group][row.slot] = stop = start + len(pages)
-            # A page behind the window has no number; nobody will read it.
-            self.page_table[group][row.slot, start:stop] = np.maximum(pages, 0)
+            table = self.page_table[group][row.slot]
+            if not start:
+                # Attention reads more pages than count, and masks them, which does not remove NaN:
+                # what stands in for a page (behind the window, too) is one of the sequence's own.
+                own = max(0, *pages)
+                table[:] = own
+                pages = [own if page < 0 else page for page in pages]
+            table[start:stop] = pages
         adjustment = self._adjusted[row.slot]
         if adjustment is not None:
             adjustment.grow(row)
