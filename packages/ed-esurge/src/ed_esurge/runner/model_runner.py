@@ -20,7 +20,6 @@ from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.core.plan import PlanRow, StepPlan
-from ed_esurge.core.request import RequestError
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.hidden import pool, score
@@ -141,34 +140,18 @@ class ModelRunner:
                 plan's sequences must start anew.
         """
         leaves, slots = self._present_leaves(), self._slots
-        adjusted, lines = [], []
-        scored = pooled = False
-        name = ""
-        try:
-            for new in plan.started:
-                name = new.request_id
-                slots.start(new)
-            for row in plan.rows:
-                name = row.request_id
-                slots.grow(row)
-                scored |= row.scores
-                pooled |= row.pools
-                adjustment = slots.adjustment(row.slot) if row.samples else None
-                if adjustment is not None:
-                    adjusted.append((adjustment, row.samples))
-                    line = adjustment.update()
-                    if line is not None:
-                        lines.append(line)
-        except Exception as error:
-            raise RequestError(name) from error
-        for line in lines:
-            self._state = self._function(PUT)(self._state, *line)
+        adjusted = slots.take(plan)
+        for _, _, line in adjusted:
+            if line is not None:
+                self._state = self._function(PUT)(self._state, *line)
+        scored = True in [row.scores for row in plan.rows]
+        pooled = True in [row.pools for row in plan.rows]
         shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
         buffer = self._builder.build(plan, shape)
         packed, hidden, self._cache, self._state = self._function(shape)(
             leaves, self._cache, self._state, buffer
         )
-        for adjustment, count in adjusted:
+        for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
         scores = vectors = None
         if scored:
