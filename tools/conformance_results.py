@@ -5,7 +5,8 @@
     uv run python -m tools.conformance_results --missing        those whose results are incomplete
     uv run python -m tools.conformance_results --checks parity cache
 
-The file is written after each family, so a run that is interrupted goes on with `--missing`.
+The file is written after each row, so a run that is interrupted goes on with `--missing`, and
+several runs may share the families between them.
 `tools.model_table` makes the table of docs/models.md of it.
 """
 
@@ -54,7 +55,9 @@ def write(results: Results) -> None:
     for family, rows in sorted(results.items()):
         lines = [f"  {_json(row)}: {_json(of)}" for row, of in sorted(rows.items())]
         families.append(f" {_json(family)}: {{\n" + ",\n".join(lines) + "\n }")
-    PATH.write_text("{\n" + ",\n".join(families) + "\n}\n", encoding="utf-8")
+    partial = PATH.with_name(f"{PATH.name}.{os.getpid()}")
+    partial.write_text("{\n" + ",\n".join(families) + "\n}\n", encoding="utf-8")
+    partial.replace(PATH)
 
 
 def _json(value: object) -> str:
@@ -106,26 +109,27 @@ def main() -> int:
     import jax
     from ed_models.conformance import subjects
 
-    results, failed = read(), 0
+    failed = 0
     rows = subjects(*given.families)
     unknown = set(given.checks or ()) - set(checks())
     if unknown:
         parser.error(f"unknown checks {sorted(unknown)} (known: {', '.join(checks())})")
     if not given.families:  # what is no longer there is forgotten
         there = {(s.model_type, s.row) for s in rows}
-        results = {
+        kept = {
             family: {row: value for row, value in of.items() if (family, row) in there}
-            for family, of in results.items()
-            if any(family == model_type for model_type, _ in there)
+            for family, of in read().items()
         }
+        write({family: of for family, of in kept.items() if of})
     for subject in rows:
-        if given.missing and is_complete(results, subject):
+        if given.missing and is_complete(read(), subject):
             continue
         names = [n for n in applicable(subject) if n in (given.checks or applicable(subject))]
         found = run(subject, names)
         failed += sum(isinstance(value, str) for value in found.values())
-        kept = results.setdefault(subject.model_type, {}).get(subject.row, {})
-        results[subject.model_type][subject.row] = {**kept, **found}
+        results = read()  # another run may have written meanwhile
+        of_row = results.setdefault(subject.model_type, {}).setdefault(subject.row, {})
+        of_row |= found
         write(results)
         jax.clear_caches()
     return 1 if failed else 0

@@ -128,6 +128,16 @@ class TestShards:
         with pytest.raises(CheckpointError, match="names files outside its folder"):
             load(copy)
 
+    def test_giants(self, copy):
+        for name, why in (
+            ("model.safetensors.index.json", "that is no index"),
+            ("tokenizer.json", "that is no tokenizer"),
+        ):
+            with (copy / name).open("wb") as stream:
+                stream.truncate(2**28 + 1)
+            with pytest.raises(CheckpointError, match=why):
+                load(copy)
+
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": "ab"}'])
     def test_a_broken_index(self, copy, text):
         (copy / "model.safetensors.index.json").write_text(text)
@@ -170,6 +180,12 @@ class TestConfigurations:
         edit(copy / "config.json", hidden_act="silly")
         with pytest.raises(ConfigError, match="'silly'; did you mean 'silu'"):
             load(copy)
+
+    def test_a_class_of_another_type(self, copy):
+        # Mistral has the same tensors, and a window that Llama's class would pass over.
+        edit(copy / "config.json", model_type="mistral")
+        with pytest.raises(CheckpointError, match="of type 'mistral', and LlamaForCausalLM is of"):
+            LlamaForCausalLM.from_pretrained(copy, **ONE)
 
     @pytest.mark.parametrize("name", ["qwen33", "lamma"])
     def test_unknown_type_says_what_to_do(self, copy, name):
@@ -422,6 +438,8 @@ class TestWhere:
         assert "deep/inner/*.bin" in options["ignore_patterns"]
         for file in (tmp_path / "snapshot/deep/inner").glob("*.safetensors"):
             file.unlink()
+        (tmp_path / "snapshot/deep/inner/modules.json").write_text("[]")
         with pytest.raises(CheckpointError):
             load("org/name", subfolder="deep/inner", allow_pickle=True)
-        assert asked[-1][1]["allow_patterns"] == ["deep/inner/pytorch_model*.bin"]
+        patterns = [options["allow_patterns"] for _, options in asked[-2:]]
+        assert patterns == [["deep/inner/*_Pooling/config.json"], ["deep/inner/pytorch_model*.bin"]]

@@ -19,6 +19,7 @@ from ed_models.pooling import MODULES_NAME
 
 logger = get_logger(__name__)
 _MAX_CONFIG = 2**24  # bytes
+_MAX_TOKENIZER = 2**28  # bytes
 #: Fields that count something, where a configuration has them.
 _COUNTS = (
     "vocab_size",
@@ -123,6 +124,8 @@ def check_tokenizer(directory: Path, vocab_size: int | None) -> None:
     path = directory / "tokenizer.json"
     if vocab_size is None or not path.is_file():
         return
+    if path.stat().st_size > _MAX_TOKENIZER:
+        raise CheckpointError(f"{path} is larger than {_MAX_TOKENIZER} bytes; that is no tokenizer")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         vocab = content["model"].get("vocab") or ()

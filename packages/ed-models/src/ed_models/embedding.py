@@ -68,4 +68,5 @@ class Embedder(EasyDeLBaseModule):
     def write_settings(self, directory: Path) -> None:
         """Write how rows are pooled, beside the settings that every module has."""
         super().write_settings(directory)
-        self.pooling.write(directory, self.config.hidden_size)  # type: ignore[attr-defined]
+        body: Any = self
+        self.pooling.write(directory, body.embed_tokens.embedding.shape[-1])

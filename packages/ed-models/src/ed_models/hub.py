@@ -250,6 +250,13 @@ def _class_for(
     directory: Path,
 ) -> type[ModuleT]:
     if module_class is not None:
+        own = getattr(module_class, "model_type", None)
+        if own not in (None, config.model_type):
+            raise CheckpointError(
+                f"{directory} holds a model of type {config.model_type!r}, and "
+                f"{module_class.__name__} is of type {own!r}; AutoEasyDeLModelForCausalLM and the "
+                "other classes like it take the class that fits"
+            )
         return module_class
     task = canonical_task(task)
     task = task_of(directory) if task == TaskType.AUTO_BIND else task

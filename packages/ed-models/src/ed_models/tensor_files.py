@@ -287,6 +287,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises:
         CheckpointError: the index is damaged, names a file elsewhere, or one that is not there.
     """
+    if index.stat().st_size > _MAX_HEADER:
+        raise CheckpointError(f"{index} is larger than {_MAX_HEADER} bytes; that is no index")
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         names = sorted(set(weight_map.values()))
