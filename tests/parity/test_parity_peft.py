@@ -140,3 +140,16 @@ def test_an_adapter_for_another_model(tmp_path: Path) -> None:
         save_adapter(subject_of("llama").model, tmp_path)
     with pytest.raises(ConfigError, match="matches no"):
         apply_lora(subject_of("llama").model, LoraSpec(targets="qproj"))
+
+
+def test_a_model_with_adapters_saves_them(tmp_path: Path) -> None:
+    model = trained(subject_of("llama").model, LoraSpec(rank=2))
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    with pytest.raises(ConfigError, match="merge them first"):
+        model.to_torch()
+    with pytest.raises(ConfigError, match="float32"):
+        model.save_pretrained(tmp_path, dtype="bfloat16")

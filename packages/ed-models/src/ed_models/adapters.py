@@ -6,7 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from ed_infra.errors import ConfigError
@@ -90,14 +90,14 @@ def remove_lora(model: M) -> M:
     return _every(model, lambda layer, _key: layer.base())
 
 
-def has_lora(model: nnx.Module) -> bool:
+def has_lora(model: object) -> bool:
     """Whether a layer of the model has an adapter."""
     return next(lora_layers(model), None) is not None
 
 
-def lora_layers(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], LoRALinear | LoRAEmbed]]:
+def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], LoRALinear | LoRAEmbed]]:
     """Storage paths and layers that have an adapter."""
-    for path, node in nnx.iter_modules(model):
+    for path, node in nnx.iter_modules(cast(nnx.Module, model)):
         if isinstance(node, LoRALinear | LoRAEmbed):
             yield path, node
 
