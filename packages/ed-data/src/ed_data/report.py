@@ -18,9 +18,10 @@ from ed_data.config import Mixture
 from ed_data.loader import Loader
 from ed_data.near import near_duplicates
 from ed_data.prepare import default_cache_dir, prepare
+from ed_data.pretrained import load_tokenizer
 from ed_data.schema import TEXT, Schema
 from ed_data.store import Part
-from ed_data.tokenize import Encoder, load_tokenizer
+from ed_data.tokenize import Encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 STREAMED_ROWS = 10_000
 _BAR = 40  # characters of the longest bar
 _SHOWN = 600  # tokens of a sample
-_SOURCE = "inform|rows|documents|tokens|an epoch|share|weight|left out|duplicates|nearly"
+_SOURCE: str = "inform|rows|documents|tokens|an epoch|share|weight|left out|duplicates|nearly"
 _LOSS, _NO_LOSS, _PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[0m"
 
 
