@@ -135,7 +135,7 @@ def show(session: Session, options: NoOptions) -> None:
 
 def dump_config(session: Session, options: NoOptions) -> None:
     """Print the configuration."""
-    print(session.elm.config.to_yaml(), end="")
+    print(session.elm.config.to_yaml(secrets=False), end="")
 
 
 def to_json(session: Session, options: WriteOptions) -> None:
