@@ -53,10 +53,15 @@ def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, s
         again.close()
 
 
+# Other tests of the process may have started jax, which has threads; the child uses none of it.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
+
+
 def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
     """Do the work in a process that is killed, by kill -9, when it calls a function."""
     process = os.fork()
     if process == 0:
+        signal.alarm(60)  # a lock that another thread held would be waited for in vain
         function, calls = getattr(owner, name), []
 
         def kill(*args, **options):

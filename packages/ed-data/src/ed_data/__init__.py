@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ed_data.packing import Packing, pack
     from ed_data.prepare import contents, default_cache_dir, texts
     from ed_data.prompts import PromptLoader, build_prompts
+    from ed_data.report import Report, data_report
     from ed_data.save import remove_cache, save_mixture
     from ed_data.schema import Column, Example, Schema, Value
     from ed_data.sources import read_rows
@@ -31,6 +32,7 @@ _OWNERS = {
     "packing": "Packing pack",
     "prepare": "contents default_cache_dir texts",
     "prompts": "PromptLoader build_prompts",
+    "report": "Report data_report",
     "save": "remove_cache save_mixture",
     "schema": "Column Example Schema Value",
     "sources": "read_rows",
@@ -48,6 +50,7 @@ __all__ = [
     "Mixture",
     "Packing",
     "PromptLoader",
+    "Report",
     "Saving",
     "Schema",
     "StreamLoader",
@@ -57,6 +60,7 @@ __all__ = [
     "build_prompts",
     "check_names",
     "contents",
+    "data_report",
     "default_cache_dir",
     "documents",
     "idle_options",

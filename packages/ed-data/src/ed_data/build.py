@@ -14,12 +14,13 @@ from ed_data.loader import Loader, StreamLoader, hash_of
 from ed_data.mixture import DocumentOrder, Shares
 from ed_data.plan import WINDOW, RowOptions, RowPlan
 from ed_data.prepare import check_split, default_cache_dir, file_cache, named, prepare
+from ed_data.pretrained import load_tokenizer
 from ed_data.reading import SHARDS, MixedDocuments, Passes, in_split
 from ed_data.save import save_mixture
 from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
 from ed_data.stream import StreamPlan
-from ed_data.tokenize import Encoder, load_tokenizer
+from ed_data.tokenize import Encoder
 from ed_data.transforms import Documents
 
 if TYPE_CHECKING:

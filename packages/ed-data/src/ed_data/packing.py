@@ -23,7 +23,7 @@ from ed_data.errors import DataError, did_you_mean
 
 IntArray = NDArray[np.int64]
 _ALIKE = 18  # pieces of each length, on average, from which on they are placed together
-_ENTRY = 2**40 - 1
+_ENTRY = 2**40 - 1  # the part of an entry that is not its room
 _OPEN = 256  # rows that first-fit looks at before it forgets the full ones
 
 

@@ -19,10 +19,11 @@ from ed_data.lazy import ReadAgain
 from ed_data.loader import check_state, hash_of
 from ed_data.mixture import DocumentOrder
 from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
+from ed_data.pretrained import load_tokenizer
 from ed_data.schema import Column, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.store import digest_of
-from ed_data.tokenize import Encoder, load_tokenizer
+from ed_data.tokenize import Encoder
 from ed_data.transforms import Documents
 
 if TYPE_CHECKING:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.config import Mixture, Tokenization
+from ed_data.config import Tokenization
 from ed_data.errors import DataError
-from ed_data.schema import NO_VALUE, TEXT, Column, Content, Example, Message, Schema
+from ed_data.kinds import Item, kind_of, of_one_kind, with_blame
+from ed_data.pretrained import chat_template, plain_backend, tokenizer_fingerprint
+from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -49,13 +48,6 @@ class Skipped(Protocol):
     """Counts what is left out: `ed_data.transforms.Tally`."""
 
     def drop(self, reason: str, where: str) -> None: ...
-
-
-class _Item(NamedTuple):
-    """One field of one document, and where it comes from."""
-
-    content: Content
-    where: str
 
 
 #: Ids, and the loss mask where something has already decided on one.
@@ -112,7 +104,7 @@ class Encoder:
                 f"{len(tokenizer) - 1}",
                 ("pack_eos_token_id",),
             )
-        if options.assistant_only_loss and not _GENERATION.search(_template(tokenizer)):
+        if options.assistant_only_loss and not _GENERATION.search(chat_template(tokenizer)):
             raise DataError(
                 "assistant_only_loss needs a chat template that marks the answers with "
                 "{% generation %} … {% endgeneration %}; this tokenizer's template does not",
@@ -210,7 +202,7 @@ class Encoder:
         Raises:
             DataError: as `encode`.
         """
-        items = [_Item(d.content, f"inform {label!r}, {d.place}, prompt") for d in documents]
+        items = [Item(d.content, f"inform {label!r}, {d.place}, prompt") for d in documents]
         sequences = self._tokens(items, begins_answer=True)
         return [ids[:-1] if ids[-1:] == [self.eos] else list(ids) for ids, _ in sequences]
 
@@ -248,7 +240,7 @@ class Encoder:
         """The sequences of a column, without their ends; and where the steps of each end."""
         name = "content_field" if column.field == self.schema.content else repr(column.field)
         items = [
-            _Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}") for d in documents
+            Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}") for d in documents
         ]
         if column.steps:
             return self._step_by_step(documents, items, column)
@@ -256,21 +248,23 @@ class Encoder:
             return [(*sequence, []) for sequence in self._tokens(items)]
         contexts, bodies = [], []
         for document, item in zip(documents, items, strict=True):
-            context, body = _of_one_kind(document.fields[column.context], item)
-            contexts.append(_Item(context, item.where))
-            bodies.append(_Item(body, item.where))
+            context, body = of_one_kind(document.fields[column.context], item.content, item.where)
+            contexts.append(Item(context, item.where))
+            bodies.append(Item(body, item.where))
         heads = self._tokens(contexts, begins_answer=True)
         # Messages are joined before the template sees them; texts and ids are joined as tokens.
         wholes = self._tokens(
             [
-                body._replace(content=[*context.content, *body.content]) if _is_chat(body) else body
+                body._replace(content=[*context.content, *body.content])
+                if kind_of(body.content) == "chat"
+                else body
                 for context, body in zip(contexts, bodies, strict=True)
             ],
             add_special_tokens=False,
         )
         result: list[tuple[list[int], list[int] | None, _Ends]] = []
         for body, (head, _), (tokens, mask) in zip(bodies, heads, wholes, strict=True):
-            if not _is_chat(body):
+            if kind_of(body.content) != "chat":
                 head = head[:-1] if head[-1:] == [self.eos] else head
                 tokens = [*head, *tokens]
             shared = takewhile(lambda pair: pair[0] == pair[1], zip(head, tokens, strict=False))
@@ -280,10 +274,10 @@ class Encoder:
         return result
 
     def _step_by_step(
-        self, documents: list[Example], items: list[_Item], column: Column
+        self, documents: list[Example], items: list[Item], column: Column
     ) -> list[tuple[list[int], list[int] | None, _Ends]]:
         """Context, and steps that are encoded each by itself, so that each ends with a token."""
-        texts = [_Item(f"{step}\n", item.where) for item in items for step in item.content]
+        texts = [Item(f"{step}\n", item.where) for item in items for step in item.content]
         steps = iter(self._tokens(texts, add_special_tokens=False))
         heads: list[_Sequence] = [([], None)] * len(items)
         if column.context is not None:
@@ -304,19 +298,19 @@ class Encoder:
 
     def _tokens(
         self,
-        items: list[_Item],
+        items: list[Item],
         *,
         add_special_tokens: bool | None = None,
         begins_answer: bool = False,
     ) -> list[_Sequence]:
         """Encode fields of any kind; `begins_answer` ends chats with the head of an answer."""
         special = self.add_special_tokens if add_special_tokens is None else add_special_tokens
-        encoders: dict[str, Callable[[list[_Item]], list[_Sequence]]] = {
+        encoders: dict[str, Callable[[list[Item]], list[_Sequence]]] = {
             "text": partial(self._texts, special=special),
             "chat": partial(self._chats, begins_answer=begins_answer),
             "ids": self._ids,
         }
-        kinds = [_kind(item.content) for item in items]
+        kinds = [kind_of(item.content) for item in items]
         result: list[_Sequence] = [([], None)] * len(items)
         for kind, encode in encoders.items():
             at = [i for i, other in enumerate(kinds) if other == kind]
@@ -324,9 +318,9 @@ class Encoder:
                 result[i] = sequence
         return result
 
-    def _texts(self, items: list[_Item], special: bool) -> list[_Sequence]:
+    def _texts(self, items: list[Item], special: bool) -> list[_Sequence]:
         def encode(texts: list[Any]) -> list[list[int]]:
-            backend = _plain_backend(self.tokenizer)
+            backend = plain_backend(self.tokenizer)
             if backend is not None:
                 encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
                 return [encoding.ids for encoding in encodings]
@@ -339,11 +333,11 @@ class Encoder:
                 verbose=False,
             )["input_ids"]
 
-        encoded = _with_blame(encode, items, "the tokenizer cannot encode the text")
+        encoded = with_blame(encode, items, "the tokenizer cannot encode the text")
         return [(ids, None) for ids in encoded]
 
-    def _chats(self, items: list[_Item], begins_answer: bool) -> list[_Sequence]:
-        if not _template(self.tokenizer):
+    def _chats(self, items: list[Item], begins_answer: bool) -> list[_Sequence]:
+        if not chat_template(self.tokenizer):
             raise DataError(
                 f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
             )
@@ -360,9 +354,9 @@ class Encoder:
             masks = output["assistant_masks"] if masked else [None] * len(chats)
             return list(zip(output["input_ids"], masks, strict=True))
 
-        return _with_blame(encode, items, "the chat template cannot show the messages")
+        return with_blame(encode, items, "the chat template cannot show the messages")
 
-    def _ids(self, items: list[_Item]) -> list[_Sequence]:
+    def _ids(self, items: list[Item]) -> list[_Sequence]:
         last = self.vocab_size - 1
         result: list[_Sequence] = []
         for content, where in items:
@@ -386,120 +380,3 @@ class Encoder:
             return ids, flags
         last = flags[-1:] if len(flags) else np.ones(1, np.uint8)
         return np.append(ids, self.eos), np.concatenate([flags, last])
-
-
-def load_tokenizer(
-    mixture: Mixture, tokenizer: PreTrainedTokenizerBase | None
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that the mixture names, else the other one.
-
-    Raises:
-        DataError: there is neither, or the named one cannot be loaded.
-    """
-    path = ("tokenization", "tokenizer")
-    name = mixture.tokenization.tokenizer
-    if name is None:
-        if tokenizer is None:
-            raise DataError("no tokenizer: pass one, or set mixture.tokenization.tokenizer", path)
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"tokenization.tokenizer: cannot load {name!r}: {error}", path) from error
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the way a tokenizer treats text; loading it from elsewhere does not change the hash."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        state = json.loads(backend.to_str())
-        # The last caller's settings: this package sets them at every call.
-        state.pop("truncation", None)
-        state.pop("padding", None)
-    else:
-        state = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    text = json.dumps([state, special, _template(tokenizer)], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The Rust tokenizer, where transformers adds nothing of its own to its work.
-
-    Calling it directly skips offsets and masks that nobody reads here: a third of the time. None
-    where a class has its own way of encoding, or there is no Rust tokenizer.
-    """
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    kind = type(tokenizer)
-    if (
-        not isinstance(tokenizer, PreTrainedTokenizerFast)
-        or kind.__call__ is not PreTrainedTokenizerBase.__call__
-        or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
-    ):
-        return None
-    backend = tokenizer.backend_tokenizer
-    # transformers sets these anew at each of its own calls.
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    return backend
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template or ""
-
-
-def _kind(content: Content) -> str:
-    if isinstance(content, str):
-        return "text"
-    return "chat" if content and isinstance(content[0], dict) else "ids"
-
-
-def _is_chat(item: _Item) -> bool:
-    return _kind(item.content) == "chat"
-
-
-def _of_one_kind(context: Content, body: _Item) -> tuple[Content, Content]:
-    """Context and body as two texts, two lists of messages, or two lists of ids."""
-    kinds = {_kind(context), _kind(body.content)}
-    if kinds == {"text", "chat"}:
-        return _messages(context, "user"), _messages(body.content, "assistant")
-    if not context:
-        return ("" if kinds == {"text"} else []), body.content
-    if len(kinds) > 1:
-        raise DataError(
-            f"{body.where}: the field and its context are {' and '.join(sorted(kinds))}; both are "
-            "text, chat messages or token ids"
-        )
-    return context, body.content
-
-
-def _messages(content: Content, role: str) -> list[Message]:
-    if isinstance(content, str):
-        return [{"role": role, "content": content}] if content else []
-    return content  # type: ignore[return-value]
-
-
-def _with_blame(
-    call: Callable[[list[Content]], list[T]], items: list[_Item], problem: str
-) -> list[T]:
-    """Call with all contents at once; where that fails, find the row that is to blame."""
-    try:
-        return call([item.content for item in items])
-    except Exception as error:  # whatever a template raises: jinja's own, and Python's
-        blamed, reason = items[0], error
-        for item in items:
-            try:
-                call([item.content])
-            except Exception as own:
-                blamed, reason = item, own
-                break
-        raise DataError(
-            f"{blamed.where}: {problem}: {reason}; correct the row, or drop it in format_callback"
-        ) from error

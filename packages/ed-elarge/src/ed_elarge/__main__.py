@@ -1,4 +1,4 @@
-"""The command line: `elarge FILE`.
+"""The command line: `elarge FILE`, and `elarge data FILE`.
 
 Exit codes: 0 done; 1 something failed that the input could not have shown; 2 the input is wrong
 (one message, no traceback unless `--verbose`); 130 interrupted.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +19,7 @@ from ed_infra.errors import EasyDeLError
 BAD_INPUT, INTERRUPTED = 2, 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -40,10 +43,34 @@ def elarge(
     raise typer.Exit(run_file(file or config or "", dry_run, verbose))
 
 
+@data_app.command()
+def data(
+    file: Annotated[str, typer.Argument(help="The run file (YAML or JSON).")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the page is written.")
+    ] = Path("data.html"),
+    near: Annotated[
+        bool, typer.Option("--near", help="Look for nearly equal documents too (MinHash).")
+    ] = False,
+    samples: Annotated[int, typer.Option(min=0, max=100, help="Rows that are shown.")] = 3,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show tracebacks of bad input.")
+    ] = False,
+) -> None:
+    """Tell what the mixture of FILE holds: rows, tokens, lengths, fill, duplicates, first rows."""
+    from ed_elarge.data_report import show
+
+    raise typer.Exit(_guarded(lambda: show(file, output, near, samples), verbose))
+
+
 def run_file(path: str, dry_run: bool = False, verbose: bool = False) -> int:
     """Do what a file says; a mistake of the input becomes a message and an exit code."""
+    return _guarded(lambda: _run(path, dry_run, verbose), verbose)
+
+
+def _guarded(work: Callable[[], int], verbose: bool) -> int:
     try:
-        return _run(path, dry_run, verbose)
+        return work()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -75,7 +102,12 @@ def _run(path: str, dry_run: bool, verbose: bool) -> int:
 
 
 def main() -> None:
-    """Entry point of `elarge` and of `python -m ed_elarge`."""
+    """Entry point of `elarge` and of `python -m ed_elarge`.
+
+    `elarge data FILE` is a command of its own; a run file that is called `data` is `elarge ./data`.
+    """
+    if sys.argv[1:2] == ["data"]:
+        data_app(sys.argv[2:], prog_name="elarge data")
     app(prog_name="elarge")
 
 

@@ -1,0 +1,51 @@
+"""Nearly equal documents, by MinHash over five tokens in a row (Broder 1997)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ed_data.store import Part
+
+SHINGLE = 5
+#: Two documents are nearly equal where at least this share of their shingles is the same.
+LIKE = 0.8
+_BANDS, _ROWS = 16, 4  # documents that agree in all rows of a band are compared
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def near_duplicates(part: Part, seed: int = 0) -> int:
+    """Count the documents of an inform that are nearly equal to an earlier one.
+
+    Their likeness is estimated from 64 hashes, so one that is just above or below `LIKE` may be
+    told wrongly. Documents shorter than a shingle are compared as a whole.
+    """
+    signatures = _signatures(part, seed)
+    found = np.zeros(len(signatures), bool)
+    for band in range(_BANDS):
+        rows = signatures[:, band * _ROWS : (band + 1) * _ROWS]
+        _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        leader = first[inverse.reshape(-1)]
+        later = np.flatnonzero(leader < np.arange(len(leader)))
+        like = (signatures[later] == signatures[leader[later]]).mean(axis=1)
+        found[later[like >= LIKE]] = True
+    return int(found.sum())
+
+
+def _signatures(part: Part, seed: int) -> NDArray[np.uint64]:
+    """[documents, hashes]: of each hash function, the least value over the shingles."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    factors = rng.integers(1, 2**63, _BANDS * _ROWS, np.uint64) * np.uint64(2) + np.uint64(1)
+    result = np.empty((len(part.members), len(factors)), np.uint64)
+    lengths = part.tokens.lengths(part.members, 0)
+    for i, (document, length) in enumerate(zip(part.members, lengths.tolist(), strict=True)):
+        ids, _ = part.tokens.gather(np.array([document]), np.zeros(1, np.int64), np.array([length]))
+        wide = min(SHINGLE, max(length, 1))
+        tokens = ids.astype(np.uint64)
+        shingles = np.zeros(max(length - wide + 1, 1), np.uint64)
+        for offset in range(min(wide, length)):
+            shingles = (shingles ^ tokens[offset : length - wide + 1 + offset]) * _MULTIPLIER
+            shingles ^= shingles >> np.uint64(29)
+        mixed = np.unique(shingles)[:, None] * factors
+        result[i] = (mixed ^ (mixed >> np.uint64(31))).min(axis=0)
+    return result

@@ -1,0 +1,306 @@
+"""What a mixture holds, before anything is trained on it: `data_report`, as text and as a page.
+
+Rows and what was left out of them, tokens, lengths, how full the rows are, what is cut, the
+realised shares of the informs, duplicates, and the first rows as the trainer sees them.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ed_data.build import build_loader
+from ed_data.config import Mixture
+from ed_data.loader import Loader
+from ed_data.near import near_duplicates
+from ed_data.prepare import default_cache_dir, prepare
+from ed_data.pretrained import load_tokenizer
+from ed_data.schema import TEXT, Schema
+from ed_data.store import Part
+from ed_data.tokenize import Encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Rows of each inform that are looked at where the mixture is streamed.
+STREAMED_ROWS = 10_000
+_BAR = 40  # characters of the longest bar
+_SHOWN = 600  # tokens of a sample
+_SOURCE: str = "inform|rows|documents|tokens|an epoch|share|weight|left out|duplicates|nearly"
+_LOSS, _NO_LOSS, _PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """One inform.
+
+    Attributes:
+        name: of the inform.
+        rows: rows that were read; 0 where an older cache does not know.
+        documents: documents of the split.
+        tokens: their tokens (of several columns, of the longest).
+        per_epoch: documents that an epoch draws.
+        share: of the documents of an epoch.
+        weight: the share that `mixture_weights` asks for; None without weights.
+        dropped: rows that were left out, by reason.
+        examples: the first row for each reason.
+        duplicates: documents whose content occurred before, in this inform or an earlier one.
+        near_duplicates: documents that are nearly equal to an earlier one of the inform; None where
+            nobody looked.
+    """
+
+    name: str
+    rows: int
+    documents: int
+    tokens: int
+    per_epoch: int
+    share: float
+    weight: float | None
+    dropped: dict[str, int]
+    examples: dict[str, str]
+    duplicates: int
+    near_duplicates: int | None
+
+
+#: Pieces of a row in order: a text, and whether it has loss.
+Sample = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures; `str` gives them for a terminal, `html` as a page.
+
+    Attributes:
+        sources: the informs.
+        stats: of the loader, as `RowPlan.stats`.
+        histogram: how many documents have at most so many tokens (and more than the bound before).
+        over_length: documents longer than a row.
+        learned: share of the tokens of the first batch that have loss.
+        samples: the first rows.
+    """
+
+    sources: list[SourceReport]
+    stats: dict[str, Any]
+    histogram: list[tuple[int, int]]
+    over_length: int
+    learned: float
+    samples: list[Sample]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, colour: bool = False) -> str:
+        """Return the report for a terminal; with colour, what has loss is green."""
+        lines = []
+        for title, rows in self._tables():
+            lines += [title, *_columns(rows), ""]
+        top = max((count for _, count in self.histogram), default=0)
+        lines.append("length of the documents, in tokens")
+        for bound, count in self.histogram:
+            bar = "█" * round(_BAR * count / max(top, 1))
+            lines.append(f"  ≤ {bound:>7,} {bar:<{_BAR}} {count:,}")
+        for number, sample in enumerate(self.samples):
+            lines += ["", f"row {number}, as the trainer sees it" + self._legend(colour)]
+            lines.append("".join(_marked(text, loss, colour) for text, loss in sample))
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Return a page that needs nothing else."""
+        parts = [_HEAD]
+        for title, rows in self._tables():
+            head, *body = rows
+            parts.append(f"<h2>{html.escape(title)}</h2><table><tr>")
+            parts += [f"<th>{html.escape(cell)}</th>" for cell in head]
+            for row in body:
+                cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+                parts.append(f"</tr><tr>{cells}")
+            parts.append("</tr></table>")
+        top = max((count for _, count in self.histogram), default=0) or 1
+        parts.append("<h2>length of the documents, in tokens</h2><table>")
+        for bound, count in self.histogram:
+            bar = f'<div class="bar" style="width:{100 * count / top:.1f}%"></div>'
+            parts.append(f'<tr><td>≤ {bound:,}</td><td class="wide">{bar}</td><td>{count:,}</td>')
+        parts.append("</table>")
+        for number, sample in enumerate(self.samples):
+            parts.append(f"<h2>row {number}, as the trainer sees it</h2><pre>")
+            for text, loss in sample:
+                kind = "loss" if loss else "rest"
+                parts.append(f'<span class="{kind}">{html.escape(text)}</span>')
+            parts.append("</pre>")
+        return "\n".join(parts)
+
+    def _tables(self) -> list[tuple[str, list[list[str]]]]:
+        stats = self.stats
+        whole = [
+            ["documents", "tokens", "rows", "fill", "steps an epoch", "longer than a row", "cut"],
+            [
+                f"{stats['documents']:,}",
+                f"{stats['tokens']:,}",
+                f"{stats['rows']:,}",
+                f"{stats['fill']:.2%}",
+                f"{stats['steps_per_epoch']:,}",
+                f"{self.over_length:,}",
+                f"{stats['tokens_cut']:,} tokens",
+            ],
+        ]
+        sources: list[list[str]] = [_SOURCE.split("|")]
+        dropped: list[list[str]] = [["inform", "rows", "why", "the first"]]
+        for s in self.sources:
+            weight = "–" if s.weight is None else f"{s.weight:.2%}"
+            near = "–" if s.near_duplicates is None else f"{s.near_duplicates:,}"
+            counts = [f"{n:,}" for n in (s.rows, s.documents, s.tokens, s.per_epoch)]
+            left_out = f"{sum(s.dropped.values()):,}"
+            shares = [f"{s.share:.2%}", weight]
+            sources.append([s.name, *counts, *shares, left_out, f"{s.duplicates:,}", near])
+            dropped += [[s.name, f"{n:,}", why, s.examples[why]] for why, n in s.dropped.items()]
+        tables = [("an epoch", whole), ("informs", sources)]
+        return tables if len(dropped) == 1 else [*tables, ("rows that were left out", dropped)]
+
+    def _legend(self, colour: bool) -> str:
+        share = f"{self.learned:.1%} of the tokens of the first batch have loss"
+        return f" (green has loss; {share})" if colour else f" (⟦…⟧ has no loss; {share})"
+
+
+def data_report(
+    mixture: Mixture,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
+    seed: int | None = None,
+    cache_dir: str | None = None,
+    schema: Schema = TEXT,
+    near: bool = False,
+    samples: int = 3,
+) -> Report:
+    """Read a mixture as training would, and tell what it holds.
+
+    The tokens go into the cache that training reads. Of a streamed mixture, the first
+    `STREAMED_ROWS` rows of each inform are looked at, and nothing is written.
+
+    Args:
+        mixture: the training data.
+        tokenizer: as of `build_loader`; so are `batch_size`, `seq_length`, `seed`, `cache_dir` and
+            `schema`.
+        near: look for nearly equal documents too (MinHash), which takes a while.
+        samples: rows that are shown.
+
+    Raises:
+        DataError: as `build_loader`.
+    """
+    mixture = mixture.replace(save=None, prefetch_workers=0)
+    if mixture.streaming:
+        informs = [
+            inform.replace(num_rows=min(inform.num_rows or STREAMED_ROWS, STREAMED_ROWS))
+            for inform in mixture.informs
+        ]
+        mixture = mixture.replace(informs=informs, streaming=False, pack_on_the_fly=True)
+    loader = build_loader(
+        mixture,
+        tokenizer,
+        batch_size=batch_size,
+        seq_length=seq_length,
+        seed=seed,
+        cache_dir=cache_dir,
+        schema=schema,
+    )
+    assert isinstance(loader, Loader)
+    tokenizer = load_tokenizer(mixture, tokenizer)
+    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    folder = mixture.cache_dir or cache_dir or default_cache_dir()
+    parts = prepare(mixture, encoder, "train", folder)
+    lengths = [part.tokens.lengths(part.members) for part in parts]
+    everything = np.concatenate(lengths)
+    prefix = f"{schema.columns[0].name}_" if schema.columns[0].name else ""
+    batch = loader.batch_at(0)
+    used = batch[f"{prefix}segment_ids"] > 0
+    has_loss = batch[f"{prefix}labels"] >= 0
+    return Report(
+        _sources(mixture, parts, lengths, loader.stats, near),
+        loader.stats,
+        _histogram(everything),
+        int((everything > loader.seq_length).sum()),
+        float(has_loss.sum() / max(used.sum(), 1)),
+        [
+            _sample(tokenizer, ids[there], loss[there])
+            for ids, there, loss in zip(
+                batch[f"{prefix}input_ids"][:samples], used, has_loss, strict=False
+            )
+        ],
+    )
+
+
+def _sources(
+    mixture: Mixture,
+    parts: list[Part],
+    lengths: list[np.ndarray],
+    stats: dict[str, Any],
+    near: bool,
+) -> list[SourceReport]:
+    drawn = {name: source["per_epoch"] for name, source in stats["sources"].items()}
+    weights = mixture.mixture_weights
+    seen, result = np.empty(0, np.uint64), []
+    for part, own in zip(parts, lengths, strict=True):
+        hashes = part.tokens.hashes[part.members]
+        new = np.setdiff1d(hashes, seen)
+        seen = np.union1d(seen, hashes)
+        tally = part.tokens.tally
+        result.append(
+            SourceReport(
+                part.label,
+                tally.rows,
+                len(part.members),
+                int(own.sum()),
+                drawn[part.label],
+                drawn[part.label] / max(sum(drawn.values()), 1),
+                None if weights is None else weights[part.label] / sum(weights.values()),
+                dict(tally.dropped),
+                tally.examples,
+                len(hashes) - len(new),
+                near_duplicates(part) if near else None,
+            )
+        )
+    return result
+
+
+def _histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Documents by length, in bins that double."""
+    top = max(int(lengths.max(initial=1)) - 1, 0).bit_length()
+    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts = np.bincount(bins, minlength=top + 1)
+    first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
+    return [(2**i, int(counts[i])) for i in range(first, top + 1)]
+
+
+def _sample(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, loss: np.ndarray) -> Sample:
+    ids, loss = ids[:_SHOWN], loss[:_SHOWN]
+    cuts = [0, *(np.flatnonzero(np.diff(loss.astype(int))) + 1).tolist(), len(ids)]
+    pairs = [(a, b) for a, b in itertools.pairwise(cuts) if b > a]
+    return [(str(tokenizer.decode(ids[a:b].tolist())), bool(loss[a])) for a, b in pairs]
+
+
+def _marked(text: str, loss: bool, colour: bool) -> str:
+    if colour:
+        return f"{_LOSS if loss else _NO_LOSS}{text}{_PLAIN}"
+    return text if loss else f"⟦{text}⟧"
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+_HEAD = """<!doctype html><meta charset="utf-8"><title>data</title><style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse}
+td,th{padding:.2rem .8rem;text-align:left;border-bottom:1px solid #ddd}
+.wide{width:30rem}.bar{background:#4a7;height:1rem}.loss{background:#cfc}.rest{color:#777}
+pre{white-space:pre-wrap;background:#f7f7f7;padding:1rem}</style><h1>data</h1>"""

@@ -1,0 +1,45 @@
+"""`elarge data FILE`: what the mixture of a run file holds, before anything is trained on it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ed_data import data_report
+from ed_infra.errors import ConfigError
+
+from ed_elarge import nodes
+from ed_elarge.model import eLargeModel
+from ed_elarge.normalize import normalize
+
+
+def show(path: str, output: Path, near: bool, samples: int) -> int:
+    """Print the report, and write it as a page.
+
+    Raises:
+        InputError: the file is wrong.
+        DataError: the data is.
+        ConfigError: the page cannot be written.
+    """
+    run = normalize(nodes.read(path), require_actions=False)
+    if run.mixture is None:
+        raise run.missing("mixture")
+    with run.blame("mixture"):
+        found = data_report(
+            run.mixture,
+            eLargeModel.from_run(run).build_tokenizer(),
+            batch_size=run.batch_size,
+            seq_length=run.sequence_length[0],
+            seed=run.mixture.seed or 0,
+            near=near,
+            samples=samples,
+        )
+    print(found.text(colour=sys.stdout.isatty()))
+    try:
+        output.write_text(found.html(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {str(output)!r} cannot be written: {error.strerror}"
+        ) from error
+    print(f"\nwrote {output}")
+    return 0
