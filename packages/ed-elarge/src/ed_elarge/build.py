@@ -21,7 +21,7 @@ from ed_elarge.sections import ModelSection, TrainedTokenizer
 from ed_elarge.table import SECTIONS
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader
+    from ed_data.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
     from ed_models.heads import CausalLM
@@ -190,7 +190,7 @@ def look_ahead(run: RunConfig) -> None:
         raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
 
 
-def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
+def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoader | None]:
     """The training batches and, where the mixture holds texts out, those of evaluation."""
     from ed_data import build_loader
 

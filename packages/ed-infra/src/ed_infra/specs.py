@@ -151,30 +151,40 @@ class AttnMaskDetail:
 
 @dataclasses.dataclass(frozen=True)
 class LoraSpec:
-    """Low-rank adapters: `y = x W + (alpha / rank) dropout(x) A B` (Hu et al., 2021).
+    """Low-rank adapters: `y = x W + scale * dropout(x) A B` (Hu et al., 2021).
 
     Attributes:
         rank: inner dimension r of A [in, r] and B [r, out].
-        alpha: numerator of the scale; None = `rank`, a scale of 1.
+        alpha: numerator of the scale; None = `rank`.
         dropout: probability that an input of A is zeroed in training.
-        targets: regular expression over canonical names; None = every linear layer but the head.
+        targets: regular expression over canonical names of layers, or several; None = every linear
+            layer but the head.
+        rslora: the scale is `alpha / sqrt(rank)`, not `alpha / rank` (Kalajdzievski 2023).
+        dora: the length of each column of `W + A B` is learned (Liu et al. 2024).
     """
 
     rank: int = 16
     alpha: float | None = None
     dropout: float = 0.0
-    targets: str | None = None
+    targets: str | tuple[str, ...] | None = None
+    rslora: bool = False
+    dora: bool = False
 
     def __post_init__(self) -> None:
         if not _is_count(self.rank):
             raise ConfigError(f"LoRA rank must be at least 1, got {self.rank!r}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"LoRA dropout must be in [0, 1), got {self.dropout}")
+        if self.alpha is not None and not 0.0 < self.alpha < float("inf"):
+            raise ConfigError(f"LoRA alpha must be a number above 0, got {self.alpha}")
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
 
     @property
     def scale(self) -> float:
         """Factor of the low-rank product."""
-        return (self.rank if self.alpha is None else self.alpha) / self.rank
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def from_mapping(

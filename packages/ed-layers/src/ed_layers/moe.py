@@ -5,6 +5,7 @@ Legend: b batch, s sequence, d hidden, e experts, k experts of a token, g groups
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,12 +17,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.context import Ctx
 from ed_layers.experts import Experts
-from ed_layers.mlp import GatedMLP
+from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.updated import Updated
 
 #: Metrics that layers report for the loss of `balance`; vectors [e], no figures of a log.
 LOAD, PROBABILITY = "router_load", "router_probability"
+#: Metric: which part of the visits of tokens to experts was over the experts' capacity.
+DROPPED = "router_dropped"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,12 @@ class Router(nnx.Module):
     - `losses["router_z"]`: mean square of `logsumexp(logits)` (Zoph et al. 2022), times
       `router_z_loss_coef` of the configuration;
     - for `balance`: how many tokens chose each expert, and the sum of its probabilities;
-    - `updates`: tokens of each expert, for the selection bias.
+    - `updates`: tokens of each expert, for the selection bias;
+    - with `expert_capacity_factor`, `metrics["router_dropped"]`: the share of visits beyond it.
+
+    With `expert_capacity_factor` of the configuration, in training, an expert takes
+    `ceil(factor * s * k / e)` tokens of a row, the first ones that choose it (Lepikhin et al. 2020,
+    whose groups are rows here: so the result depends on no other row, and on no mesh).
 
     Args:
         parts: says initialisation and dtype of the parameters.
@@ -55,9 +63,9 @@ class Router(nnx.Module):
         bias: whether the logits have a bias.
         selection_bias: whether scores get a bias for the choice alone, which training moves towards
             equal loads without a gradient (`router_bias_rate` of the configuration).
-        groups: g; experts are chosen from the best `groups_chosen` of g groups. The score of a
-            group is the sum of its two best ones.
+        groups: g; experts are chosen from the best `groups_chosen` of g groups.
         groups_chosen: how many.
+        group_score: the score of a group is the sum of its so many best ones.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class Router(nnx.Module):
         selection_bias: bool = False,
         groups: int = 1,
         groups_chosen: int = 1,
+        group_score: int = 2,
     ):
         config = parts.config
         shape = (config.hidden_size, experts)
@@ -85,8 +94,9 @@ class Router(nnx.Module):
             zeros = jnp.zeros((experts,), jnp.float32)
             self.e_score_correction_bias = Updated(zeros, axes=(None,), rule=rule)
         self.per_token, self.score, self.normalize, self.scale = per_token, score, normalize, scale
-        self.groups, self.groups_chosen = groups, groups_chosen
+        self.groups, self.groups_chosen, self.group_score = groups, groups_chosen, group_score
         self.z_loss: float = config.router_z_loss_coef
+        self.capacity_factor: float | None = config.expert_capacity_factor
         self.balanced = getattr(config, "output_router_logits", False)
 
     def __call__(
@@ -104,6 +114,8 @@ class Router(nnx.Module):
         if ctx.mode == "train":
             counted = jnp.ones(x.shape[:2], bool) if real is None else real
             report = self.report(logits, chosen, counted)
+            if self.capacity_factor is not None:
+                chosen, report.metrics[DROPPED] = self.admitted(chosen, counted, logits.shape[-1])
         if real is not None:
             chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
         return chosen, weights, report
@@ -139,10 +151,24 @@ class Router(nnx.Module):
         if self.groups == 1:
             return scores
         grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
-        of_group = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        of_group = jnp.sum(jax.lax.top_k(grouped, self.group_score)[0], axis=-1)
         best = jax.lax.top_k(of_group, self.groups_chosen)[1]
         kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
         return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def admitted(
+        self, chosen: Int[Array, "b s k"], real: Bool[Array, "b s"], experts: int
+    ) -> tuple[Int[Array, "b s k"], Metric]:
+        """The choices within the capacity of the experts, e for others; and the share of those."""
+        assert self.capacity_factor is not None
+        share = chosen.shape[1] * self.per_token / experts
+        visits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.int32), axis=2)
+        before = jnp.cumsum(visits * real[..., None], axis=1)
+        place = jnp.take_along_axis(before, chosen, axis=-1)
+        dropped = (place > math.ceil(self.capacity_factor * share)) & real[..., None]
+        count = jnp.sum(real, dtype=jnp.float32) * self.per_token
+        metric = Metric(jnp.sum(dropped, dtype=jnp.float32), count)
+        return jnp.where(dropped, experts, chosen), metric
 
     def report(
         self, logits: Float[Array, "b s e"], chosen: Int[Array, "b s k"], real: Bool[Array, "b s"]
@@ -189,7 +215,7 @@ class SparseMLP(nnx.Module):
         *,
         gate: Router,
         experts: Experts,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | MLP | None = None,
         shared_gate: bool = False,
         scale_inputs: bool = False,
     ):

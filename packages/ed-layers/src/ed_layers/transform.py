@@ -23,11 +23,17 @@ M = TypeVar("M", bound=nnx.Module)
 
 #: `(module, key) -> module`: builds what takes a sub-module's place; the key is for new parameters.
 Replace = Callable[[nnx.Module, jax.Array], nnx.Module]
+#: A class of modules, or several.
+Kinds = type | tuple[type, ...]
 Path = tuple[str | int, ...]
 
 
 def transform(
-    model: M, rules: Rules[Replace], *, key: jax.Array | None = None, of: type = nnx.Module
+    model: M,
+    rules: Rules[Replace],
+    *,
+    key: jax.Array | None = None,
+    of: Kinds = nnx.Module,
 ) -> M:
     """Return a copy of a model in which the sub-modules that rules match are replaced.
 
@@ -35,7 +41,7 @@ def transform(
         model: any module; arrays that stay are shared with the copy.
         rules: canonical name of a module (`model.layers.3.self_attn.q_proj`) -> replacement.
         key: of new random parameters; each module gets `fold_in(key, crc of its name)`.
-        of: only modules of this class are matched (`Linear`).
+        of: only modules of this class, or of one of these, are matched (`Linear`).
 
     Raises:
         ConfigError: a rule matches no module of the class.
@@ -55,7 +61,7 @@ def transform(
     return model
 
 
-def _modules(model: nnx.Module, of: type) -> Iterator[tuple[Path, nnx.Module]]:
+def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[Path, nnx.Module]]:
     """Modules of a class with their storage paths; what lies inside a match is left out."""
     matched: list[Path] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
@@ -73,7 +79,7 @@ def _stacks(model: nnx.Module) -> Iterator[tuple[Path, Stack]]:
             yield paths.normalize(path), node
 
 
-def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: type) -> bool:
+def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> bool:
     """Whether some run of a stack would get different replacements in its layers."""
     for inner, _ in _modules(stack, of):
         names = paths.canonical((*path, *inner))
@@ -82,7 +88,7 @@ def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: typ
     return False
 
 
-def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: type) -> None:
+def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> None:
     """Cut the runs of a stack anew, so that the layers of each get the same replacements."""
     kinds: list[object] = []
     for layer in range(stack.num_layers):

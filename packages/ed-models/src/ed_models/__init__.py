@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ed_models.generation import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.generation import GenerateOutput as GenerateOutput
     from ed_models.module import EasyDeLBaseModule as EasyDeLBaseModule
-    from ed_models.sampling import TokenChoice as TokenChoice
+    from ed_models.token_choice import TokenChoice as TokenChoice
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -32,6 +32,6 @@ __getattr__, __dir__, __all__ = attach(
         "EasyDeLBaseModule": "ed_models.module",
         "EasyGenerationMixin": "ed_models.generation",
         "GenerateOutput": "ed_models.generation",
-        "TokenChoice": "ed_models.sampling",
+        "TokenChoice": "ed_models.token_choice",
     },
 )

@@ -18,6 +18,8 @@ from ed_infra.errors import ConfigError
 from jax.typing import DTypeLike
 
 from ed_models import generation_options, hub
+from ed_models.adapters import has_lora
+from ed_models.peft import save_adapter
 from ed_models.pieces import Shape
 from ed_models.saving import Tokenizer, save
 
@@ -80,16 +82,37 @@ class EasyBridgeMixin:
     ) -> None:
         """Write config, weights, generation settings and tokenizer as `transformers` reads them.
 
-        See `ed_models.saving.save` for the arguments.
+        Of a model with adapters, these alone are written, as PEFT reads them (float32, one file);
+        merge them (`unwrap_lora_to_layers`) to write a model. See `ed_models.saving.save` for the
+        arguments.
+
+        Raises:
+            ConfigError: `dtype` with adapters.
         """
+        if has_lora(self):
+            if dtype is not None:
+                raise ConfigError(
+                    "adapters are saved in float32: leave dtype out, or merge them first "
+                    "(unwrap_lora_to_layers) to save a model"
+                )
+            save_adapter(self, save_directory, base=self.config.name_or_path or None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(Path(save_directory))
+            return
         save(self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype)
 
     def to_torch(self) -> PreTrainedModel:
         """The same model as a class of `transformers`, on torch's CPU, weights in their dtype.
 
         Raises:
-            ConfigError: torch is not installed, or `transformers` has no such model.
+            ConfigError: torch is not installed, `transformers` has no such model, or the model has
+                adapters.
         """
+        if has_lora(self):
+            raise ConfigError(
+                "a model with adapters is no plain model of transformers: merge them first "
+                "(unwrap_lora_to_layers), or write them (save_pretrained) and load them with PEFT"
+            )
         if find_spec("torch") is None:
             raise ConfigError(
                 "to_torch needs torch, which is not installed: install it, or write a directory "

@@ -39,7 +39,8 @@ from ed_models import hub
 from ed_models.heads import CausalLM
 from ed_models.loading import weight_map
 
-#: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them.
+#: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them. None in a
+#: row leaves one of these fields out; for any other field it is the value.
 TINY: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 32,
@@ -54,7 +55,6 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-LOGITS = 1e-4  # float32 logits of some units
 OURS = 2e-5  # the same numbers by another program of ours
 GRADIENTS = 1e-3  # relative to the largest entry
 ONE = (1, 1, 1, 1, 1)
@@ -75,8 +75,10 @@ class Subject:
 
     def __init__(self, model_type: str, row: str, module_class: type[CausalLM]):
         self.model_type, self.row, self.module_class = model_type, row, module_class
+        self.bound = module_class.LOGITS
         fields = {**TINY, **module_class.CONFORMANCE[row]}
-        self.fields = {name: value for name, value in fields.items() if value is not None}
+        left_out = {name for name in TINY if fields[name] is None}
+        self.fields = {name: value for name, value in fields.items() if name not in left_out}
         rng = np.random.default_rng(0)
         self.ids = rng.integers(3, self.fields["vocab_size"], (B, S)).astype(np.int32)
         self.mask = np.stack([np.arange(S) >= pad for pad in PAD]).astype(np.int32)
@@ -147,7 +149,20 @@ class Subject:
     @functools.cached_property
     def torch_logits(self) -> np.ndarray:
         """Hugging Face's, of the padded rows."""
-        return _torch_logits(self.torch_model, self.ids, self.mask)
+        return _torch_logits(self, self.torch_model)
+
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        """The rows for Hugging Face's model: together, or each without its padding."""
+        torch, rows = require_torch(), [(slice(None), 0)]
+        if not self.module_class.PADDED_IN_TRANSFORMERS:
+            rows = [(slice(row, row + 1), pad) for row, pad in enumerate(PAD)]
+        return [
+            {
+                "input_ids": torch.tensor(self.ids[row, pad:], dtype=torch.long),
+                "attention_mask": torch.tensor(self.mask[row, pad:]),
+            }
+            for row, pad in rows
+        ]
 
 
 def subjects(*model_types: str) -> list[Subject]:
@@ -180,7 +195,7 @@ def parity(subject: Subject) -> float:
     """Logits of rows padded on the left equal Hugging Face's."""
     ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
     real = subject.mask != 0
-    return _near(np.asarray(ours)[real], subject.torch_logits[real], LOGITS)
+    return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound)
 
 
 def gradients(subject: Subject) -> float:
@@ -202,11 +217,12 @@ def gradients(subject: Subject) -> float:
         return nnx.merge(graphdef, params, other).compute_loss(subject.ids)[0].loss
 
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
-    worst = _near(np.asarray(ours), theirs.detach().numpy(), LOGITS)
+    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound)
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
     for name in table.hf_shapes:
-        expected = grads[name].numpy()
+        # Torch has no gradient for what only chooses, such as an index of keys: neither have we.
+        expected = grads[name].numpy() if name in grads else np.zeros(table.hf_shapes[name])
         got = table.save(name, lambda ours, at: by_name[ours][at])
         scale = max(float(np.abs(expected).max()), 1e-6)
         worst = max(worst, _near(got / scale, expected / scale, GRADIENTS, name))
@@ -215,22 +231,15 @@ def gradients(subject: Subject) -> float:
 
 def generation(subject: Subject) -> float:
     """Greedy decoding gives Hugging Face's tokens: 32 of them, from padded rows."""
-    torch = require_torch()
-    theirs = subject.torch_model.generate(
-        input_ids=torch.tensor(subject.ids, dtype=torch.long),
-        attention_mask=torch.tensor(subject.mask),
-        max_new_tokens=32,
-        min_new_tokens=32,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    make, theirs = subject.torch_model.generate, []
+    for row in subject.torch_inputs():
+        out = make(**row, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
+        theirs += list(out.numpy()[:, -32:])
     ours = subject.model.generate(
         subject.ids, attention_mask=subject.mask, max_new_tokens=32, eos_token_id=[]
     )
     # min_new_tokens bars the end token there; a row is compared up to where we take it.
-    for row, (got, expected) in enumerate(
-        zip(ours.sequences[:, S:], theirs.numpy()[:, S:], strict=True)
-    ):
+    for row, (got, expected) in enumerate(zip(ours.sequences[:, S:], theirs, strict=True)):
         ends = np.flatnonzero(got == subject.fields["eos_token_id"])
         n = ends[0] if len(ends) else len(got)
         assert (got[:n] == expected[:n]).all(), f"row {row}: {got[:n]} is not {expected[:n]}"
@@ -335,7 +344,7 @@ def saved(subject: Subject) -> float:
     theirs = again.state_dict()
     for name, value in subject.torch_model.state_dict().items():
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
-    got = _torch_logits(again.eval(), subject.ids, subject.mask)
+    got = _torch_logits(subject, again.eval())
     real = subject.mask != 0
     return _near(got[real], subject.torch_logits[real], 0.0)
 
@@ -380,14 +389,12 @@ def _per_layer(state: nnx.State) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _torch_logits(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    torch = require_torch()
-    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-    with torch.no_grad():
-        out = model(
-            input_ids=torch.tensor(ids, dtype=torch.long),
-            attention_mask=torch.tensor(mask),
-            position_ids=torch.tensor(positions, dtype=torch.long),
-            use_cache=False,
-        )
-    return out.logits.float().numpy()
+def _torch_logits(subject: Subject, model: Any) -> np.ndarray:
+    """What a torch model says about the rows of a subject, [b, s, v]; zeros in what it left out."""
+    parts = []
+    for inputs in subject.torch_inputs():
+        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        with require_torch().no_grad():
+            out = model(**inputs, position_ids=positions, use_cache=False).logits.float().numpy()
+        parts.append(np.pad(out, ((0, 0), (S - out.shape[1], 0), (0, 0))))
+    return np.concatenate(parts)

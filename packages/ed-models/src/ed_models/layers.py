@@ -12,6 +12,9 @@ from ed_infra.outputs import Report
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
+from ed_layers.experts import Experts
+from ed_layers.mlp import GatedMLP
+from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
@@ -42,10 +45,15 @@ class DecoderLayer(nnx.Module):
         parts: makes the norms.
         self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
         mlp: `(x, ctx) -> x`, or `(x, ctx) -> (x, report)`.
-        norm: makes a norm from the number of features; default: `parts.norm`.
+        norm: makes a norm from the number of features; default: the family's.
         dropout: in training, of what attention and feed-forward add to the stream.
         factor: on what attention and feed-forward add to the stream (Granite).
+        name: of the first part, where it is no attention: `mamba` in a hybrid.
     """
+
+    #: Name of the part that mixes tokens.
+    mixes: str = "self_attn"
+    self_attn: Attention
 
     def __init__(
         self,
@@ -56,17 +64,19 @@ class DecoderLayer(nnx.Module):
         norm: MakeNorm | None = None,
         dropout: float = 0.0,
         factor: float = 1.0,
+        name: str = "self_attn",
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
-        self.self_attn = self_attn
+        setattr(self, name, self_attn)
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
-        self.dropout, self.factor = dropout, factor
+        self.dropout, self.factor, self.mixes = dropout, factor, name
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
-        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        mixer = getattr(self, self.mixes)
+        attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
         added = ctx.dropped(attended * self.factor, self.dropout, "attention")
         x = ctx.named(x + added, "residual")
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
@@ -78,7 +88,7 @@ class DecoderLayer(nnx.Module):
 
     def cache_specs(self) -> LayerSpecs:
         """What the layer keeps in a cache."""
-        return self.self_attn.cache_spec
+        return getattr(self, self.mixes).cache_spec
 
 
 class SandwichLayer(DecoderLayer):
@@ -87,7 +97,7 @@ class SandwichLayer(DecoderLayer):
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
@@ -99,8 +109,12 @@ class SandwichLayer(DecoderLayer):
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
-        out, report = self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
+        out, report = self.branch(x, ctx)
         return x + self.post_feedforward_layernorm(out), cache, report
+
+    def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
+        """The feed-forward layer of the stream, between its two norms."""
+        return self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
 
 
 class PostNormLayer(DecoderLayer):
@@ -109,7 +123,7 @@ class PostNormLayer(DecoderLayer):
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
@@ -141,7 +155,7 @@ class ParallelLayer(DecoderLayer):
         norms: int = 1,
         dropout: float = 0.0,
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         if norms == 2:
@@ -167,13 +181,13 @@ class MixerLayer(nnx.Module):
     Args:
         parts: makes the norm.
         mixer: called as attention is, with a `cache_spec`; or as a feed-forward layer, without one.
-        norm: makes a norm from the number of features; default: `parts.norm`.
+        norm: makes a norm from the number of features; default: the family's.
     """
 
     def __init__(
         self, parts: Parts, *, mixer: Attention | FeedForward, norm: MakeNorm | None = None
     ):
-        self.norm = (norm or parts.norm)(parts.config.hidden_size)
+        self.norm = (norm or parts.own_norm)(parts.config.hidden_size)
         self.mixer: Any = mixer
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
@@ -211,3 +225,28 @@ def has_experts(config: Any, index: int) -> bool:
     that `mlp_only_layers` does not name."""
     often = (index + 1) % config.decoder_sparse_step == 0
     return often and config.num_experts > 0 and index not in config.mlp_only_layers
+
+
+def sigmoid_experts(parts: Parts) -> SparseMLP:
+    """Experts as the configurations of DeepSeek-V3 and its heirs say: scores are sigmoids, a bias
+    that training moves without a gradient joins in the choice, which is limited to the best groups;
+    some experts are shared."""
+    config = parts.config
+    gate = Router(
+        parts,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        score="sigmoid",
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        selection_bias=True,
+        groups=config.n_group,
+        groups_chosen=config.topk_group,
+    )
+    f = config.moe_intermediate_size
+    return SparseMLP(
+        parts,
+        gate=gate,
+        experts=Experts(parts, config.n_routed_experts, f),
+        shared=GatedMLP(parts, f * config.n_shared_experts),
+    )

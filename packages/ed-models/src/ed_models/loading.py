@@ -24,8 +24,9 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
+from ed_models.packed_tensors import unpacked
 from ed_models.pieces import Shape
-from ed_models.tensor_files import FilesAndArrays, TensorFiles
+from ed_models.tensor_files import TensorFiles, arrays
 from ed_models.weight_map import WeightMap, window_of
 from ed_models.weights import STANDARD, TIED
 
@@ -59,7 +60,8 @@ def load(
     A head that `config` says is tied, but that the files hold with other values than the
     embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
     does the same. A body that was saved alone loads although its names lack the first part, and a
-    body alone loads from the files of a model with a head.
+    body alone loads from the files of a model with a head. Packed tensors
+    (`ed_models.packed_tensors`) become plain ones, and the module's config says so.
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
@@ -88,11 +90,12 @@ def load(
             graphdef, state = nnx.split(nnx.eval_shape(build))
         return Draft(graphdef, state, weight_map(cls, state, config))
 
+    files, config = unpacked(files, config)
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
     if hasattr(cls, "new_tensors"):
         new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
-        files = FilesAndArrays(files, new) if new else files
+        files = files.joined(arrays(files, new)) if new else files
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)

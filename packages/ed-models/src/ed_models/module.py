@@ -17,6 +17,7 @@ from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
+from ed_models.adapters import EasyAdapterMixin
 from ed_models.bridge import EasyBridgeMixin
 from ed_models.caches import EasyCacheMixin
 from ed_models.generation import EasyGenerationMixin
@@ -26,7 +27,9 @@ from ed_models.weights import Rule
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
 
-class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nnx.Module):
+class EasyDeLBaseModule(
+    EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, EasyAdapterMixin, nnx.Module
+):
     """A model: a config, parameters, and one `__call__`.
 
     Args:
@@ -90,13 +93,16 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, nn
         return self.split_module()[2]
 
     def split_module(
-        self, trainable: nnx.filterlib.Filter = nnx.Param
+        self, trainable: nnx.filterlib.Filter | None = None
     ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
         """`(graphdef, graphstate, graphother)`; takes milliseconds, so split once, not per step.
 
         Args:
-            trainable: which variables an optimizer sees, as an nnx filter.
+            trainable: which variables an optimizer sees, as an nnx filter; default: the adapters
+                where there are any, else all parameters.
         """
+        if trainable is None:
+            trainable = nnx.LoRAParam if self.lora_is_enabled else nnx.Param
         graphdef, params, other = nnx.split(self, trainable, ...)
         return graphdef, params, other
 

@@ -13,13 +13,17 @@ import math
 import mmap
 import operator
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 from ed_infra.errors import CheckpointError, did_you_mean
+
+#: What part of a tensor is read.
+Index = tuple[int | slice, ...]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -130,12 +134,16 @@ class TensorFiles(Mapping[str, TensorEntry]):
         new = ((names.get(name, name), entry) for name, entry in self._entries.items())
         return TensorFiles({name: entry for name, entry in new if name is not None})
 
+    def joined(self, computed: Mapping[str, Computed]) -> TensorFiles:
+        """The same files, and computed tensors; those of equal names are read in their place."""
+        return JoinedFiles(self, computed)
+
     @property
     def directory(self) -> Path:
         """Where the first file is, for messages."""
         return next((entry.file.parent for entry in self._entries.values()), Path())
 
-    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Return `tensor[index]` as a read-only view of the mapped file (no bytes are read yet).
 
         Packed formats (float4, float6) are unpacked whole first: a copy.
@@ -172,29 +180,43 @@ class TensorFiles(Mapping[str, TensorEntry]):
             self._touched = size
 
 
-class FilesAndArrays(TensorFiles):
-    """Tensor files, and values of tensors that they lack."""
+class Computed(NamedTuple):
+    """A tensor that no file holds as it is: what it looks like, and its values at an index."""
 
-    def __init__(self, files: TensorFiles, arrays: Mapping[str, np.ndarray]):
-        self._files = files
-        self._arrays = {name: value for name, value in arrays.items() if name not in files}
-        formats = {dtype: name for name, dtype in DTYPES.items()}
-        entries = {
-            name: TensorEntry(files.directory, formats[value.dtype], value.shape, 0, value.nbytes)
-            for name, value in self._arrays.items()
-        }
-        super().__init__({**files, **entries})
+    entry: TensorEntry
+    read: Callable[[Index], np.ndarray]
+
+
+class JoinedFiles(TensorFiles):
+    """Tensor files, and computed tensors beside theirs or in place of theirs."""
+
+    def __init__(self, files: TensorFiles, computed: Mapping[str, Computed]):
+        super().__init__({**files, **{name: tensor.entry for name, tensor in computed.items()}})
+        self._files, self._computed = files, dict(computed)
 
     def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
-        """The same files and values, with other names for some; None drops a tensor."""
-        moved = ((names.get(name, name), value) for name, value in self._arrays.items())
-        arrays = {name: value for name, value in moved if name is not None}
-        return FilesAndArrays(self._files.renamed(names), arrays)
+        """The same tensors, with other names for some; None drops a tensor."""
+        moved = ((names.get(name, name), tensor) for name, tensor in self._computed.items())
+        computed = {name: tensor for name, tensor in moved if name is not None}
+        return JoinedFiles(self._files.renamed(names), computed)
 
-    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Return `tensor[index]`."""
-        own = self._arrays.get(name)
-        return self._files.read(name, index) if own is None else own[index]
+        own = self._computed.get(name)
+        return self._files.read(name, index) if own is None else own.read(index)
+
+
+def arrays(files: TensorFiles, values: Mapping[str, np.ndarray]) -> dict[str, Computed]:
+    """Values in memory, of tensors that the files lack."""
+    formats = {dtype: name for name, dtype in DTYPES.items()}
+    return {
+        name: Computed(
+            TensorEntry(files.directory, formats[value.dtype], value.shape, 0, value.nbytes),
+            value.__getitem__,
+        )
+        for name, value in values.items()
+        if name not in files
+    }
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

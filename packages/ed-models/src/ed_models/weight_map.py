@@ -12,9 +12,9 @@ import numpy as np
 from ed_infra.errors import ConfigError
 
 from ed_models.pieces import Piece, Shape, positions_between
+from ed_models.tensor_files import Index
 from ed_models.weights import Rule
 
-Index = tuple[int | slice, ...]
 _MOST_THREADS = 8
 _OF_A_THREAD = 2**21  # bytes that are worth a thread
 

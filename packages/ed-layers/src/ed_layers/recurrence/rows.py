@@ -101,11 +101,19 @@ class Rows:
         places = jnp.arange(s) < count[:, -1:]
         return cls(ctx, places, chunk=chunk, take=take, back=jnp.maximum(count - 1, 0))
 
-    def enter(self, x: Float[Array, "b s *dims"]) -> Float[Array, "r c *dims"]:
-        """Bring values of tokens to their places; places without a token have some value."""
+    def enter(
+        self, x: Float[Array, "b s *dims"], axis: str | None = None
+    ) -> Float[Array, "r c *dims"]:
+        """Bring values of tokens to their places; places without a token have some value.
+
+        Args:
+            axis: what the third dimension means (`"mlp"`, `"heads"`), so that devices share it;
+                None = each has it whole.
+        """
         if self.ctx.config is not None:
             # A recurrence goes along the sequence: each device has whole rows.
-            x = constrain(x, ("batch", *(None,) * (x.ndim - 1)), self.ctx.config)
+            axes = ("batch", None, axis, *(None,) * x.ndim)[: x.ndim]
+            x = constrain(x, axes, self.ctx.config)
         if self.take is None:
             return x
         if self.ctx.ragged is not None:
@@ -230,6 +238,13 @@ class Rows:
 
         states, outputs = jax.lax.scan(body, states, (self.owner, inputs))
         return outputs, states
+
+
+def reach(begun: Int[Array, "q c"] | None, columns: int) -> Bool[Array, "q c c"]:
+    """Whether the second token reaches the first one: it is not later, and no sequence begins in
+    between. With `begun` None, [1, c, c]."""
+    causal = jnp.tril(jnp.ones((columns, columns), bool))[None]
+    return causal if begun is None else causal & (begun[:, :, None] == begun[:, None])
 
 
 def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:

@@ -1,0 +1,198 @@
+"""Low-rank adapters: a frozen matrix, and a learned change of few numbers.
+
+`y = x W + scale * dropout(x) A B`, with A [i, r] and B [r, o] (Hu et al. 2021). B starts at zero,
+so an adapter changes nothing at first. DoRA (Liu et al. 2024) learns the length of each column too.
+
+An adapted layer keeps the parameters and the names that it had; `lora_a`, `lora_b` and
+`lora_magnitude` stand beside them. They are `nnx.LoRAParam`, by which trainers tell them apart.
+
+Legend: i in features, o out features, r rank, v vocabulary, d hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from ed_infra.specs import LoraSpec
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_layers.context import Ctx
+from ed_layers.embed import Embed
+from ed_layers.linear import Linear, Weight, dot
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LowRank:
+    """The matrix `(W + scale * A B) * factor`, which never exists as a whole.
+
+    Attributes:
+        base: W [i, o].
+        a, b: [i, r] and [r, o].
+        factor: of each column, [o]; None = 1.
+        scale: a number.
+    """
+
+    base: Weight
+    a: Float[Array, "i r"]
+    b: Float[Array, "r o"]
+    factor: Float[Array, " o"] | None = None
+    scale: float = field(default=1.0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(i, o)."""
+        return self.base.shape
+
+    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+        """Return `x @ self`, [..., o], in the dtype of `x`."""
+        return self.finish(
+            dot(x, self.base, precision=precision), self.change(x, precision=precision)
+        )
+
+    def change(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+        """Return `scale * x A B`."""
+        inner = dot(x, self.a, precision=precision)
+        return dot(inner, self.b, precision=precision) * self.scale
+
+    def finish(self, base: jax.Array, change: jax.Array) -> jax.Array:
+        """Join the two products."""
+        out = base + change
+        return out if self.factor is None else out * self.factor.astype(out.dtype)
+
+
+class LoRALinear(Linear):
+    """A linear layer with an adapter.
+
+    Args:
+        base: the layer; its variables become this layer's.
+        spec: rank, scale, dropout, DoRA.
+        key: of the random numbers of A.
+
+    Raises:
+        ConfigError: `base` has an adapter.
+    """
+
+    def __init__(self, base: Linear, spec: LoraSpec, key: jax.Array):
+        adopt(self, base)
+        kernel = base.kernel
+        inputs, outputs = kernel.get_value().shape[-2:]
+        axes = kernel.get_metadata().get("axes", (None, None))
+        # As torch initialises a linear layer, which is what PEFT does.
+        bound = inputs**-0.5
+        a = jax.random.uniform(key, (inputs, spec.rank), jnp.float32, -bound, bound)
+        self.lora_a = nnx.LoRAParam(a, axes=(axes[0], None))
+        self.lora_b = nnx.LoRAParam(jnp.zeros((spec.rank, outputs)), axes=(None, axes[1]))
+        if spec.dora:
+            length = jnp.linalg.norm(kernel.get_value().astype(jnp.float32), axis=0)
+            self.lora_magnitude = nnx.LoRAParam(length, axes=(axes[1],))
+        self.spec = spec
+
+    @property
+    def weight(self) -> LowRank:
+        """The matrix with its change, as `dot` takes it."""
+        a, b = self.lora_a.get_value(), self.lora_b.get_value()
+        base, scale = self.kernel.get_value(), self.spec.scale
+        if not self.spec.dora:
+            return LowRank(base, a, b, scale=scale)
+        whole = base.astype(jnp.float32) + scale * (a @ b)
+        # The length is a constant to the gradient (section 4.3 of the paper).
+        length = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=0))
+        return LowRank(base, a, b, self.lora_magnitude.get_value() / length, scale)
+
+    def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
+        """Project [..., in] to [..., out]; in training the adapter's input has dropout."""
+        x, weight = x.astype(self.dtype), self.weight
+        dropped = x
+        if ctx is not None:
+            site = f"lora {x.shape[-1]} {weight.shape[-1]}"
+            dropped = ctx.dropped(x, self.spec.dropout, site)
+        base = dot(x, weight.base, precision=self.precision)
+        change = weight.change(dropped, precision=self.precision)
+        if self.spec.dora and dropped is not x:
+            # PEFT scales what dropout left of the input, and takes the rest as it is.
+            assert weight.factor is not None
+            left = dot(dropped, weight.base, precision=self.precision)
+            factor = weight.factor.astype(x.dtype)
+            y = base + (factor - 1) * left + factor * change
+        else:
+            y = weight.finish(base, change)
+        if self.use_bias:
+            y = y + self.bias.get_value().astype(self.dtype)
+        return y
+
+    def merged(self) -> Linear:
+        """The layer without an adapter, its kernel changed."""
+        weight = self.weight
+        kernel = self.kernel.get_value()
+        whole = kernel.astype(jnp.float32) + weight.scale * (weight.a @ weight.b)
+        whole = whole if weight.factor is None else whole * weight.factor
+        layer = self.base()
+        layer.kernel = nnx.clone(self.kernel)
+        layer.kernel.set_value(whole.astype(kernel.dtype))
+        return layer
+
+    def base(self) -> Linear:
+        """The layer without its adapter."""
+        return plain(Linear, self)
+
+
+class LoRAEmbed(Embed):
+    """An embedding with an adapter: `E[id] + scale * A[id] B`, A [v, r] and B [r, d]; A starts at
+    zero, as in PEFT. A head that is tied to the embedding has no adapter."""
+
+    def __init__(self, base: Embed, spec: LoraSpec, key: jax.Array):
+        if spec.dora:
+            raise ConfigError("dora is for linear layers; leave embeddings out of its targets")
+        adopt(self, base)
+        rows, features = base.embedding.get_value().shape[-2:]
+        b = jax.random.normal(key, (spec.rank, features))
+        self.lora_a = nnx.LoRAParam(jnp.zeros((rows, spec.rank)), axes=("vocab", None))
+        self.lora_b = nnx.LoRAParam(b, axes=(None, "embed"))
+        self.spec = spec
+
+    def __call__(self, input_ids):
+        """Look up [b, s] tokens: [b, s, d]."""
+        change = jnp.take(self.lora_a.get_value(), input_ids, axis=0) @ self.lora_b.get_value()
+        return super().__call__(input_ids) + (change * self.spec.scale).astype(self.dtype)
+
+    def merged(self) -> Embed:
+        """The embedding without an adapter, its table changed."""
+        table = self.embedding.get_value()
+        change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
+        layer = self.base()
+        layer.embedding = nnx.clone(self.embedding)
+        layer.embedding.set_value((table + change).astype(table.dtype))
+        return layer
+
+    def base(self) -> Embed:
+        """The embedding without its adapter."""
+        return plain(Embed, self)
+
+
+#: What can have an adapter -> the layer that it becomes.
+ADAPTED: dict[type[nnx.Module], type[LoRALinear] | type[LoRAEmbed]] = {
+    Linear: LoRALinear,
+    Embed: LoRAEmbed,
+}
+
+
+def adopt(new: Any, old: nnx.Module) -> Any:
+    """Give the variables and attributes of a layer to another one, but none of an adapter."""
+    for name, value in vars(old).items():
+        if not name.startswith(("_", "lora_")) and name != "spec":
+            setattr(new, name, value)
+    return new
+
+
+def plain(cls: type[Any], adapted: nnx.Module) -> Any:
+    """A layer of class `cls` with the variables of an adapted one."""
+    # Its constructor would make new ones, so the layer is made without.
+    new: Any = nnx.Module()
+    new.__class__ = cls
+    return adopt(new, adapted)

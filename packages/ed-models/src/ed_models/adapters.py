@@ -1,0 +1,144 @@
+"""Adapters of a whole model: which layers get one, and how they are merged and taken off."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import jax
+from ed_infra.errors import ConfigError
+from ed_infra.rules import Rules
+from ed_infra.specs import LoraSpec
+from ed_layers.embed import Embed
+from ed_layers.linear import Linear
+from ed_layers.lora import LoRAEmbed, LoRALinear
+from ed_layers.transform import Replace, transform
+from flax import nnx
+
+M = TypeVar("M", bound=nnx.Module)
+ModelT = TypeVar("ModelT", bound="EasyAdapterMixin")
+
+#: What an adapter is put on where a specification names no targets: as PEFT's "all-linear".
+ALL_LINEAR = r"^(?!lm_head$|score$)"
+
+
+def apply_lora(
+    model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], *, key: jax.Array | None = None
+) -> M:
+    """Return a copy of a model whose layers have adapters; its other arrays are shared.
+
+    Args:
+        model: any module.
+        spec: rank, scale, dropout and targets. Linear layers and embeddings can be targets. Or
+            several, each with the canonical names of its layers.
+        key: of the random numbers; the same key gives the same adapters in any storage of layers.
+
+    Raises:
+        ConfigError: the model has adapters, or a target matches no layer.
+    """
+    if has_lora(model):
+        raise ConfigError(
+            "the model has adapters; merge them (merge_lora) or take them off (remove_lora) before "
+            "new ones are put on"
+        )
+    if isinstance(spec, LoraSpec):
+        kinds = (Linear, Embed) if spec.targets else (Linear,)
+        targets = [(target, spec) for target in targets_of(spec)]
+    else:
+        kinds = (Linear, Embed)
+        targets = [(f"^{re.escape(n)}$", one) for one, names in spec.items() for n in names]
+    adapted = {one: partial(_adapted, one) for _, one in targets}
+    rules: Rules[Replace] = Rules(((t, adapted[one]) for t, one in targets), kind="LoRA target")
+    return transform(model, rules, key=key, of=kinds)
+
+
+def targets_of(spec: LoraSpec) -> tuple[str, ...]:
+    """The patterns of a specification."""
+    if spec.targets is None:
+        return (ALL_LINEAR,)
+    return (spec.targets,) if isinstance(spec.targets, str) else spec.targets
+
+
+def _adapted(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
+    if isinstance(module, Embed):
+        return LoRAEmbed(module, spec, key)
+    assert isinstance(module, Linear)
+    return LoRALinear(module, spec, key)
+
+
+def merge_lora(model: M) -> M:
+    """Return a copy of a model with the change of its adapters in its weights; they are gone.
+
+    Raises:
+        ConfigError: the model has no adapters, or its embedding has one and is also its head, which
+            has none.
+    """
+    tied = getattr(model, "is_tied", False)
+    if tied and any(isinstance(layer, LoRAEmbed) for _, layer in lora_layers(model)):
+        raise ConfigError(
+            "the embedding has an adapter, and the head is the same matrix without one: merged "
+            "they would be two; load the base with config_kwargs={'tie_word_embeddings': False}"
+        )
+    return _every(model, lambda layer, _key: layer.merged())
+
+
+def remove_lora(model: M) -> M:
+    """Return a copy of a model without its adapters: the weights that it had before them."""
+    return _every(model, lambda layer, _key: layer.base())
+
+
+def has_lora(model: object) -> bool:
+    """Whether a layer of the model has an adapter."""
+    return next(lora_layers(model), None) is not None
+
+
+def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], LoRALinear | LoRAEmbed]]:
+    """Storage paths and layers that have an adapter."""
+    for path, node in nnx.iter_modules(cast(nnx.Module, model)):
+        if isinstance(node, LoRALinear | LoRAEmbed):
+            yield path, node
+
+
+def _every(model: M, replace: Any) -> M:
+    if not has_lora(model):
+        raise ConfigError("the model has no adapters")
+    rules: Rules[Replace] = Rules([("", replace)], kind="LoRA target")
+    return transform(model, rules, of=(LoRALinear, LoRAEmbed))
+
+
+class EasyAdapterMixin(nnx.Module):
+    """Adds low-rank adapters to a model; each method returns another model, sharded as this one."""
+
+    @abstractmethod
+    def shard_model(self: ModelT) -> ModelT:
+        """Place every parameter on the mesh."""
+
+    def apply_lora(
+        self: ModelT, spec: LoraSpec | Mapping[LoraSpec, list[str]], *, seed: int = 0
+    ) -> ModelT:
+        """Put adapters on layers; see `apply_lora`. They alone learn from then on."""
+        return apply_lora(self, spec, key=jax.random.key(seed)).shard_model()
+
+    def apply_lora_to_layers(
+        self: ModelT, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
+    ) -> ModelT:
+        """Put adapters of a rank on the layers whose canonical names a pattern matches.
+
+        Args:
+            lora_rank: r; the scale is 1.
+            lora_pattern: regular expression; None = every linear layer but the head.
+            seed: of the random numbers.
+        """
+        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
+
+    def unwrap_lora_to_layers(self: ModelT) -> ModelT:
+        """Merge the adapters into the weights; see `merge_lora`."""
+        return merge_lora(self).shard_model()
+
+    @property
+    def lora_is_enabled(self) -> bool:
+        """Whether layers have adapters."""
+        return has_lora(self)

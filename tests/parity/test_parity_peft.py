@@ -1,0 +1,155 @@
+"""Adapter files: ours in PEFT, PEFT's in ours, for matrices that lie in a checkpoint as ours do, in
+one, in turns, and transposed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.specs import LoraSpec
+from ed_models.adapters import apply_lora, has_lora, lora_layers, merge_lora, remove_lora
+from ed_models.conformance import Subject, forward, subjects
+from ed_models.peft import load_adapter, save_adapter
+from flax import nnx
+
+pytestmark = pytest.mark.torch
+peft = pytest.importorskip("peft")
+
+BOUND = 1e-5
+CASES = {
+    "llama": (LoraSpec(rank=3, alpha=5.0), ["q_proj", "v_proj", "down_proj"]),
+    "phi3": (LoraSpec(rank=2, rslora=True), ["qkv_proj", "down_proj"]),
+    "gpt2": (LoraSpec(rank=4, dora=True), ["c_attn", "c_fc"]),
+    "gpt_neox": (LoraSpec(rank=2), ["query_key_value", "embed_in"]),
+    "gemma2": (LoraSpec(rank=3, targets=("q_proj", "embed_tokens")), ["o_proj", "embed_tokens"]),
+}
+
+
+class Small(Subject):
+    """Weights as a model begins with them: its logits, and so their rounding, are small."""
+
+    @functools.cached_property
+    def torch_model(self) -> Any:
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
+        return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@functools.cache
+def subject_of(family: str) -> Subject:
+    row = subjects(family)[-1]
+    return Small(family, row.row, row.module_class)
+
+
+def base_of(subject: Subject) -> Any:
+    """A model of torch that an adapter may change."""
+    return copy.deepcopy(subject.torch_model)
+
+
+def logits_of(torch_model: Any, ids: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return torch_model(torch.tensor(ids, dtype=torch.long)).logits.float().numpy()
+
+
+def trained(model: Any, spec: LoraSpec) -> Any:
+    """A model with adapters that change something."""
+    model = apply_lora(model, spec, key=jax.random.key(1))
+    for i, (_, layer) in enumerate(lora_layers(model)):
+        for name in ("lora_a", "lora_b"):
+            variable = getattr(layer, name)
+            noise = 0.1 * jax.random.normal(jax.random.key(i), variable.shape)
+            variable.set_value(variable.get_value() + noise)
+    return model
+
+
+def our_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    return np.asarray(forward(model, input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_ours_in_peft(family: str, tmp_path: Path) -> None:
+    subject, (spec, _) = subject_of(family), CASES[family]
+    model = trained(subject.model, spec)
+    ours = our_logits(model, subject.ids)
+    assert np.abs(ours - subject.logits).max() > 1e-3
+    save_adapter(model, tmp_path, base="base")
+    theirs = peft.PeftModel.from_pretrained(base_of(subject), tmp_path).eval()
+    np.testing.assert_allclose(logits_of(theirs, subject.ids), ours, atol=BOUND)
+    # Read again, merged, and taken off.
+    again = load_adapter(subject.model, tmp_path)
+    np.testing.assert_allclose(our_logits(again, subject.ids), ours, atol=BOUND)
+    if family == "gemma2":  # tied: the head has no adapter, so the two cannot be one matrix
+        with pytest.raises(ConfigError, match="merged they would be two"):
+            merge_lora(model)
+        return
+    merged = merge_lora(model)
+    assert not has_lora(merged)
+    np.testing.assert_allclose(our_logits(merged, subject.ids), ours, atol=BOUND)
+    before = jax.tree.leaves(nnx.state(subject.model))
+    after = jax.tree.leaves(nnx.state(remove_lora(model)))
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_pefts_in_ours(family: str, tmp_path: Path) -> None:
+    import torch
+
+    subject, (spec, targets) = subject_of(family), CASES[family]
+    settings = peft.LoraConfig(
+        r=spec.rank,
+        lora_alpha=7,
+        target_modules=targets,
+        use_rslora=spec.rslora,
+        use_dora=spec.dora,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+    )
+    theirs = peft.get_peft_model(base_of(subject), settings).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                value.normal_(0, 0.1)
+    theirs.save_pretrained(tmp_path)
+    model = load_adapter(subject.model, tmp_path)
+    np.testing.assert_allclose(
+        our_logits(model, subject.ids), logits_of(theirs, subject.ids), atol=BOUND
+    )
+
+
+def test_an_adapter_for_another_model(tmp_path: Path) -> None:
+    """All that does not fit is listed, with the nearest names."""
+    save_adapter(trained(subject_of("llama").model, LoraSpec(rank=2)), tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model[\s\S]*gate_proj: no such[\s\S]*gate_up_proj[\s\S]*and 5 more",
+    ):
+        load_adapter(subject_of("phi3").model, tmp_path)
+    with pytest.raises(ConfigError, match="has no adapters"):
+        save_adapter(subject_of("llama").model, tmp_path)
+    with pytest.raises(ConfigError, match="matches no"):
+        apply_lora(subject_of("llama").model, LoraSpec(targets="qproj"))
+
+
+def test_a_model_with_adapters_saves_them(tmp_path: Path) -> None:
+    model = trained(subject_of("llama").model, LoraSpec(rank=2))
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    with pytest.raises(ConfigError, match="merge them first"):
+        model.to_torch()
+    with pytest.raises(ConfigError, match="float32"):
+        model.save_pretrained(tmp_path, dtype="bfloat16")
