@@ -153,8 +153,8 @@ def params_of(length: int, index: int) -> SamplingParams:
     ("kinds", "options"),
     [
         ("memory,memory", {}),
-        ("memory,full", {"num_pages": 12}),
-        ("window,memory,full", {"num_pages": 13}),
+        ("memory,full", {"num_pages": 12, "scheduling_policy": "priority"}),
+        ("window,memory,full", {"num_pages": 13, "scheduling_policy": "priority"}),
     ],
 )
 def test_states_follow_their_sequences(kinds, options):
@@ -176,7 +176,8 @@ def test_states_follow_their_sequences(kinds, options):
         if waiting and step % 3 == 0:
             index = waiting.pop(0)
             together[str(index)] = []
-            engine.add_request(str(index), PROMPTS[index], params[index])
+            # Under that policy the newest goes first, and pushes others out.
+            engine.add_request(str(index), PROMPTS[index], params[index], priority=-index)
         if step == 7:
             engine.add_request("gone", PROMPTS[4], params[4])
         if step == 10:

@@ -101,13 +101,13 @@ def test_embed_gives_one_vector_for_each_prompt(surge, prompts, hidden, tokenize
 
 
 def test_preempted_while_it_is_pooled(llama, prompts, hidden):
-    engine = eSurge(llama, **SMALL)
-    engine.add_request("long", prompts[1], GREEDY.replace(max_tokens=50))
-    engine.add_request("also", prompts[5], GREEDY.replace(max_tokens=50))
-    for _ in range(20):
-        engine.step()
+    options = {**SMALL, "long_prefill_token_threshold": 8, "scheduling_policy": "priority"}
+    engine = eSurge(llama, **options)
     mean = PoolingParams(pooling="mean")
-    engine.add_request("vector", prompts[3] + prompts[4], mean)
+    engine.add_request("vector", prompts[3] + prompts[4], mean, priority=1)
+    engine.step()
+    # It grows beside what is more important, until the pages are used up.
+    engine.add_request("first", prompts[3], GREEDY)
     vectors = {}
     while engine.has_unfinished_requests:
         for output in engine.step():

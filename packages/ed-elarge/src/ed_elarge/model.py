@@ -370,10 +370,8 @@ class eLargeModel:
         from ed_esurge.server import serve
 
         values = _options(ServeOptions, options).model_dump(exclude={"require_api_key"})
-        model, directory = self.config.model, self.config.directory
-        path = Path(model.name_or_path) if model is not None and model.name_or_path else directory
-        if values["api_key"] is not None:
-            values["api_key"] = [key.get_secret_value() for key in values["api_key"]]
+        path = Path(getattr(self.config.model, "name_or_path", None) or self.config.directory)
+        values["api_key"] = [key.get_secret_value() for key in values["api_key"] or ()]
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
         serve(self.build_esurge(), values.pop("host"), values.pop("port"), **values)
 

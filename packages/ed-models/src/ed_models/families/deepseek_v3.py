@@ -105,3 +105,31 @@ class DeepseekV3ForCausalLM(CausalLM):
             "topk_group": 1,
         },
     }
+
+
+@register_config("kimi_k2")
+class KimiK2Config(DeepseekV3Config):
+    """Kimi-K2 is DeepSeek-V3 by another name, which `transformers` does not know."""
+
+    model_type = "kimi_k2"
+
+
+class KimiK2Model(DeepseekV3Model):
+    """The body of Kimi-K2."""
+
+    config_class = KimiK2Config
+
+
+@register_module(TaskType.CAUSAL_LM, config=KimiK2Config, model_type="kimi_k2")
+class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
+    """Kimi-K2 with a language-model head."""
+
+    body_class = KimiK2Model
+    architecture = "DeepseekV3ForCausalLM"
+    CONFORMANCE = {
+        "one group": {
+            **DeepseekV3ForCausalLM.CONFORMANCE["groups, yarn"],
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    }
