@@ -15,10 +15,14 @@ from ed_models.conformance import ONE, Subject, forward, subjects
 from ed_models.loading import weight_map
 from flax import nnx
 
+from tools.conformance_results import IMPOSSIBLE
+
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("tasks")]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+# Families whose tensors transformers cannot save as their authors publish them.
+DIFFERENT = {model_type for model_type, _, check in IMPOSSIBLE if check == "saved"}
 SHORT = ("llama", "qwen3", "gemma")
 TASKS = (TaskType.BASE_MODULE, TaskType.SEQUENCE_CLASSIFICATION)
 
@@ -49,18 +53,23 @@ def torch_model(task: TaskType, subject: Subject, device: str = "cpu") -> Any:
 def test_names_and_shapes_are_hugging_faces(task: TaskType) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    compared = []
+    compared, wrong = [], []
     for model_type, subject in first_of_each().items():
-        if torch_class(task, model_type) is None:
+        if torch_class(task, model_type) is None or model_type in DIFFERENT:
             continue
         model = torch_model(task, subject, "meta")
         stored = revert_weight_conversion(model, model.state_dict())
-        theirs = {name: tuple(value.shape) for name, value in stored.items()}
         cls = registry.get_module(task, model_type)
         config = registry.get_config(model_type).from_dict({**subject.fields, "num_labels": 3})
         state = nnx.state(nnx.eval_shape(lambda c=cls, f=config: c(f, rngs=nnx.Rngs(0))))
-        assert weight_map(cls, state, config).hf_shapes == theirs, model_type
+        table = weight_map(cls, state, config)
+        # Values that follow from the configuration are ignored by name.
+        theirs = {n: tuple(v.shape) for n, v in stored.items() if not table.ignores(n)}
         compared.append(model_type)
+        wrong += (
+            [] if table.hf_shapes == theirs else [(model_type, table.hf_shapes.keys() ^ theirs)]
+        )
+    assert not wrong
     assert len(compared) > 30
 
 
@@ -84,9 +93,16 @@ def padded(subject: Subject) -> tuple[np.ndarray, np.ndarray]:
     return np.where(mask != 0, subject.ids, subject.fields["pad_token_id"]), mask
 
 
+def nothing_but_buffers(report: dict[str, Any], model: Any) -> bool:
+    """Whether only values that follow from the configuration are missing from files."""
+    missing = {*report.pop("missing_keys")}
+    return not any(report.values()) and missing <= {name for name, _ in model.named_buffers()}
+
+
 CLASSIFIED = [
     pytest.param(t, marks=[] if t in SHORT else [pytest.mark.nightly])
     for t in registry.model_types()
+    if t not in DIFFERENT
 ]
 
 
@@ -112,7 +128,7 @@ def test_classification(model_type: str, tmp_path) -> None:
     again, report = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
-    assert not any(report.values()), report
+    assert not any(report.values()) or nothing_but_buffers(report, theirs), report
     for name, value in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
 
@@ -130,6 +146,6 @@ def test_a_body_alone(model_type: str, tmp_path) -> None:
     again, report = transformers.AutoModel.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
-    assert not any(report.values()), report
+    assert not any(report.values()) or nothing_but_buffers(report, theirs), report
     for name, value in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name

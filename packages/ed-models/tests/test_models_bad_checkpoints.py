@@ -14,6 +14,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError
 from ed_infra.logging import forget_said
 from ed_models import AutoEasyDeLModelForCausalLM, hub, loading
+from ed_models.conformance import subjects
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.pickled_files import open_tensors, read_pickled
 from flax import nnx
@@ -175,6 +176,12 @@ class TestConfigurations:
         with pytest.raises(CheckpointError, match=why) as error:
             load(copy)
         assert str(copy / "config.json") in str(error.value)
+
+    def test_values_that_differ_by_layer_are_no_contradiction(self, tmp_path):
+        subject = subjects("gemma4_text")[0]
+        config = {"model_type": "gemma4_text", **subject.fields}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert hub.read_config(tmp_path).hidden_size == subject.fields["hidden_size"]
 
     def test_unknown_activation(self, copy):
         edit(copy / "config.json", hidden_act="silly")

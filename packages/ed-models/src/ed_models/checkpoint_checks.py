@@ -99,10 +99,10 @@ def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfi
     """
     wrong = []
     for name in _COUNTS:
-        value = getattr(config, name, None)
+        value = _field(config, name)
         if isinstance(value, int) and value < 1:
             wrong.append(f"{name} is {value}, and must be at least 1")
-    heads, keys = (getattr(config, n, None) for n in ("num_attention_heads", "num_key_value_heads"))
+    heads, keys = (_field(config, n) for n in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(keys, int) and not wrong and heads % keys:
         wrong.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {keys}")
     labels, count = stored.get("id2label"), stored.get("num_labels")
@@ -110,6 +110,13 @@ def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfi
         wrong.append(f"num_labels is {count}, and id2label has {len(labels)} labels")
     if wrong:
         raise CheckpointError(f"{path} contradicts itself: {'; '.join(wrong)}")
+
+
+def _field(config: EasyDeLBaseConfig, name: str) -> object:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers': each layer has a value of its own
+        return None
 
 
 def check_tokenizer(directory: Path, vocab_size: int | None) -> None:

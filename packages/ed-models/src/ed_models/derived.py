@@ -51,6 +51,10 @@ DERIVED: Mapping[TaskType, Callable[[type[Any]], type]] = {
 }
 
 
+# What else a class says of its files (see `ed_models.loading.load`).
+_OF_FILES = ("OTHER_NAMES", "TIED_WEIGHTS")
+
+
 def _stem(headed: type[Headed]) -> str:
     """`Gemma3TextModel` -> `Gemma3Text`: Hugging Face names the other classes after the body."""
     name = headed.body_class.__name__
@@ -60,4 +64,5 @@ def _stem(headed: type[Headed]) -> str:
 def _subclass(headed: type[Headed], name: str, bases: tuple[type, ...], weights: Any) -> Any:
     doc = f"{bases[0].__doc__}\n\nMade of `{headed.__name__}`."
     content = {"__module__": headed.__module__, "__doc__": doc, "WEIGHTS": weights}
+    content |= {name: getattr(headed, name) for name in _OF_FILES if hasattr(headed, name)}
     return types.new_class(name, bases, {}, lambda namespace: namespace.update(content))
