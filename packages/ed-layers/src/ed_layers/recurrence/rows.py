@@ -101,11 +101,20 @@ class Rows:
         places = jnp.arange(s) < count[:, -1:]
         return cls(ctx, places, chunk=chunk, take=take, back=jnp.maximum(count - 1, 0))
 
-    def enter(self, x: Float[Array, "b s *dims"]) -> Float[Array, "r c *dims"]:
-        """Bring values of tokens to their places; places without a token have some value."""
+    def enter(
+        self, x: Float[Array, "b s *dims"], axis: str | None = None
+    ) -> Float[Array, "r c *dims"]:
+        """Bring values of tokens to their places; places without a token have some value.
+
+        Args:
+            x: values.
+            axis: what the third dimension means (`ed_infra.axes.ACTIVATION_AXES`): "mlp" or "heads"
+                where devices share it; None = each device has all of it.
+        """
         if self.ctx.config is not None:
             # A recurrence goes along the sequence: each device has whole rows.
-            x = constrain(x, ("batch", *(None,) * (x.ndim - 1)), self.ctx.config)
+            axes = ("batch", None, axis, *(None,) * max(x.ndim - 3, 0))[: x.ndim]
+            x = constrain(x, axes, self.ctx.config)
         if self.take is None:
             return x
         if self.ctx.ragged is not None:
@@ -159,9 +168,7 @@ class Rows:
         after = jnp.take_along_axis(whole, _spread(ends, x.ndim), axis=1)
         return whole, self.of_states(after, state)
 
-    def of_states(
-        self, rows: Float[Array, "..."], state: Float[Array, "..."]
-    ) -> Float[Array, "..."]:
+    def of_states(self, rows: Float[Array, ...], state: Float[Array, ...]) -> Float[Array, ...]:
         """From [r, ...] and [m, ...]: what the last row of each state says; the old state where there is no token."""
         if self.last is not None:
             assert self.ctx.ragged is not None, "only sequences of a serving step have many rows"
@@ -231,6 +238,13 @@ class Rows:
 
         states, outputs = jax.lax.scan(body, states, (self.owner, inputs))
         return outputs, states
+
+
+def reach(begun: Int[Array, "q c"] | None, columns: int) -> Bool[Array, "q c c"]:
+    """Whether the second token reaches the first one: it is not later, and no sequence begins in
+    between. With `begun` None, [1, c, c]."""
+    causal = jnp.tril(jnp.ones((columns, columns), bool))[None]
+    return causal if begun is None else causal & (begun[:, :, None] == begun[:, None])
 
 
 def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
