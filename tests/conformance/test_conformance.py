@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ed_esurge.conformance import engine
 from ed_models import conformance
-from ed_models.conformance import AGAINST_TORCH, CHECKS, FAST, Subject
+from ed_models.conformance import AGAINST_TORCH, FAST, Subject
+
+CHECKS = {**conformance.CHECKS, "engine": engine}
 
 
 def rows() -> list[Any]:

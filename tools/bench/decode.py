@@ -1,11 +1,12 @@
-"""Prefill and decode of a small Llama against `transformers` on torch, float32, in one run.
+"""Prefill and decode of a small model against `transformers` on torch, float32, in one run.
 
 uv run python -m tools.bench.decode                     SmolLM2-135M's shape, random weights
+uv run python -m tools.bench.decode --family qwen3_moe qwen3_next --batch 1 8 --rounds 7
 uv run python -m tools.bench.decode --batch 1 8 --layers 8 --rounds 5
 
 Both load the same checkpoint, and their logits are compared first. A decode step is the median of
-interleaved steps that begin at `--context` tokens; its floor is the time to read every weight once
-at the read bandwidth that the same run measures.
+interleaved steps that begin at `--context` tokens. Where a step reads every weight, its floor is
+the time to read them once at the read bandwidth that the same run measures.
 """
 
 from __future__ import annotations
@@ -20,16 +21,33 @@ import numpy as np
 
 from tools.bench.measure import Run, machine, read_bandwidth, table, take_turns
 
-# HuggingFaceTB/SmolLM2-135M's config.json.
-SHAPE = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+VOCAB = 49152
+SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+#: Shapes by model type: dense (HuggingFaceTB/SmolLM2-135M's config.json), experts, and a hybrid of
+#: the gated delta rule and attention.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    "qwen3_moe": {**SMALL, **EXPERTS, "num_hidden_layers": 12},
+    "qwen3_next": {
+        **SMALL,
+        **EXPERTS,
+        "num_hidden_layers": 12,
+        "shared_expert_intermediate_size": 256,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
 }
 
 
@@ -107,13 +125,52 @@ class Ours:
         return step
 
 
-def save_random(directory: Path, layers: int) -> None:
-    """A checkpoint of `SHAPE` with random weights, as torch writes it."""
+def save_random(directory: Path, family: str, layers: int | None) -> None:
+    """A checkpoint of the family's shape with random weights, as torch writes it."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    fields = {**SHAPES[family], "vocab_size": VOCAB}
+    if layers is not None:
+        fields["num_hidden_layers"] = layers
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=layers)).save_pretrained(directory)
+    config = AutoConfig.for_model(family, **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+
+
+def measure(family: str, options: argparse.Namespace) -> None:
+    """Compare the logits of one family, time its steps, and print a table."""
+    tokens = partial(np.random.default_rng(0).integers, VOCAB)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        save_random(directory, family, options.layers)
+        torch = Torch(directory)
+        capacity = max(options.prompt, options.context + options.rounds + 2)
+        ours = Ours(directory, capacity, options.mechanism)
+    prompt = tokens(size=(1, options.prompt))
+    apart = np.abs(torch.prefill(prompt) - ours.prefill(prompt)).max()
+    print(f"\n{family}: largest difference of logits {apart:.1e}")
+    reads_all = "num_experts" not in SHAPES[family]
+    floor = ours.weight_bytes / read_bandwidth() if reads_all else None
+    if floor is not None:
+        print(f"reading {ours.weight_bytes / 1e6:.0f} MB of weights takes {floor * 1e3:.1f} ms")
+    print()
+
+    def row(label: str, runs: dict[str, Run], rounds: int, floor: float | None) -> list[str]:
+        seconds = take_turns(runs, rounds=rounds)
+        cells = [f"{seconds[name] * 1e3:.1f}" for name in ("torch", "ours")]
+        ratio = f"{seconds['torch'] / seconds['ours']:.2f}"
+        return [label, *cells, ratio, f"{floor / seconds['ours']:.0%}" if floor else ""]
+
+    rows = []
+    runs: dict[str, Run]
+    for batch in options.batch:
+        start = tokens(size=(batch, options.context))
+        runs = {"torch": torch.decoder(start), "ours": ours.decoder(start)}
+        rows.append(row(f"decode, batch {batch}", runs, options.rounds, floor))
+    runs = {"torch": partial(torch.prefill, prompt), "ours": partial(ours.prefill, prompt)}
+    rows.append(row(f"prefill, {options.prompt} tokens", runs, max(3, options.rounds // 3), None))
+    print(table(["", "torch ms", "ours ms", "torch / ours", "of the read limit"], rows))
 
 
 def main() -> None:
@@ -124,42 +181,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add("--family", nargs="+", choices=sorted(SHAPES), default=["llama"])
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--context", type=int, default=32)
     add("--prompt", type=int, default=512)
-    add("--layers", type=int, default=30)
+    add("--layers", type=int, help="default: those of the family's shape")
     add("--mechanism", default="auto", help="attn_mechanism of the prompt")
     add("--rounds", type=int, default=15)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(machine())
-    tokens = partial(np.random.default_rng(0).integers, SHAPE["vocab_size"])
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        save_random(directory, given.layers)
-        torch = Torch(directory)
-        capacity = max(given.prompt, given.context + given.rounds + 2)
-        ours = Ours(directory, capacity, given.mechanism)
-    prompt = tokens(size=(1, given.prompt))
-    apart = np.abs(torch.prefill(prompt) - ours.prefill(prompt)).max()
-    floor = ours.weight_bytes / read_bandwidth()
-    print(f"largest difference of logits: {apart:.1e}")
-    print(f"reading {ours.weight_bytes / 1e6:.0f} MB of weights takes {floor * 1e3:.1f} ms\n")
-
-    def row(label: str, runs: dict[str, Run], rounds: int, share: bool) -> list[str]:
-        seconds = take_turns(runs, rounds=rounds)
-        cells = [f"{seconds[name] * 1e3:.1f}" for name in ("torch", "ours")]
-        ratio = f"{seconds['torch'] / seconds['ours']:.2f}"
-        return [label, *cells, ratio, f"{floor / seconds['ours']:.0%}" if share else ""]
-
-    rows = []
-    runs: dict[str, Run]
-    for batch in given.batch:
-        start = tokens(size=(batch, given.context))
-        runs = {"torch": torch.decoder(start), "ours": ours.decoder(start)}
-        rows.append(row(f"decode, batch {batch}", runs, given.rounds, share=True))
-    runs = {"torch": partial(torch.prefill, prompt), "ours": partial(ours.prefill, prompt)}
-    rows.append(row(f"prefill, {given.prompt} tokens", runs, max(3, given.rounds // 3), False))
-    print(table(["", "torch ms", "ours ms", "torch / ours", "of the read limit"], rows))
+    for family in options.family:
+        measure(family, options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Legend: n tokens, h heads, k numbers of a key, v numbers of a value, f channels.
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_a_chunk_is_a_loop(name: str) -> None:
     step, loop, inputs, state = draw(23)[name]
     ends = [0, 6, 7, 19, 23]
     expected = []
-    for a, b in zip(ends[:-1], ends[1:], strict=True):
+    for a, b in pairwise(ends):
         part = jax.tree.map(lambda x, a=a, b=b: x[a:b].astype(np.float64), inputs)
         expected.append(loop(**part) if isinstance(part, dict) else loop(*part))
     got, run = [], jax.jit(step)

@@ -54,7 +54,6 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-LOGITS = 1e-4  # float32 logits of some units
 OURS = 2e-5  # the same numbers by another program of ours
 GRADIENTS = 1e-3  # relative to the largest entry
 ONE = (1, 1, 1, 1, 1)
@@ -147,7 +146,13 @@ class Subject:
     @functools.cached_property
     def torch_logits(self) -> np.ndarray:
         """Hugging Face's, of the padded rows."""
-        return _torch_logits(self.torch_model, self.ids, self.mask)
+        return _torch_logits(self, self.torch_model)
+
+    def torch_rows(self) -> list[tuple[slice, int]]:
+        """What Hugging Face's model computes together: rows, and padding that they leave out."""
+        if self.module_class.PADDED_IN_TRANSFORMERS:
+            return [(slice(None), 0)]
+        return [(slice(row, row + 1), pad) for row, pad in enumerate(PAD)]
 
 
 def subjects(*model_types: str) -> list[Subject]:
@@ -180,7 +185,8 @@ def parity(subject: Subject) -> float:
     """Logits of rows padded on the left equal Hugging Face's."""
     ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
     real = subject.mask != 0
-    return _near(np.asarray(ours)[real], subject.torch_logits[real], LOGITS)
+    bound = subject.module_class.LOGITS
+    return _near(np.asarray(ours)[real], subject.torch_logits[real], bound)
 
 
 def gradients(subject: Subject) -> float:
@@ -202,7 +208,7 @@ def gradients(subject: Subject) -> float:
         return nnx.merge(graphdef, params, other).compute_loss(subject.ids)[0].loss
 
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
-    worst = _near(np.asarray(ours), theirs.detach().numpy(), LOGITS)
+    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.module_class.LOGITS)
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
     for name in table.hf_shapes:
@@ -216,21 +222,23 @@ def gradients(subject: Subject) -> float:
 def generation(subject: Subject) -> float:
     """Greedy decoding gives Hugging Face's tokens: 32 of them, from padded rows."""
     torch = require_torch()
-    theirs = subject.torch_model.generate(
-        input_ids=torch.tensor(subject.ids, dtype=torch.long),
-        attention_mask=torch.tensor(subject.mask),
-        max_new_tokens=32,
-        min_new_tokens=32,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    theirs = [
+        row
+        for rows, pad in subject.torch_rows()
+        for row in subject.torch_model.generate(
+            input_ids=torch.tensor(subject.ids[rows, pad:], dtype=torch.long),
+            attention_mask=torch.tensor(subject.mask[rows, pad:]),
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=False,
+            pad_token_id=0,
+        ).numpy()[:, -32:]
+    ]
     ours = subject.model.generate(
         subject.ids, attention_mask=subject.mask, max_new_tokens=32, eos_token_id=[]
     )
     # min_new_tokens bars the end token there; a row is compared up to where we take it.
-    for row, (got, expected) in enumerate(
-        zip(ours.sequences[:, S:], theirs.numpy()[:, S:], strict=True)
-    ):
+    for row, (got, expected) in enumerate(zip(ours.sequences[:, S:], theirs, strict=True)):
         ends = np.flatnonzero(got == subject.fields["eos_token_id"])
         n = ends[0] if len(ends) else len(got)
         assert (got[:n] == expected[:n]).all(), f"row {row}: {got[:n]} is not {expected[:n]}"
@@ -335,7 +343,7 @@ def saved(subject: Subject) -> float:
     theirs = again.state_dict()
     for name, value in subject.torch_model.state_dict().items():
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
-    got = _torch_logits(again.eval(), subject.ids, subject.mask)
+    got = _torch_logits(subject, again.eval())
     real = subject.mask != 0
     return _near(got[real], subject.torch_logits[real], 0.0)
 
@@ -380,14 +388,18 @@ def _per_layer(state: nnx.State) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _torch_logits(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    torch = require_torch()
-    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-    with torch.no_grad():
-        out = model(
-            input_ids=torch.tensor(ids, dtype=torch.long),
-            attention_mask=torch.tensor(mask),
-            position_ids=torch.tensor(positions, dtype=torch.long),
-            use_cache=False,
-        )
-    return out.logits.float().numpy()
+def _torch_logits(subject: Subject, model: Any) -> np.ndarray:
+    """What a torch model says about the rows of a subject, [b, s, v]; zeros in what it left out."""
+    torch, logits = require_torch(), np.zeros((B, S, subject.fields["vocab_size"]), np.float32)
+    for rows, pad in subject.torch_rows():
+        mask = subject.mask[rows, pad:]
+        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.tensor(subject.ids[rows, pad:], dtype=torch.long),
+                attention_mask=torch.tensor(mask),
+                position_ids=torch.tensor(positions, dtype=torch.long),
+                use_cache=False,
+            )
+        logits[rows, pad:] = out.logits.float().numpy()
+    return logits

@@ -44,6 +44,11 @@ class CausalLM(EasyDeLBaseModule):
     #: Tiny configurations that exercise what is special about the family, by name: fields that
     #: differ from those of `ed_models.conformance.TINY`.
     CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: How far float32 logits may be from Hugging Face's; 2e-4 where a scan reorders long sums.
+    LOGITS: ClassVar[float] = 1e-4
+    #: Whether Hugging Face's model gives a padded row the numbers of the row alone. Where a bias
+    #: turns padding into input of a recurrence it does not, and rows are compared without padding.
+    PADDED_IN_TRANSFORMERS: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -45,7 +45,11 @@ class DecoderLayer(nnx.Module):
         norm: makes a norm from the number of features; default: `parts.norm`.
         dropout: in training, of what attention and feed-forward add to the stream.
         factor: on what attention and feed-forward add to the stream (Granite).
+        name: of the first part, where it is no attention: `mamba` in a hybrid.
     """
+
+    #: Name of the part that mixes tokens.
+    mixes: str = "self_attn"
 
     def __init__(
         self,
@@ -56,17 +60,19 @@ class DecoderLayer(nnx.Module):
         norm: MakeNorm | None = None,
         dropout: float = 0.0,
         factor: float = 1.0,
+        name: str = "self_attn",
     ):
         norm, d = norm or parts.norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
-        self.self_attn = self_attn
+        setattr(self, name, self_attn)
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
-        self.dropout, self.factor = dropout, factor
+        self.dropout, self.factor, self.mixes = dropout, factor, name
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:
         """Return the stream after the layer, the cache, and what the layer reports."""
-        attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
+        mixer = getattr(self, self.mixes)
+        attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
         added = ctx.dropped(attended * self.factor, self.dropout, "attention")
         x = ctx.named(x + added, "residual")
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
@@ -78,7 +84,7 @@ class DecoderLayer(nnx.Module):
 
     def cache_specs(self) -> LayerSpecs:
         """What the layer keeps in a cache."""
-        return self.self_attn.cache_spec
+        return getattr(self, self.mixes).cache_spec
 
 
 class SandwichLayer(DecoderLayer):

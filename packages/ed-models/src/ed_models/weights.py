@@ -286,6 +286,30 @@ BLOCK_SPARSE = renamed(
     *STANDARD,
 )
 
+#: Mamba's projections from the stream are one tensor: what enters the recurrence, and its gate.
+MAMBA = (*fused(("in_proj", "z_proj"), "in_proj"), *STANDARD)
+
+#: Mamba-2's are one tensor too, and its convolutions are one.
+MAMBA2 = (
+    *fused(("z_proj", "in_proj", "bc_proj", "dt_proj"), "in_proj"),
+    Rule(
+        ("{path}.conv1d.kernel", "{path}.bc_conv1d.kernel"),
+        "{path}.conv1d.weight",
+        split(0, permute(2, 1, 0)),
+    ),
+    Rule(
+        ("{path}.conv1d.bias", "{path}.bc_conv1d.bias"), "{path}.conv1d.bias", split(0, equal)
+    ),
+    *STANDARD,
+)
+
+#: Names of Mamba's body: `backbone.embeddings`, `backbone.norm_f`.
+BACKBONE = {
+    "model.embed_tokens": "backbone.embeddings",
+    "model.norm": "backbone.norm_f",
+    "model": "backbone",
+}
+
 #: Head -> embedding, of models whose head is the embedding where `tie_word_embeddings` says so. A
 #: class with other names has a `TIED_WEIGHTS` of its own.
 TIED: Mapping[str, str] = {"lm_head.kernel": "model.embed_tokens.embedding"}

@@ -29,7 +29,13 @@ class ShortConv(nnx.Module):
     """
 
     def __init__(
-        self, parts: Parts, channels: int, taps: int, *, bias: bool = False, axis: str = "mlp"
+        self,
+        parts: Parts,
+        channels: int,
+        taps: int,
+        *,
+        bias: bool = False,
+        axis: str | None = "mlp",
     ):
         kernel = parts.initializer(parts.rngs.params(), (taps, 1, channels), parts.param_dtype)
         self.kernel = nnx.Param(kernel, axes=(None, None, axis))

@@ -5,7 +5,7 @@
 with the gates `i` and `r`, sigmoids of linear functions of blocks of x. The first token of a
 sequence enters as it is, without the root.
 
-Legend: b batch, s sequence, d hidden, q rows, c tokens, f channels, n blocks, w channels of a block.
+Legend: b batch, s sequence, d hidden, q rows, c tokens, f channels, n blocks, w channels of one.
 """
 
 from __future__ import annotations

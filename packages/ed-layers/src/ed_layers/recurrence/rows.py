@@ -107,13 +107,12 @@ class Rows:
         """Bring values of tokens to their places; places without a token have some value.
 
         Args:
-            x: values.
-            axis: what the third dimension means (`ed_infra.axes.ACTIVATION_AXES`): "mlp" or "heads"
-                where devices share it; None = each device has all of it.
+            axis: what the third dimension means (`"mlp"`, `"heads"`), so that devices share it;
+                None = each has it whole.
         """
         if self.ctx.config is not None:
             # A recurrence goes along the sequence: each device has whole rows.
-            axes = ("batch", None, axis, *(None,) * max(x.ndim - 3, 0))[: x.ndim]
+            axes = ("batch", None, axis, *(None,) * x.ndim)[: x.ndim]
             x = constrain(x, axes, self.ctx.config)
         if self.take is None:
             return x
@@ -168,8 +167,9 @@ class Rows:
         after = jnp.take_along_axis(whole, _spread(ends, x.ndim), axis=1)
         return whole, self.of_states(after, state)
 
-    def of_states(self, rows: Float[Array, ...], state: Float[Array, ...]) -> Float[Array, ...]:
-        """From [r, ...] and [m, ...]: what the last row of each state says; the old state where there is no token."""
+    def of_states(self, rows: jax.Array, state: jax.Array) -> jax.Array:
+        """From [r, ...] and [m, ...]: what the last row of each state says, in the state's dtype;
+        the old state where there is no token."""
         if self.last is not None:
             assert self.ctx.ragged is not None, "only sequences of a serving step have many rows"
             goes_on = _spread(self.ctx.ragged.q_lens > 0, rows.ndim)

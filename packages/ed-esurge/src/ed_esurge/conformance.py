@@ -1,0 +1,40 @@
+"""What the engine must do with every family: the check of `ed_models.conformance` that needs one.
+
+@pytest.mark.parametrize("subject", subjects("my_model"), ids=str)
+def test_engine(subject: Subject) -> None:
+    engine(subject)
+"""
+
+from __future__ import annotations
+
+from ed_models.conformance import PAD, Subject
+
+from ed_esurge.engine import eSurge
+from ed_esurge.sampling import SamplingParams
+
+NEW = 12
+
+
+def engine(subject: Subject) -> float:
+    """Prompts in chunks, in steps that they share, with preemption: the tokens of `generate`."""
+    model = subject.model
+    prompts = [row[pad:].tolist() for row, pad in zip(subject.ids, PAD, strict=True)]
+    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    # Two sequences fit into the pages at their full length, so that others are preempted.
+    serving = eSurge(
+        model,
+        max_num_seqs=4,
+        max_num_seq_buckets=(4,),
+        page_size=4,
+        num_pages=20,
+        max_num_batched_tokens=16,
+        max_model_len=48,
+        compile_runner=False,
+        silent_mode=True,
+    )
+    for output, prompt in zip(serving.generate(prompts, greedy), prompts, strict=True):
+        alone = model.generate([prompt], max_new_tokens=NEW, eos_token_id=[]).sequences[0]
+        got, expected = output.outputs[0].token_ids, alone[len(prompt) :].tolist()
+        assert got == expected, f"after {len(prompt)} tokens {got} is not {expected}"
+    assert serving.stats()["num_preemptions"] > 0, "the pages held all sequences"
+    return 0.0

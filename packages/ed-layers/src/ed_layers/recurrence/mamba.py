@@ -1,0 +1,156 @@
+"""Mamba (Gu & Dao 2023): a state space whose step size, input and output follow the token.
+
+For every channel f and state n, with the step `dt[t]`:
+
+    h[t] = exp(dt[t] A) h[t - 1] + dt[t] B[t] u[t],   y[t] = sum over n of C[t] h[t] + D u[t]
+
+Legend: b batch, s sequence, d hidden, r rows, c columns, f channels, n states of a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_layers.cache.spec import RecurrentSpec, StateSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
+from ed_layers.mlp import activation
+from ed_layers.parts import Parts
+from ed_layers.recurrence.conv import ShortConv
+from ed_layers.recurrence.rows import Rows
+
+#: Tokens computed in parallel: few, because each has all states of all channels in memory.
+CHUNK = 16
+#: Lowest and highest step size at the start of training, and what none is below.
+TIME_STEP = (1e-3, 1e-1, 1e-4)
+
+
+class MambaMixer(nnx.Module):
+    """The layer of Mamba; Hugging Face's names, but `in_proj` is `in_proj` and `z_proj` here.
+
+    The state is [f, n] in float32, beside that of the convolution.
+
+    Args:
+        parts: makes the projections.
+        channels: f.
+        states: n.
+        taps: of the convolution.
+        rank: of the step sizes.
+        bias: of the projections from and to the stream.
+        conv_bias: of the convolution.
+        norm: makes the norms of dt, B and C from their features (Jamba, Falcon-Mamba); None = no
+            norms.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        time_step: see `TIME_STEP`.
+        chunk: tokens to compute in parallel.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        channels: int,
+        states: int,
+        taps: int,
+        rank: int,
+        bias: bool = False,
+        conv_bias: bool = True,
+        norm: Callable[[int], nnx.Module] | None = None,
+        hidden_act: str | None = None,
+        time_step: tuple[float, float, float] = TIME_STEP,
+        chunk: int = CHUNK,
+    ):
+        d, f, n = parts.config.hidden_size, channels, states
+        self.in_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
+        self.z_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)
+        self.conv1d = ShortConv(parts, f, taps, bias=conv_bias)
+        self.x_proj = parts.linear(f, rank + 2 * n, axes=("mlp", None))
+        self.dt_proj = parts.linear(rank, f, axes=(None, "mlp"), bias=True)
+        self.dt_proj.bias.set_value(step_bias(parts, f, time_step))
+        levels = jnp.broadcast_to(jnp.log(jnp.arange(1.0, n + 1)), (f, n))
+        self.A_log = nnx.Param(levels.astype(parts.param_dtype), axes=("mlp", None))
+        self.D = nnx.Param(jnp.ones((f,), parts.param_dtype), axes=("mlp",))
+        self.out_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
+        self.has_norms = norm is not None
+        if norm is not None:
+            self.dt_layernorm, self.b_layernorm, self.c_layernorm = map(norm, (rank, n, n))
+        self.hidden_act = hidden_act or parts.config.hidden_act
+        activation(self.hidden_act)
+        self.sizes, self.chunk, self.dtype = (rank, n), chunk, parts.dtype
+        self.cache_spec = RecurrentSpec((self.conv1d.state_spec(), StateSpec("ssm", (f, n))))
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Return what is added to the stream, and the cache."""
+        x = ctx.named(x, "normed_input")
+        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        states = rows.states(cache, layer, self.cache_spec)
+        u = rows.enter(self.in_proj(x, ctx), "mlp")
+        u, states["conv"] = self.conv1d(u, states["conv"], rows)
+        u = activation(self.hidden_act)(u)
+        dt, b, c = self.selected(u)
+        u = u.astype(jnp.float32)
+        rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
+        # Where there is no token a step of zero leaves the state as it is.
+        inputs = u, rows.masked(dt), b, c
+        y, states["ssm"] = rows.scan(partial(selective_scan, rates), states["ssm"], inputs)
+        y = rows.leave(y + self.D.get_value().astype(jnp.float32) * u)
+        cache = rows.store(cache, layer, states, self.cache_spec)
+        gate = activation(self.hidden_act)(self.z_proj(x, ctx))
+        return self.out_proj((y * gate).astype(self.dtype), ctx), cache
+
+    def selected(self, u: Float[Array, "r c f"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What follows the token: dt [r, c, f], B and C [r, c, n], float32."""
+        rank, n = self.sizes
+        dt, b, c = jnp.split(self.x_proj(u), (rank, rank + n), axis=-1)
+        if self.has_norms:
+            dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+        dt = jax.nn.softplus(self.dt_proj(dt).astype(jnp.float32))
+        return dt, b.astype(jnp.float32), c.astype(jnp.float32)
+
+
+def selective_scan(
+    rates: Float[Array, "f n"],
+    state: Float[Array, "r f n"],
+    inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    begun: Int[Array, "r c"] | None,
+) -> tuple[Float[Array, "r f n"], Float[Array, "r c f"]]:
+    """One chunk of the recurrence, without `D u`; a `Step` of `Rows.scan`.
+
+    Args:
+        rates: A, negative.
+        state: before the chunk.
+        inputs: u and dt [r, c, f], B and C [r, c, n], all float32.
+        begun: see `Step`.
+    """
+    u, dt, b, c = inputs
+    decay = jnp.exp(dt[..., None] * rates)
+    added = (dt * u)[..., None] * b[:, :, None]
+    if begun is not None:
+        starts = jnp.diff(begun, axis=1, prepend=0) > 0
+        decay = jnp.where(starts[..., None, None], 0, decay)
+
+    def joined(before: tuple[jax.Array, jax.Array], after: tuple[jax.Array, jax.Array]):
+        return before[0] * after[0], after[0] * before[1] + after[1]
+
+    decay, added = jax.lax.associative_scan(joined, (decay, added), axis=1)
+    states = decay * state[:, None] + added
+    return states[:, -1], jnp.einsum("rcfn,rcn->rcf", states, c)
+
+
+def step_bias(parts: Parts, size: int, time_step: tuple[float, float, float]) -> jax.Array:
+    """Biases [size] whose softplus are step sizes, log-uniform as `time_step` says."""
+    low, high, floor = time_step
+    logs = jax.random.uniform(
+        parts.rngs.params(), (size,), jnp.float32, jnp.log(low), jnp.log(high)
+    )
+    steps = jnp.maximum(jnp.exp(logs), floor)
+    return (steps + jnp.log(-jnp.expm1(-steps))).astype(parts.param_dtype)

@@ -1,0 +1,193 @@
+"""Mamba-2 (Dao & Gu 2024): one decay for each head, so that chunks are products of matrices.
+
+For every head, with the step `dt[t]` and states [p, n]:
+
+    h[t] = exp(dt[t] A) h[t - 1] + dt[t] x[t] B[t]^T,   y[t] = h[t] C[t] + D x[t]
+
+Legend: b batch, s sequence, d hidden, r rows, c columns (t, u), h heads, p head dim, g groups, k
+heads of a group, n states.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_layers.cache.spec import RecurrentSpec, StateSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
+from ed_layers.mlp import activation
+from ed_layers.norms import GatedRMSNorm
+from ed_layers.parts import Parts
+from ed_layers.recurrence.conv import ShortConv
+from ed_layers.recurrence.mamba import TIME_STEP, step_bias
+from ed_layers.recurrence.rows import CHUNK, Rows
+
+
+class Mamba2Mixer(nnx.Module):
+    """The layer of Mamba-2; Hugging Face's names, but two of its tensors are several here.
+
+    `in_proj` is `z_proj`, `in_proj`, `bc_proj` and `dt_proj`; `conv1d` is `conv1d`, of the heads,
+    and `bc_conv1d`: so heads are split over devices, and B and C, which heads share, are not. The
+    state is [h, p, n] in float32, beside those of the convolutions.
+
+    Args:
+        parts: makes the projections.
+        heads, head_dim: h, p.
+        states: n.
+        groups: g; the heads of a group share B and C, and are normed together.
+        taps: of the convolution.
+        bias: of the projections from the stream.
+        out_bias: of the projection to the stream; None = as `bias`.
+        conv_bias: of the convolution.
+        norm_eps: of the gated norm; None = gated without a norm (Falcon-H1).
+        gate_first: the gate acts before the norm.
+        hidden_act: Hugging Face's name of the activation; default: the configuration's.
+        dt_limits: bounds of the step sizes.
+        multipliers: factors on the gate, x, B, C and dt, as they are projected (Falcon-H1).
+        time_step: see `ed_layers.recurrence.mamba.TIME_STEP`.
+        chunk: tokens to compute in parallel.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        heads: int,
+        head_dim: int,
+        states: int,
+        groups: int,
+        taps: int,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        conv_bias: bool = True,
+        norm_eps: float | None,
+        gate_first: bool = True,
+        hidden_act: str | None = None,
+        dt_limits: tuple[float, float] = (0.0, float("inf")),
+        multipliers: tuple[float, float, float, float, float] = (1.0,) * 5,
+        time_step: tuple[float, float, float] = TIME_STEP,
+        chunk: int = CHUNK,
+    ):
+        d, h, p, n = parts.config.hidden_size, heads, head_dim, states
+        self.z_proj = parts.linear(d, h * p, axes=("embed", "heads"), bias=bias)
+        self.in_proj = parts.linear(d, h * p, axes=("embed", "heads"), bias=bias)
+        self.bc_proj = parts.linear(d, 2 * groups * n, axes=("embed", None), bias=bias)
+        self.dt_proj = parts.linear(d, h, axes=("embed", "heads"), bias=bias)
+        self.conv1d = ShortConv(parts, h * p, taps, bias=conv_bias, axis="heads")
+        self.bc_conv1d = ShortConv(parts, 2 * groups * n, taps, bias=conv_bias, axis=None)
+        self.dt_bias = nnx.Param(step_bias(parts, h, time_step), axes=("heads",))
+        levels = jnp.log(jnp.arange(1.0, h + 1))
+        self.A_log = nnx.Param(levels.astype(parts.param_dtype), axes=("heads",))
+        self.D = nnx.Param(jnp.ones((h,), parts.param_dtype), axes=("heads",))
+        self.has_norm = norm_eps is not None
+        if norm_eps is not None:
+            self.norm = GatedRMSNorm(
+                h * p,
+                eps=norm_eps,
+                groups=groups,
+                gate_first=gate_first,
+                dtype=parts.dtype,
+                param_dtype=parts.param_dtype,
+            )
+        out_bias = bias if out_bias is None else out_bias
+        self.out_proj = parts.linear(h * p, d, axes=("heads", "embed"), bias=out_bias)
+        self.hidden_act = hidden_act or parts.config.hidden_act
+        activation(self.hidden_act)
+        self.dt_limits, self.multipliers = tuple(dt_limits), tuple(multipliers)
+        self.sizes, self.chunk = (groups, h, p, n), chunk
+        self.dtype, self.precision = parts.dtype, parts.precision
+        self.cache_spec = RecurrentSpec(
+            (
+                self.conv1d.state_spec(),
+                self.bc_conv1d.state_spec("bc_conv"),
+                StateSpec("ssm", (h, p, n)),
+            )
+        )
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Return what is added to the stream, and the cache."""
+        x = ctx.named(x, "normed_input")
+        g, h, p, n = self.sizes
+        of_z, of_x, of_b, of_c, of_dt = self.multipliers
+        act = activation(self.hidden_act)
+        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        states = rows.states(cache, layer, self.cache_spec)
+        u = rows.enter(self.in_proj(x, ctx) * of_x, "heads")
+        u, states["conv"] = self.conv1d(u, states["conv"], rows)
+        bc = jnp.split(rows.enter(self.bc_proj(x, ctx)), 2, axis=-1)
+        bc = jnp.concatenate([bc[0] * of_b, bc[1] * of_c], axis=-1)
+        bc, states["bc_conv"] = self.bc_conv1d(bc, states["bc_conv"], rows)
+        u = act(u).astype(jnp.float32).reshape(*u.shape[:2], h, p)
+        bc = act(bc).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
+        # Where there is no token a step of zero leaves the state as it is.
+        dt = rows.masked(self.steps(rows.enter(self.dt_proj(x, ctx) * of_dt, "heads")))
+        rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
+        step = partial(state_space_dual, rates, precision=self.precision)
+        inputs = u, dt, bc[:, :, 0], bc[:, :, 1]
+        y, states["ssm"] = rows.scan(step, states["ssm"], inputs)
+        y = y + self.D.get_value().astype(jnp.float32)[:, None] * u
+        y = rows.leave(y.reshape(*y.shape[:2], h * p))
+        cache = rows.store(cache, layer, states, self.cache_spec)
+        z = self.z_proj(x, ctx) * of_z
+        y = self.norm(y, z) if self.has_norm else (y * act(z)).astype(self.dtype)
+        return self.out_proj(y, ctx), cache
+
+    def steps(self, dt: Float[Array, "r c h"]) -> Float[Array, "r c h"]:
+        """Step sizes, float32."""
+        dt = dt.astype(jnp.float32) + self.dt_bias.get_value().astype(jnp.float32)
+        return jnp.clip(jax.nn.softplus(dt), *self.dt_limits)
+
+
+def state_space_dual(
+    rates: Float[Array, " h"],
+    state: Float[Array, "r h p n"],
+    inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    begun: Int[Array, "r c"] | None,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[Float[Array, "r h p n"], Float[Array, "r c h p"]]:
+    """One chunk of the recurrence, without `D x`; a `Step` of `Rows.scan`.
+
+    Within the chunk tokens meet as in attention, with decays for a softmax; what came before is in
+    the state.
+
+    Args:
+        rates: A, negative.
+        state: before the chunk.
+        inputs: x [r, c, h, p], dt [r, c, h], B and C [r, c, g, n], all float32.
+        begun: see `Step`.
+    """
+    x, dt, b, c = inputs
+    rows, columns, h, p = x.shape
+    g, n = b.shape[2:]
+    product = partial(jnp.einsum, precision=precision)
+    reach = jnp.tril(jnp.ones((columns, columns), bool))[None]
+    if begun is not None:
+        reach = reach & (begun[:, :, None] == begun[:, None])
+    # Sums of logarithms from the begin of a sequence, or of the chunk: what stands before has no
+    # part in them, not even by rounding.
+    logs = jnp.matmul(
+        reach.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
+    ).swapaxes(1, 2)
+    gaps = jnp.where(reach[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
+    decay = jnp.exp(gaps).reshape(rows, g, h // g, columns, columns)
+    scores = product("rtgn,rugn->rgtu", c, b)
+    added = (x * dt[..., None]).reshape(rows, columns, g, h // g, p)
+    out = product("rgktu,rugkp->rtgkp", decay * scores[:, :, None], added)
+    kept = jnp.exp(logs)
+    if begun is not None:
+        kept = jnp.where((begun == 0)[:, None], kept, 0)
+    state = state.reshape(rows, g, h // g, p, n)
+    kept = kept.reshape(rows, g, h // g, columns)
+    out = out + product("rtgn,rgkpn->rtgkp", c, state) * jnp.moveaxis(kept, 3, 1)[..., None]
+    to_end = jnp.moveaxis(decay[..., -1, :], 3, 1)[..., None]
+    new = kept[..., -1, None, None] * state + product("rugn,rugkp->rgkpn", b, added * to_end)
+    return new.reshape(rows, h, p, n), out.reshape(rows, columns, h, p)

@@ -1,0 +1,94 @@
+"""Mamba (Gu & Dao 2023): a state space for each channel, and no attention.
+
+- a layer is one mixer: a short convolution, the recurrence, a gate
+- the stream is float32 where `residual_in_fp32` says so
+
+Numbers follow Hugging Face's `modeling_mamba.py`; parameter names are its names. Of the fields that
+say how parameters start, those of the step sizes' biases hold; matrices start normal, with
+`initializer_range`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.parts import Parts
+from ed_layers.recurrence.mamba import MambaMixer
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import MixerLayer
+from ed_models.weights import BACKBONE, MAMBA, renamed
+
+
+@register_config("mamba")
+class MambaConfig(EasyDeLBaseConfig, transformers.MambaConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "mamba"
+
+
+class MambaBlock(MixerLayer):
+    """A mixer, normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: MambaConfig = parts.config
+        mixer = MambaMixer(
+            parts,
+            channels=config.intermediate_size,
+            states=config.state_size,
+            taps=config.conv_kernel,
+            rank=int(config.time_step_rank),
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+            time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
+        )
+        super().__init__(parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon))
+
+
+class MambaModel(Decoder):
+    """Embedding, mixers, final norm."""
+
+    config_class = MambaConfig
+    layer_class = MambaBlock
+
+    @staticmethod
+    def final_norm(parts):
+        return parts.norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+
+    def rope_settings(self):
+        return {}
+
+    def enter(self, x, ctx):
+        return x.astype(jnp.float32) if self.config.residual_in_fp32 else x
+
+
+@register_module(TaskType.CAUSAL_LM, config=MambaConfig, model_type="mamba")
+class MambaForCausalLM(CausalLM):
+    """Mamba with a language-model head."""
+
+    body_class = MambaModel
+    WEIGHTS = renamed(BACKBONE, *MAMBA)
+    PADDED_IN_TRANSFORMERS = False
+    CONFORMANCE = {
+        "tied": {
+            "state_size": 8,
+            "intermediate_size": None,
+            "tie_word_embeddings": True,
+        },
+        "biases, no bias of the convolution": {
+            "state_size": 5,
+            "conv_kernel": 3,
+            "time_step_rank": 3,
+            "intermediate_size": None,
+            "num_hidden_layers": 2,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "residual_in_fp32": False,
+        },
+    }
