@@ -269,7 +269,7 @@ def ignore(hf: str) -> Rule:
 
 
 STANDARD: tuple[Rule, ...] = (
-    Rule("{path}.conv1d.kernel", "{path}.conv1d.weight", permute(2, 1, 0)),
+    Rule("{path}conv1d.kernel", "{path}conv1d.weight", permute(2, 1, 0)),
     Rule("{path}.kernel", "{path}.weight", transpose),
     Rule("{path}.embedding", "{path}.weight", equal),
     Rule("{path}", "{path}", equal),
@@ -301,6 +301,29 @@ MAMBA2 = (
         ("{path}.conv1d.bias", "{path}.bc_conv1d.bias"), "{path}.conv1d.bias", split(0, equal)
     ),
     *STANDARD,
+)
+
+#: Qwen3-Next and Qwen3.5: one convolution for queries, keys and values of the delta rule; in the
+#: query projection of attention each head is followed by its gate.
+GATED_DELTA = renamed(
+    {"linear_attn.o_proj": "linear_attn.out_proj", "linear_attn.o_norm": "linear_attn.norm"},
+    Rule(
+        tuple(f"{{path}}.{name}_conv1d.kernel" for name in "qkv"),
+        "{path}.conv1d.weight",
+        split(0, permute(2, 1, 0)),
+    ),
+    *fused(
+        ("self_attn.q_proj", "self_attn.g_proj"), "self_attn.q_proj", groups="num_attention_heads"
+    ),
+    *STANDARD,
+    ignore("mtp.{path}"),
+)
+
+#: Qwen3.5: queries, keys and values of the delta rule are one tensor, the others have their own.
+SPLIT_DELTA = renamed(
+    {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
+    *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
+    *GATED_DELTA,
 )
 
 #: Names of Mamba's body: `backbone.embeddings`, `backbone.norm_f`.
