@@ -12,6 +12,14 @@ from ed_models.conformance import AGAINST_TORCH, FAST, Subject
 
 CHECKS = {**conformance.CHECKS, "engine": engine}
 
+#: Checks that a mistake of `transformers` makes impossible: (model type, row, check) -> mistake.
+IMPOSSIBLE = {
+    ("longcat_flash", "experts that do nothing", "saved"): (
+        "transformers 5.23 makes matrices for experts that do nothing, and so refuses checkpoints "
+        "in Meituan's layout, which has none"
+    ),
+}
+
 
 def rows() -> list[Any]:
     """Each configuration with each check; one worker has all of a family.
@@ -27,6 +35,8 @@ def rows() -> list[Any]:
             marks = [pytest.mark.xdist_group(f"conformance {subject.model_type}")]
             marks += [] if check in fast else [pytest.mark.nightly]
             marks += [pytest.mark.torch] if check in AGAINST_TORCH else []
+            if reason := IMPOSSIBLE.get((subject.model_type, subject.row, check)):
+                marks.append(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
             params.append(pytest.param(subject, check, marks=marks, id=f"{subject}: {check}"))
     return params
 

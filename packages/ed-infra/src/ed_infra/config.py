@@ -115,7 +115,8 @@ class EasyDeLBaseConfig(StoredConfig):
             )
         for name in sorted(WITHOUT_EFFECT):
             value = getattr(self, name)
-            if value != FIELDS[name].default:
+            # A mapping is Hugging Face's, and says how a checkpoint is packed.
+            if value != FIELDS[name].default and not isinstance(value, Mapping):
                 once(logger, f"{name} = {value!r} has no effect in this version of EasyDeL")
         for name in sorted(set(self.operation_configs or ()) - OPERATIONS):
             once(logger, f"operation_configs[{name!r}] has no effect in this version of EasyDeL")

@@ -55,9 +55,9 @@ class Router(nnx.Module):
         bias: whether the logits have a bias.
         selection_bias: whether scores get a bias for the choice alone, which training moves towards
             equal loads without a gradient (`router_bias_rate` of the configuration).
-        groups: g; experts are chosen from the best `groups_chosen` of g groups. The score of a
-            group is the sum of its two best ones.
+        groups: g; experts are chosen from the best `groups_chosen` of g groups.
         groups_chosen: how many.
+        group_score: the score of a group is the sum of its so many best ones.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Router(nnx.Module):
         selection_bias: bool = False,
         groups: int = 1,
         groups_chosen: int = 1,
+        group_score: int = 2,
     ):
         config = parts.config
         shape = (config.hidden_size, experts)
@@ -85,7 +86,7 @@ class Router(nnx.Module):
             zeros = jnp.zeros((experts,), jnp.float32)
             self.e_score_correction_bias = Updated(zeros, axes=(None,), rule=rule)
         self.per_token, self.score, self.normalize, self.scale = per_token, score, normalize, scale
-        self.groups, self.groups_chosen = groups, groups_chosen
+        self.groups, self.groups_chosen, self.group_score = groups, groups_chosen, group_score
         self.z_loss: float = config.router_z_loss_coef
         self.balanced = getattr(config, "output_router_logits", False)
 
@@ -139,7 +140,7 @@ class Router(nnx.Module):
         if self.groups == 1:
             return scores
         grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
-        of_group = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        of_group = jnp.sum(jax.lax.top_k(grouped, self.group_score)[0], axis=-1)
         best = jax.lax.top_k(of_group, self.groups_chosen)[1]
         kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
         return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)

@@ -39,7 +39,8 @@ from ed_models import hub
 from ed_models.heads import CausalLM
 from ed_models.loading import weight_map
 
-#: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them.
+#: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them. None in a
+#: row leaves one of these fields out; for any other field it is the value.
 TINY: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 32,
@@ -75,7 +76,8 @@ class Subject:
     def __init__(self, model_type: str, row: str, module_class: type[CausalLM]):
         self.model_type, self.row, self.module_class = model_type, row, module_class
         fields = {**TINY, **module_class.CONFORMANCE[row]}
-        self.fields = {name: value for name, value in fields.items() if value is not None}
+        left_out = {name for name in TINY if fields[name] is None}
+        self.fields = {name: value for name, value in fields.items() if name not in left_out}
         rng = np.random.default_rng(0)
         self.ids = rng.integers(3, self.fields["vocab_size"], (B, S)).astype(np.int32)
         self.mask = np.stack([np.arange(S) >= pad for pad in PAD]).astype(np.int32)

@@ -49,10 +49,15 @@ class Decoder(EasyDeLBaseModule):
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         self.embed_tokens = self.embedding(parts)
         self.layers = parts.stack(
-            type(self).layer_class, config.num_hidden_layers, kinds=self.layer_kinds(config)
+            type(self).layer_class, self.depth(config), kinds=self.layer_kinds(config)
         )
         self.norm = self.final_norm(parts)
         self.add_parts(parts)
+
+    @staticmethod
+    def depth(config: Any) -> int:
+        """Number of layers."""
+        return config.num_hidden_layers
 
     @staticmethod
     def layer_kinds(config: Any) -> Sequence[Hashable] | None:

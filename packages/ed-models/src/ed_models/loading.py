@@ -23,6 +23,7 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
+from ed_models.packed_tensors import unpacked
 from ed_models.pieces import Shape
 from ed_models.tensor_files import TensorFiles
 from ed_models.weight_map import WeightMap, window_of
@@ -56,7 +57,8 @@ def load(
 
     A head that `config` says is tied, but that the files hold with other values than the
     embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
-    does the same. A body that was saved alone loads although its names lack the first part.
+    does the same. A body that was saved alone loads although its names lack the first part. Packed
+    tensors (`ed_models.packed_tensors`) become plain ones, and the module's config says so.
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, and its
@@ -83,8 +85,9 @@ def load(
             graphdef, state = nnx.split(nnx.eval_shape(build))
         return Draft(graphdef, state, weight_map(cls, state, config))
 
+    files, config = unpacked(TensorFiles.open(directory), config)
     made = draft(config)
-    files = _with_prefix(TensorFiles.open(directory), made.weights.hf_shapes)
+    files = _with_prefix(files, made.weights.hf_shapes)
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)

@@ -15,15 +15,13 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
+from ed_models.layers import DecoderLayer, sigmoid_experts
 from ed_models.weights import EXPERTS, STANDARD, ignore
 
 
@@ -47,30 +45,7 @@ class Glm4MoeDecoderLayer(DecoderLayer):
         )
         sparse = index >= config.first_k_dense_replace
         super().__init__(
-            parts, self_attn=attention, mlp=self.sparse(parts) if sparse else GatedMLP(parts)
-        )
-
-    @staticmethod
-    def sparse(parts: Parts) -> SparseMLP:
-        """The layer with experts."""
-        config: Glm4MoeConfig = parts.config
-        gate = Router(
-            parts,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            score="sigmoid",
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-            selection_bias=True,
-            groups=config.n_group,
-            groups_chosen=config.topk_group,
-        )
-        f = config.moe_intermediate_size
-        return SparseMLP(
-            parts,
-            gate=gate,
-            experts=Experts(parts, config.n_routed_experts, f),
-            shared=GatedMLP(parts, f * config.n_shared_experts),
+            parts, self_attn=attention, mlp=sigmoid_experts(parts) if sparse else GatedMLP(parts)
         )
 
 

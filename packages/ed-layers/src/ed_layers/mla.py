@@ -1,0 +1,195 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one short
+vector per token, the latent, and a cache stores that vector alone.
+
+Legend: b batch, s sequence, t keys, d hidden, h heads, l latent (`kv_lora_rank`), n numbers of a
+head's key without position (`qk_nope_head_dim`), p turned numbers (`qk_rope_head_dim`), v numbers
+of a head's value (`v_head_dim`), a numbers of a compressed query (`q_lora_rank`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ed_layers.attention import Mechanism, attend
+from ed_layers.cache import LayerCacheSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import ALL_LAYERS, Ctx
+from ed_layers.linear import Product
+from ed_layers.parts import Parts
+from ed_layers.rotary import apply_rotary
+
+
+class LatentAttention(nnx.Module):
+    """Attention over latents; Hugging Face's names: `q_a_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`.
+
+    A token has a latent [l] and a turned key [p] that all heads share. `kv_b_proj` makes each
+    head's key [n] and value [v] of the latent. There are two ways to attend, with the same numbers:
+
+    - *expanded*, where there is no cache: keys and values of all heads are made, and attended to
+      as those of any model. That is the fewest products for a whole sequence, and has gradients;
+    - *absorbed*, where there is a cache: the part of `kv_b_proj` that makes keys is applied to the
+      queries, the part that makes values to the result. So attention reads latents as one key
+      head, whose values are a part of its keys, and what was stored is never expanded. Prompts
+      too: a compiled step does not know whether its cache is empty, and one way for all steps of
+      a cache keeps memory at the latents. It costs `(2 l + p) / (n + p + v)` of the products of
+      the expanded form within attention (3.4 in DeepSeek-V3).
+
+    Sizes come from the configuration: `num_attention_heads`, `q_lora_rank` (None = queries are not
+    compressed), `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`,
+    `attention_bias`.
+
+    Args:
+        parts: makes the projections.
+        interleaved: rotary pairs are neighbours, not halves.
+        norm_eps: of the norms of both compressed vectors.
+        scaled: queries are multiplied by `(d / a) ** 0.5` and latents by `(d / l) ** 0.5`
+            (LongCat-Flash).
+        group: of the cache; a layer with two attentions gives each its own.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        interleaved: bool = True,
+        norm_eps: float = 1e-6,
+        scaled: bool = False,
+        group: str = "full",
+    ):
+        config = parts.config
+        d, h, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+        rank, q_rank = config.kv_lora_rank, config.q_lora_rank
+        plain, turned, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        if q_rank is None:
+            self.q_proj = parts.linear(d, h * (plain + turned), axes=("embed", "heads"))
+        else:
+            self.q_a_proj = parts.linear(d, q_rank, axes=("embed", None), bias=bias)
+            self.q_a_layernorm = parts.norm(q_rank, eps=norm_eps)
+            # "embed" is what fsdp splits: these matrices are as large as any.
+            self.q_b_proj = parts.linear(q_rank, h * (plain + turned), axes=("embed", "heads"))
+        self.kv_a_proj_with_mqa = parts.linear(d, rank + turned, axes=("embed", None), bias=bias)
+        self.kv_a_layernorm = parts.norm(rank, eps=norm_eps)
+        self.kv_b_proj = parts.linear(rank, h * (plain + v), axes=("embed", "heads"))
+        self.o_proj = parts.linear(h * v, d, axes=("heads", "embed"), bias=bias)
+        self.heads, self.rank, self.plain, self.turned = h, rank, plain, turned
+        self.interleaved = interleaved
+        self.q_scale = math.sqrt(d / q_rank) if scaled else 1.0
+        self.kv_scale = math.sqrt(d / rank) if scaled else 1.0
+        self.scale = (plain + turned) ** -0.5 * yarn_factor(config.rope_parameters or {})
+        self.mechanism = Mechanism.resolve(
+            config,
+            features=frozenset({"value_dim"} if v != plain + turned else ()),
+            dropout=config.attention_dropout,
+        )
+        self.cache_spec = LayerCacheSpec(
+            1, rank + turned, value_dim=rank, group=group, values_in_keys=True
+        )
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Attend; returns what is added to the stream, and the cache."""
+        x = ctx.named(x, "normed_input")
+        q, latents = self.queries(self.compressed(x, ctx), ctx), self.latents(x, ctx)
+        if cache is None:
+            out = self.expanded(q, latents, ctx)
+        else:
+            out, cache = self.absorbed(q, latents, ctx, cache, layer)
+        out = ctx.named(out, "attn_output")
+        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+
+    def compressed(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s a"]:
+        """What queries are made of."""
+        return self.q_a_layernorm(self.q_a_proj(x, ctx)) if hasattr(self, "q_a_proj") else x
+
+    def queries(self, x: Float[Array, "b s a"], ctx: Ctx) -> Float[Array, "b s h n+p"]:
+        """Queries of all heads, their last p numbers turned."""
+        project = self.q_b_proj if hasattr(self, "q_b_proj") else self.q_proj
+        q = project(x, ctx).reshape(*x.shape[:2], self.heads, -1)
+        q = ctx.named(q, "attn_query") * self.q_scale
+        return self.turn(q, self.plain, ctx)
+
+    def latents(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s 1 l+p"]:
+        """Latent and turned key of each token: what a cache stores."""
+        both = ctx.named(self.kv_a_proj_with_mqa(x, ctx), "attn_key_value")
+        latent, key = jnp.split(both, [self.rank], axis=-1)
+        latent = self.kv_a_layernorm(latent) * self.kv_scale
+        return self.turn(jnp.concatenate([latent, key], axis=-1)[:, :, None], self.rank, ctx)
+
+    def turn(self, x: Float[Array, "b s h k"], first: int, ctx: Ctx) -> Float[Array, "b s h k"]:
+        """Rotary positions, of the numbers from `first` on."""
+        still, turning = jnp.split(x, [first], axis=-1)
+        turning = apply_rotary(turning, ctx.rope[ALL_LAYERS], interleaved=self.interleaved)
+        return jnp.concatenate([still, turning], axis=-1)
+
+    def expanded(
+        self, q: Float[Array, "b s h n+p"], latents: Float[Array, "b s 1 l+p"], ctx: Ctx
+    ) -> Float[Array, "b s h v"]:
+        """Attention to the keys and values of all heads."""
+        latent, turned = jnp.split(latents[:, :, 0], [self.rank], axis=-1)
+        both = self.kv_b_proj(latent, ctx).reshape(*latent.shape[:2], self.heads, -1)
+        k, v = jnp.split(both, [self.plain], axis=-1)
+        k, v = ctx.named(k, "attn_key"), ctx.named(v, "attn_value")
+        turned = jnp.broadcast_to(turned[:, :, None], (*k.shape[:-1], self.turned))
+        k = jnp.concatenate([k, turned], axis=-1)
+        return self.attend(q, k, v, ctx, None, 0)[0]
+
+    def absorbed(
+        self,
+        q: Float[Array, "b s h n+p"],
+        latents: Float[Array, "b s 1 l+p"],
+        ctx: Ctx,
+        cache: Any,
+        layer: Layer,
+    ) -> tuple[Float[Array, "b s h v"], Any]:
+        """Attention to the latents of a cache."""
+        of_keys, of_values = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
+        precision = self.kv_b_proj.precision
+        plain, turned = jnp.split(q, [self.plain], axis=-1)
+        plain = jnp.einsum("bshn,lhn->bshl", plain, of_keys, precision=precision)
+        q = jnp.concatenate([plain, turned], axis=-1)
+        out, cache = self.attend(q, latents, latents[..., : self.rank], ctx, cache, layer)
+        return jnp.einsum("bshl,lhv->bshv", out, of_values, precision=precision), cache
+
+    def expansion(self, dtype: Any) -> Float[Array, "l h n+v"]:
+        """The matrix of `kv_b_proj` by heads."""
+        weight = self.kv_b_proj.weight
+        if isinstance(weight, Product):
+            weight = weight.product(jnp.eye(self.rank, dtype=dtype))
+        return weight.astype(dtype).reshape(self.rank, self.heads, -1)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[jax.Array, Any]:
+        """`ed_layers.attention.attend` as this layer calls it."""
+        return attend(
+            q,
+            k,
+            v,
+            ctx.mask_info,
+            cache=cache,
+            layer=layer,
+            ragged=ctx.ragged,
+            group=self.cache_spec.group,
+            scale=self.scale,
+            dropout_key=ctx.key,
+            mechanism=self.mechanism,
+        )
+
+
+def yarn_factor(rope: Any) -> float:
+    """What YaRN multiplies the scale of the scores by, where `mscale_all_dim` is set.
+
+    Args:
+        rope: `rope_parameters` of the configuration.
+    """
+    mscale, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
+    if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
+        return 1.0
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2

@@ -1,0 +1,107 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024), and Kimi-K2: latent attention, sigmoid routing by groups.
+
+- keys and values of all heads come from one latent, which is all that a cache stores
+- scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
+- experts are chosen from the best groups; weights add up to `routed_scaling_factor`
+- the first `first_k_dense_replace` layers are dense
+
+Numbers follow Hugging Face's `modeling_deepseek_v3.py`; parameter names are its names. Layers that
+predict further tokens are not loaded.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mla import LatentAttention
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, sigmoid_experts
+from ed_models.weights import EXPERTS, STANDARD, ignore
+
+
+@register_config("deepseek_v3")
+class DeepseekV3Config(EasyDeLBaseConfig, transformers.DeepseekV3Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "deepseek_v3"
+
+
+class DeepseekV3DecoderLayer(DecoderLayer):
+    """Latent attention and experts, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: DeepseekV3Config = parts.config
+        sparse = index >= config.first_k_dense_replace
+        super().__init__(
+            parts,
+            self_attn=LatentAttention(parts, interleaved=config.rope_interleave),
+            mlp=sigmoid_experts(parts) if sparse else GatedMLP(parts),
+        )
+
+
+class DeepseekV3Model(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = DeepseekV3Config
+    layer_class = DeepseekV3DecoderLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
+
+
+@register_module(TaskType.CAUSAL_LM, config=DeepseekV3Config, model_type="deepseek_v3")
+class DeepseekV3ForCausalLM(CausalLM):
+    """DeepSeek-V3 with a language-model head."""
+
+    body_class = DeepseekV3Model
+    WEIGHTS = (EXPERTS, *STANDARD, ignore("model.layers.61.{path}"))
+    _LATENT = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+    }
+    CONFORMANCE = {
+        "groups, yarn": {
+            **_LATENT,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        "queries not compressed, halves turn, biases": {
+            **_LATENT,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": None,
+            "v_head_dim": 24,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    }

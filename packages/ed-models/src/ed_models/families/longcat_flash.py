@@ -1,0 +1,160 @@
+"""LongCat-Flash (Meituan 2025): two latent attentions in a layer, experts on a shortcut past the
+second, some of which do nothing.
+
+- a layer is attention, dense network, attention, dense network; its experts read what the first
+  network reads, and what they return is added at the end of the layer
+- compressed queries and latents are scaled up, as if they were as wide as the stream
+- behind the experts with matrices come `zero_expert_num` that return what they read
+- scores of experts are softmaxes; a bias that training moves without a gradient joins in the
+  choice; weights are not normalised
+
+Numbers follow Hugging Face's `modeling_longcat_flash.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
+from ed_layers.experts import Experts
+from ed_layers.mla import LatentAttention
+from ed_layers.mlp import GatedMLP
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from flax import nnx
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.weights import EXPERTS, STANDARD, ignore, renamed
+
+
+@register_config("longcat_flash")
+class LongcatFlashConfig(EasyDeLBaseConfig, transformers.LongcatFlashConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "longcat_flash"
+
+
+class LongcatFlashExperts(Experts):
+    """Experts, and behind them numbers that stand for the identity."""
+
+    def __init__(self, parts: Parts):
+        config: LongcatFlashConfig = parts.config
+        self.real, self.all = config.n_routed_experts, config.n_routed_experts + zeros_of(config)
+        super().__init__(parts, self.real, config.expert_ffn_hidden_size)
+
+    def __call__(self, x, chosen, weights, ctx: Ctx):
+        kept = (chosen >= self.real) & (chosen < self.all)
+        share = jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
+        return super().__call__(x, chosen, weights, ctx) + x * share.astype(x.dtype)
+
+
+class LongcatFlashDecoderLayer(nnx.Module):
+    """Twice attention and dense network, with experts beside the second half."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: LongcatFlashConfig = parts.config
+        d = config.hidden_size
+        # The latents of both attentions are kept, each in a group of its own.
+        self.self_attn = nnx.List(
+            [LatentAttention(parts, scaled=True, group=group) for group in ("full", "second")]
+        )
+        self.mlps = nnx.List([GatedMLP(parts) for _ in range(2)])
+        self.input_layernorm = nnx.List([parts.norm(d) for _ in range(2)])
+        self.post_attention_layernorm = nnx.List([parts.norm(d) for _ in range(2)])
+        gate = Router(
+            parts,
+            config.n_routed_experts + zeros_of(config),
+            config.moe_topk,
+            normalize=False,
+            scale=config.routed_scaling_factor,
+            selection_bias=True,
+        )
+        self.mlp = SparseMLP(parts, gate=gate, experts=LongcatFlashExperts(parts))
+
+    def __call__(self, x, ctx: Ctx, cache: Any, layer: Layer):
+        """Return the stream after the layer, the cache, and what the layer reports."""
+        attended, cache = self.self_attn[0](self.input_layernorm[0](x), ctx, cache, layer)
+        x = x + attended
+        normed = self.post_attention_layernorm[0](x)
+        shortcut, report = self.mlp(normed, ctx)
+        x = x + self.mlps[0](normed, ctx)
+        attended, cache = self.self_attn[1](self.input_layernorm[1](x), ctx, cache, layer)
+        x = ctx.named(x + attended, "residual")
+        out = self.mlps[1](self.post_attention_layernorm[1](x), ctx)
+        return x + out + shortcut, cache, report.under("mlp")
+
+    def cache_specs(self) -> LayerSpecs:
+        """What the layer keeps in a cache."""
+        return tuple(attention.cache_spec for attention in self.self_attn)
+
+
+class LongcatFlashModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = LongcatFlashConfig
+    layer_class = LongcatFlashDecoderLayer
+
+    @staticmethod
+    def depth(config):
+        return config.num_layers
+
+
+@register_module(TaskType.CAUSAL_LM, config=LongcatFlashConfig, model_type="longcat_flash")
+class LongcatFlashForCausalLM(CausalLM):
+    """LongCat-Flash with a language-model head."""
+
+    body_class = LongcatFlashModel
+    WEIGHTS = (
+        *renamed(
+            {"mlp.gate.weight": "mlp.router.classifier.weight", "mlp.gate": "mlp.router"},
+            EXPERTS,
+            *STANDARD,
+        ),
+        ignore("model.mtp.{path}"),
+        # transformers 5.23 makes matrices, which nobody reads, for experts that do nothing.
+        ignore("{path}.experts.{expert}.gate_proj.weight"),
+        ignore("{path}.experts.{expert}.up_proj.weight"),
+    )
+    _LATENT = {
+        "num_hidden_layers": None,
+        "num_key_value_heads": 4,
+        "intermediate_size": None,
+        "ffn_hidden_size": 48,
+        "num_layers": 2,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 10,
+        "expert_ffn_hidden_size": 12,
+    }
+    CONFORMANCE = {
+        "experts that do nothing": {
+            **_LATENT,
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 4,
+            "routed_scaling_factor": 2.0,
+        },
+        "biases, all experts work": {
+            **_LATENT,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "zero_expert_num": 0,
+            "moe_topk": 2,
+        },
+    }
+
+
+def zeros_of(config: Any) -> int:
+    """How many experts do nothing."""
+    return config.zero_expert_num or 0
