@@ -81,7 +81,9 @@ class LatentAttention(nnx.Module):
         self.interleaved = interleaved
         self.q_scale = math.sqrt(d / q_rank) if scaled else 1.0
         self.kv_scale = math.sqrt(d / rank) if scaled else 1.0
-        self.scale = (plain + turned) ** -0.5 * yarn_factor(config.rope_parameters or {})
+        self.scale = (plain + turned) ** -0.5 * yarn_factor(
+            getattr(config, "rope_parameters", None) or {}
+        )
         self.mechanism = Mechanism.resolve(
             config,
             features=frozenset({"value_dim"} if v != plain + turned else ()),

@@ -227,9 +227,10 @@ def sigmoid_experts(parts: Parts) -> SparseMLP:
     that training moves without a gradient joins in the choice, which is limited to the best groups;
     some experts are shared."""
     config = parts.config
+    experts = getattr(config, "n_routed_experts", None) or config.num_local_experts
     gate = Router(
         parts,
-        config.n_routed_experts,
+        experts,
         config.num_experts_per_tok,
         score="sigmoid",
         normalize=config.norm_topk_prob,
@@ -242,6 +243,6 @@ def sigmoid_experts(parts: Parts) -> SparseMLP:
     return SparseMLP(
         parts,
         gate=gate,
-        experts=Experts(parts, config.n_routed_experts, f),
+        experts=Experts(parts, experts, f),
         shared=GatedMLP(parts, f * config.n_shared_experts),
     )

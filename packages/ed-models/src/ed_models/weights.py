@@ -297,9 +297,7 @@ MAMBA2 = (
         "{path}.conv1d.weight",
         split(0, permute(2, 1, 0)),
     ),
-    Rule(
-        ("{path}.conv1d.bias", "{path}.bc_conv1d.bias"), "{path}.conv1d.bias", split(0, equal)
-    ),
+    Rule(("{path}.conv1d.bias", "{path}.bc_conv1d.bias"), "{path}.conv1d.bias", split(0, equal)),
     *STANDARD,
 )
 
@@ -324,6 +322,27 @@ SPLIT_DELTA = renamed(
     {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
     *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
     *GATED_DELTA,
+)
+
+#: LFM2: norms and feed-forward layers have names of their own; one projection makes both gates and
+#: the input of a convolution.
+SHORT_CONV = renamed(
+    {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "model.norm": "model.embedding_norm",
+        "conv.conv1d": "conv.conv",
+    },
+    EXPERTS,
+    *fused(("conv.b_proj", "conv.c_proj", "conv.x_proj"), "conv.in_proj"),
+    *STANDARD,
 )
 
 #: Names of Mamba's body: `backbone.embeddings`, `backbone.norm_f`.

@@ -40,7 +40,8 @@ class LightningAttention(nnx.Module):
     """A mixer with linear attention; sizes are those of the configuration's attention.
 
     Queries, keys and values pass the activation `hidden_act`. The outputs of all heads are normed
-    as one and multiplied by the sigmoid of `output_gate`.
+    as one and multiplied by the sigmoid of `output_gate`. `qkv_proj` makes query, key and value of
+    head 0, then those of head 1, and so on.
     """
 
     #: Tokens that are computed in parallel.
@@ -51,8 +52,7 @@ class LightningAttention(nnx.Module):
         d, h = config.hidden_size, config.num_attention_heads
         self.heads, self.layers = h, config.num_hidden_layers
         self.head_dim = k = getattr(config, "head_dim", None) or d // h
-        for name in "qkv":
-            setattr(self, f"{name}_proj", parts.linear(d, h * k, axes=("embed", "heads")))
+        self.qkv_proj = parts.linear(d, 3 * h * k, axes=("embed", "heads"))
         self.output_gate = parts.linear(d, h * k, axes=("embed", "heads"))
         self.norm = parts.norm(h * k, eps=1e-6)
         self.out_proj = parts.linear(h * k, d, axes=("heads", "embed"))
@@ -73,12 +73,9 @@ class LightningAttention(nnx.Module):
         x = ctx.named(x, "normed_input")
         rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
-
-        def heads(project: Any) -> jax.Array:
-            y = activation(self.hidden_act)(project(x, ctx)).astype(jnp.float32)
-            return rows.enter(y.reshape(*x.shape[:2], self.heads, self.head_dim), "heads")
-
-        q, k, v = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
+        both = activation(self.hidden_act)(self.qkv_proj(x, ctx)).astype(jnp.float32)
+        both = rows.enter(both.reshape(*x.shape[:2], self.heads, 3 * self.head_dim), "heads")
+        q, k, v = jnp.split(both, 3, axis=-1)
         g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))
         inputs = (q, rows.masked(k), v, rows.masked(g))
         y, states["kv"] = rows.scan(linear_attention, states["kv"], inputs)

@@ -48,7 +48,9 @@ class MambaBlock(MixerLayer):
             conv_bias=config.use_conv_bias,
             time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
         )
-        super().__init__(parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon))
+        super().__init__(
+            parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
+        )
 
 
 class MambaModel(Decoder):

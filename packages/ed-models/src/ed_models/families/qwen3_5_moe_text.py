@@ -61,7 +61,7 @@ class Qwen3_5MoeForCausalLM(CausalLM):
     WEIGHTS = renamed({"shared_experts": "shared_expert"}, EXPERTS, *SPLIT_DELTA)
     CONFORMANCE = {
         "two value heads for a key head": {
-            "rms_norm_eps": 0.1,
+            "rms_norm_eps": 0.5,
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
             "intermediate_size": None,
             "head_dim": 16,
@@ -75,7 +75,7 @@ class Qwen3_5MoeForCausalLM(CausalLM):
             "shared_expert_intermediate_size": 24,
         },
         "two of four, biases": {
-            "rms_norm_eps": 0.1,
+            "rms_norm_eps": 0.5,
             "intermediate_size": None,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "head_dim": 8,

@@ -52,7 +52,7 @@ class Qwen3_5ForCausalLM(CausalLM):
     WEIGHTS = SPLIT_DELTA
     CONFORMANCE = {
         "two value heads for a key head": {
-            "rms_norm_eps": 0.1,
+            "rms_norm_eps": 0.5,
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
             "head_dim": 16,
             "linear_num_key_heads": 2,
@@ -61,7 +61,7 @@ class Qwen3_5ForCausalLM(CausalLM):
             "linear_value_head_dim": 6,
         },
         "sections, biases, tied": {
-            "rms_norm_eps": 0.1,
+            "rms_norm_eps": 0.5,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "head_dim": 24,
             "rope_parameters": {

@@ -87,7 +87,7 @@ class Qwen3NextForCausalLM(CausalLM):
     )
     CONFORMANCE = {
         "two value heads for a key head": {
-            "rms_norm_eps": 0.1,
+            "rms_norm_eps": 0.5,
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
             "head_dim": 16,
             "linear_num_key_heads": 2,
@@ -100,7 +100,7 @@ class Qwen3NextForCausalLM(CausalLM):
             "shared_expert_intermediate_size": 24,
         },
         "dense layers, biases": {
-            "rms_norm_eps": 0.1,
+            "rms_norm_eps": 0.5,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "head_dim": 8,
             "partial_rotary_factor": 0.5,
