@@ -27,7 +27,7 @@ from ed_models.packed_tensors import unpacked
 from ed_models.pieces import Shape
 from ed_models.tensor_files import TensorFiles
 from ed_models.weight_map import WeightMap, window_of
-from ed_models.weights import STANDARD, TIED
+from ed_models.weights import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
 
@@ -61,8 +61,9 @@ def load(
     tensors (`ed_models.packed_tensors`) become plain ones, and the module's config says so.
 
     Args:
-        cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, and its
-            `TIED_WEIGHTS` which head is which embedding.
+        cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
+            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.renamer`), and
+            its `TIED_WEIGHTS` which head is which embedding.
         config: its configuration; gives the mesh and the sharding.
         dtype: what the module computes in.
         param_dtype: what parameters are kept in, whatever the file's dtype; None = `dtype`. Values
@@ -88,6 +89,7 @@ def load(
     files, config = unpacked(TensorFiles.open(directory), config)
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
+    files = _with_our_names(cls, files, made.weights.hf_shapes)
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)
@@ -208,6 +210,13 @@ def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     if any(name.startswith(f"{prefix}.") for name in files):
         return files
     return files.renamed({n: f"{prefix}.{n}" for n in files if f"{prefix}.{n}" in wanted})
+
+
+def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+    """Read a tensor that the model lacks under the name that `OTHER_NAMES` of the class says."""
+    rename = renamer(getattr(cls, "OTHER_NAMES", {}))
+    others = {name: rename(name) for name in files if name not in wanted}
+    return files.renamed({n: to for n, to in others.items() if to in wanted and to not in files})
 
 
 def _with_one_matrix(

@@ -84,6 +84,8 @@ class KimiLinearForCausalLM(CausalLM):
         *renamed({"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}, EXPERTS),
         *STANDARD,
     )
+    # transformers writes dense layers as `block_sparse_moe` too; Moonshot's files have `mlp`.
+    OTHER_NAMES = {"mlp": "block_sparse_moe"}
     _LATENT = {
         "num_key_value_heads": 4,
         "kv_lora_rank": 16,

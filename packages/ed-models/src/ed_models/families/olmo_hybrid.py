@@ -76,13 +76,12 @@ class OlmoHybridForCausalLM(CausalLM):
     """OLMo Hybrid with a language-model head."""
 
     body_class = OlmoHybridModel
-    WEIGHTS = renamed(
-        {
-            "input_layernorm": "attention_layer_norm",
-            "post_attention_layernorm": "feedforward_layer_norm",
-        },
-        *STANDARD,
-    )
+    # transformers writes these names in layers of both kinds, and reads the others too.
+    OTHER_NAMES = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
+    WEIGHTS = renamed(OTHER_NAMES, *STANDARD)
     CONFORMANCE = {
         "positions, two value heads for a key head": {
             "linear_num_key_heads": 2,

@@ -50,6 +50,7 @@ class Qwen3_5ForCausalLM(CausalLM):
 
     body_class = Qwen3_5TextModel
     WEIGHTS = SPLIT_DELTA
+    OTHER_NAMES = {"model.language_model": "model"}  # of a checkpoint that sees images too
     CONFORMANCE = {
         "two value heads for a key head": {
             "rms_norm_eps": 0.5,

@@ -1,4 +1,4 @@
-"""RecurrentGemma (Botev et al. 2024): two layers of gated linear recurrences, then one of attention.
+"""RecurrentGemma (Botev et al. 2024): two gated linear recurrences, then a layer of attention.
 
 - attention has a window; half of each head turns
 - norms store `weight - 1`; embeddings are multiplied by the root of the hidden size
