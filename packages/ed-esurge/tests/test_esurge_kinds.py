@@ -21,6 +21,7 @@ from ed_layers.cache import RecurrentSpec, StateSpec
 from ed_layers.mlp import GatedMLP
 from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
+from ed_models.families.jamba import JambaConfig, JambaForCausalLM
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
 from flax import nnx
@@ -189,6 +190,35 @@ def test_states_follow_their_sequences(kinds, options):
         assert engine.stats()["num_preemptions"] > 0
     # Cached pages would not bring the state back.
     assert engine.stats()["prefix_cache_queries"] == 0
+
+
+def test_a_hybrid_gives_the_tokens_of_generate():
+    """Jamba: recurrences, attention and experts; prompts in chunks, sequences preempted."""
+    config = JambaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=3,
+        mamba_d_state=4,
+        scan_layers=False,
+        sharding_axis_dims=(1,) * 5,
+    )
+    model = JambaForCausalLM.create(config, seed=4)
+    engine, prompts, new = engine_of(model, num_pages=10, max_model_len=36), PROMPTS[1:5], 8
+    outputs = engine.generate(prompts, [params_of(new, 0)] * len(prompts))
+    width = max(map(len, prompts))
+    ids = np.asarray([[0] * (width - len(p)) + p for p in prompts], np.int32)
+    mask = np.asarray([[0] * (width - len(p)) + [1] * len(p) for p in prompts], np.int32)
+    alone = model.generate(ids, attention_mask=mask, max_new_tokens=new, eos_token_id=[])
+    got = [output.outputs[0].token_ids for output in outputs]
+    assert got == alone.sequences[:, width:].tolist()
+    assert engine.stats()["num_preemptions"] > 0
 
 
 def test_a_state_is_pooled_over_chunks():

@@ -67,6 +67,8 @@ def test_schedules():
         (("model", "embed_tokens", "embedding"), True),
         (("lm_head", "kernel"), True),
         (("normalizer_proj", "kernel"), True),
+        (("model", "layers", "layer_0", "mixer", "A_log"), False),
+        (("model", "layers", "layer_0", "mixer", "dt_proj", "kernel"), True),
     ],
 )
 def test_norms_and_biases_do_not_decay(path, expected):

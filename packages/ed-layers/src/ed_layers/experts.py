@@ -54,7 +54,7 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated feed-forward networks `down(act(gate(x)) * up(x))`, stacked along the first axis.
+    """Feed-forward networks `down(act(gate(x)) * up(x))`, stacked along the first axis.
 
     `moe_method` of the configuration says how they are computed, with the same numbers:
 
@@ -71,7 +71,9 @@ class Experts(nnx.Module):
         experts: e.
         intermediate_size: f.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
-        bias: of all three layers.
+        bias: of all layers.
+        gated: whether there is a gate; `down(act(up(x)))` without one (Nemotron-H).
+        features: d; default: the configuration's `hidden_size`.
     """
 
     def __init__(
@@ -82,25 +84,34 @@ class Experts(nnx.Module):
         *,
         hidden_act: str | None = None,
         bias: bool = False,
+        gated: bool = True,
+        features: int | None = None,
     ):
         config = parts.config
-        d, f = config.hidden_size, intermediate_size
+        d, f = features or config.hidden_size, intermediate_size
         make = partial(ExpertLinear, parts, experts, bias=bias)
-        self.gate_proj = make(d, f, axes=("embed", "mlp"))
+        if gated:
+            self.gate_proj = make(d, f, axes=("embed", "mlp"))
         self.up_proj = make(d, f, axes=("embed", "mlp"))
         self.down_proj = make(f, d, axes=("mlp", "embed"))
-        self.hidden_act = hidden_act or config.hidden_act
+        self.gated, self.hidden_act = gated, hidden_act or config.hidden_act
         activation(self.hidden_act)
         self.dtype, self.precision = parts.dtype, parts.precision
         self.method, self.force_grouped = config.moe_method, config.moe_force_xla_gmm
 
     def glu(self, gate: Float[Array, "r f"], up: Float[Array, "r f"]) -> Float[Array, "r f"]:
         """What stands between the layers."""
-        return activation(self.hidden_act)(gate) * up
+        return self.act(gate) * up
 
     def network(self, x: Float[Array, "r d"], product: Product) -> Float[Array, "r d"]:
         """One expert, whichever the product takes."""
-        return product("down_proj", self.glu(product("gate_proj", x), product("up_proj", x)))
+        up = product("up_proj", x)
+        inner = self.glu(product("gate_proj", x), up) if self.gated else self.act(up)
+        return product("down_proj", inner)
+
+    def act(self, x: Float[Array, "r f"]) -> Float[Array, "r f"]:
+        """The activation."""
+        return activation(self.hidden_act)(x)
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.context import Ctx
 from ed_layers.experts import Experts
-from ed_layers.mlp import GatedMLP
+from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.updated import Updated
 
@@ -190,7 +190,7 @@ class SparseMLP(nnx.Module):
         *,
         gate: Router,
         experts: Experts,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | MLP | None = None,
         shared_gate: bool = False,
         scale_inputs: bool = False,
     ):

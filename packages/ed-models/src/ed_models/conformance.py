@@ -76,6 +76,7 @@ class Subject:
 
     def __init__(self, model_type: str, row: str, module_class: type[CausalLM]):
         self.model_type, self.row, self.module_class = model_type, row, module_class
+        self.bound = module_class.LOGITS
         fields = {**TINY, **module_class.CONFORMANCE[row]}
         left_out = {name for name in TINY if fields[name] is None}
         self.fields = {name: value for name, value in fields.items() if name not in left_out}
@@ -155,11 +156,18 @@ class Subject:
         """Hugging Face's, of the padded rows."""
         return _torch_logits(self, self.torch_model)
 
-    def torch_rows(self) -> list[tuple[slice, int]]:
-        """What Hugging Face's model computes together: rows, and padding that they leave out."""
-        if self.module_class.PADDED_IN_TRANSFORMERS:
-            return [(slice(None), 0)]
-        return [(slice(row, row + 1), pad) for row, pad in enumerate(PAD)]
+    def torch_inputs(self) -> list[dict[str, Any]]:
+        """The rows for Hugging Face's model: together, or each without its padding."""
+        torch, rows = require_torch(), [(slice(None), 0)]
+        if not self.module_class.PADDED_IN_TRANSFORMERS:
+            rows = [(slice(row, row + 1), pad) for row, pad in enumerate(PAD)]
+        return [
+            {
+                "input_ids": torch.tensor(self.ids[row, pad:], dtype=torch.long),
+                "attention_mask": torch.tensor(self.mask[row, pad:]),
+            }
+            for row, pad in rows
+        ]
 
 
 def subjects(*model_types: str) -> list[Subject]:
@@ -192,8 +200,7 @@ def parity(subject: Subject) -> float:
     """Logits of rows padded on the left equal Hugging Face's."""
     ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
     real = subject.mask != 0
-    bound = subject.module_class.LOGITS
-    return _near(np.asarray(ours)[real], subject.torch_logits[real], bound)
+    return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound)
 
 
 def gradients(subject: Subject) -> float:
@@ -215,7 +222,7 @@ def gradients(subject: Subject) -> float:
         return nnx.merge(graphdef, params, other).compute_loss(subject.ids)[0].loss
 
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
-    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.module_class.LOGITS)
+    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound)
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
     for name in table.hf_shapes:
@@ -228,19 +235,10 @@ def gradients(subject: Subject) -> float:
 
 def generation(subject: Subject) -> float:
     """Greedy decoding gives Hugging Face's tokens: 32 of them, from padded rows."""
-    torch = require_torch()
-    theirs = [
-        row
-        for rows, pad in subject.torch_rows()
-        for row in subject.torch_model.generate(
-            input_ids=torch.tensor(subject.ids[rows, pad:], dtype=torch.long),
-            attention_mask=torch.tensor(subject.mask[rows, pad:]),
-            max_new_tokens=32,
-            min_new_tokens=32,
-            do_sample=False,
-            pad_token_id=0,
-        ).numpy()[:, -32:]
-    ]
+    make, theirs = subject.torch_model.generate, []
+    for row in subject.torch_inputs():
+        out = make(**row, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
+        theirs += list(out.numpy()[:, -32:])
     ours = subject.model.generate(
         subject.ids, attention_mask=subject.mask, max_new_tokens=32, eos_token_id=[]
     )
@@ -399,16 +397,10 @@ def _per_layer(state: nnx.State) -> dict[str, np.ndarray]:
 
 def _torch_logits(subject: Subject, model: Any) -> np.ndarray:
     """What a torch model says about the rows of a subject, [b, s, v]; zeros in what it left out."""
-    torch, logits = require_torch(), np.zeros((B, S, subject.fields["vocab_size"]), np.float32)
-    for rows, pad in subject.torch_rows():
-        mask = subject.mask[rows, pad:]
-        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-        with torch.no_grad():
-            out = model(
-                input_ids=torch.tensor(subject.ids[rows, pad:], dtype=torch.long),
-                attention_mask=torch.tensor(mask),
-                position_ids=torch.tensor(positions, dtype=torch.long),
-                use_cache=False,
-            )
-        logits[rows, pad:] = out.logits.float().numpy()
-    return logits
+    parts = []
+    for inputs in subject.torch_inputs():
+        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        with require_torch().no_grad():
+            out = model(**inputs, position_ids=positions, use_cache=False).logits.float().numpy()
+        parts.append(np.pad(out, ((0, 0), (S - out.shape[1], 0), (0, 0))))
+    return np.concatenate(parts)

@@ -53,6 +53,7 @@ class DecoderLayer(nnx.Module):
 
     #: Name of the part that mixes tokens.
     mixes: str = "self_attn"
+    self_attn: Attention
 
     def __init__(
         self,

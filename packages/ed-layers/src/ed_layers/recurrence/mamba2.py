@@ -26,7 +26,7 @@ from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.mamba import TIME_STEP, step_bias
-from ed_layers.recurrence.rows import CHUNK, Rows
+from ed_layers.recurrence.rows import CHUNK, Rows, reach
 
 
 class Mamba2Mixer(nnx.Module):
@@ -118,7 +118,7 @@ class Mamba2Mixer(nnx.Module):
         g, h, p, n = self.sizes
         of_z, of_x, of_b, of_c, of_dt = self.multipliers
         act = activation(self.hidden_act)
-        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.in_proj(x, ctx) * of_x, "heads")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
@@ -169,15 +169,13 @@ def state_space_dual(
     rows, columns, h, p = x.shape
     g, n = b.shape[2:]
     product = partial(jnp.einsum, precision=precision)
-    reach = jnp.tril(jnp.ones((columns, columns), bool))[None]
-    if begun is not None:
-        reach = reach & (begun[:, :, None] == begun[:, None])
+    reached = reach(begun, columns)
     # Sums of logarithms from the begin of a sequence, or of the chunk: what stands before has no
     # part in them, not even by rounding.
     logs = jnp.matmul(
-        reach.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
+        reached.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
     ).swapaxes(1, 2)
-    gaps = jnp.where(reach[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
+    gaps = jnp.where(reached[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
     decay = jnp.exp(gaps).reshape(rows, g, h // g, columns, columns)
     scores = product("rtgn,rugn->rgtu", c, b)
     added = (x * dt[..., None]).reshape(rows, columns, g, h // g, p)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
-from ed_layers.recurrence.mamba import MambaMixer
 
-from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import MixerLayer
+from ed_models.mixers import MixerDecoder, mamba_mixer
 from ed_models.weights import BACKBONE, MAMBA, renamed
 
 
@@ -38,36 +36,17 @@ class MambaBlock(MixerLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: MambaConfig = parts.config
-        mixer = MambaMixer(
-            parts,
-            channels=config.intermediate_size,
-            states=config.state_size,
-            taps=config.conv_kernel,
-            rank=int(config.time_step_rank),
-            bias=config.use_bias,
-            conv_bias=config.use_conv_bias,
-            time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
-        )
+        mixer = mamba_mixer(parts)
         super().__init__(
             parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
         )
 
 
-class MambaModel(Decoder):
+class MambaModel(MixerDecoder):
     """Embedding, mixers, final norm."""
 
     config_class = MambaConfig
     layer_class = MambaBlock
-
-    @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
-
-    def rope_settings(self):
-        return {}
-
-    def enter(self, x, ctx):
-        return x.astype(jnp.float32) if self.config.residual_in_fp32 else x
 
 
 @register_module(TaskType.CAUSAL_LM, config=MambaConfig, model_type="mamba")

@@ -1,0 +1,73 @@
+"""Falcon Mamba (TII 2024): Mamba whose step sizes, inputs and outputs of the state are normed.
+
+- dt, B and C are RMS-normed, without weights
+
+Numbers follow Hugging Face's `modeling_falcon_mamba.py`; parameter names are its names. Of the
+fields that say how parameters start, those of the step sizes' biases hold; matrices start normal,
+with `initializer_range`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.parts import Parts
+
+from ed_models.heads import CausalLM
+from ed_models.layers import MixerLayer
+from ed_models.mixers import MixerDecoder, mamba_mixer
+from ed_models.weights import BACKBONE, MAMBA, renamed
+
+
+@register_config("falcon_mamba")
+class FalconMambaConfig(EasyDeLBaseConfig, transformers.FalconMambaConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "falcon_mamba"
+
+
+class FalconMambaBlock(MixerLayer):
+    """A mixer, normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: FalconMambaConfig = parts.config
+        mixer = mamba_mixer(parts, norm=partial(parts.norm, eps=config.mixer_rms_eps, weight=False))
+        super().__init__(
+            parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
+        )
+
+
+class FalconMambaModel(MixerDecoder):
+    """Embedding, mixers, final norm."""
+
+    config_class = FalconMambaConfig
+    layer_class = FalconMambaBlock
+
+
+@register_module(TaskType.CAUSAL_LM, config=FalconMambaConfig, model_type="falcon_mamba")
+class FalconMambaForCausalLM(CausalLM):
+    """Falcon Mamba with a language-model head."""
+
+    body_class = FalconMambaModel
+    WEIGHTS = renamed(BACKBONE, *MAMBA)
+    PADDED_IN_TRANSFORMERS = False
+    CONFORMANCE = {
+        "norms in the mixer": {
+            "state_size": 8,
+            "intermediate_size": None,
+            "mixer_rms_eps": 0.05,
+        },
+        "biases, tied": {
+            "state_size": 6,
+            "conv_kernel": 3,
+            "time_step_rank": 3,
+            "intermediate_size": None,
+            "num_hidden_layers": 2,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+    }

@@ -1,0 +1,94 @@
+"""Mamba-2 (Dao & Gu 2024): a state space for each head, and no attention.
+
+- a layer is one mixer: short convolutions, the recurrence, a norm with a gate
+- heads of a group share B and C, and are normed together
+- the stream is float32 where `residual_in_fp32` says so
+
+Numbers follow Hugging Face's `modeling_mamba2.py`; parameter names are its names. Of the fields
+that say how parameters start, those of the step sizes' biases hold; matrices start normal, with
+`initializer_range`. `chunk_size` changes no number: chunks are those of
+`ed_layers.recurrence.mamba2`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.parts import Parts
+from ed_layers.recurrence.mamba2 import Mamba2Mixer
+
+from ed_models.heads import CausalLM
+from ed_models.layers import MixerLayer
+from ed_models.mixers import MixerDecoder
+from ed_models.weights import BACKBONE, MAMBA2, renamed
+
+
+@register_config("mamba2")
+class Mamba2Config(EasyDeLBaseConfig, transformers.Mamba2Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "mamba2"
+
+
+class Mamba2Block(MixerLayer):
+    """A mixer, normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: Mamba2Config = parts.config
+        mixer = Mamba2Mixer(
+            parts,
+            heads=config.num_heads,
+            head_dim=config.head_dim,
+            states=config.state_size,
+            groups=config.n_groups,
+            taps=config.conv_kernel,
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+            norm_eps=config.layer_norm_epsilon,
+            dt_limits=config.time_step_limit,
+            time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
+        )
+        super().__init__(
+            parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
+        )
+
+
+class Mamba2Model(MixerDecoder):
+    """Embedding, mixers, final norm."""
+
+    config_class = Mamba2Config
+    layer_class = Mamba2Block
+
+
+@register_module(TaskType.CAUSAL_LM, config=Mamba2Config, model_type="mamba2")
+class Mamba2ForCausalLM(CausalLM):
+    """Mamba-2 with a language-model head."""
+
+    body_class = Mamba2Model
+    WEIGHTS = renamed(BACKBONE, *MAMBA2)
+    PADDED_IN_TRANSFORMERS = False
+    CONFORMANCE = {
+        "groups": {
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+        "biases, no bias of the convolution, tied": {
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 6,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "residual_in_fp32": False,
+            "tie_word_embeddings": True,
+        },
+    }

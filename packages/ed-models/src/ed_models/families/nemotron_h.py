@@ -1,0 +1,208 @@
+"""Nemotron-H and Nemotron 3 (NVIDIA 2025): a layer is one mixer, of Mamba-2, attention or MLP.
+
+- `layers_block_type` says which: `linear_attention`, `full_attention`, `mlp` or `moe`; attention
+  has no positions
+- feed-forwards have no gate; experts too, and they may read a smaller projection of the stream
+- scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
+
+Numbers follow Hugging Face's `modeling_nemotron_h.py`; parameter names are its names. Layers that
+predict further tokens are not loaded.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.experts import Experts
+from ed_layers.mlp import MLP
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.recurrence.mamba2 import Mamba2Mixer
+from ed_layers.self_attention import SelfAttention
+from flax import nnx
+
+from ed_models.heads import CausalLM
+from ed_models.layers import MixerLayer
+from ed_models.mixers import MixerDecoder
+from ed_models.weights import BACKBONE, EXPERTS, MAMBA2, Rule, ignore, renamed, transpose
+
+
+@register_config("nemotron_h")
+class NemotronHConfig(EasyDeLBaseConfig, transformers.NemotronHConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "nemotron_h"
+
+
+class LatentExperts(nnx.Module):
+    """Experts that read a projection of the stream."""
+
+    def __init__(self, parts: Parts, features: int):
+        config: NemotronHConfig = parts.config
+        d, bias = config.hidden_size, config.mlp_bias
+        self.fc1_latent_proj = parts.linear(d, features, axes=("embed", None), bias=bias)
+        self.experts = experts_of(parts, features)
+        self.fc2_latent_proj = parts.linear(features, d, axes=(None, "embed"), bias=bias)
+
+    def __call__(self, x, chosen, weights, ctx):
+        latent = self.experts(self.fc1_latent_proj(x, ctx), chosen, weights, ctx)
+        return self.fc2_latent_proj(latent, ctx)
+
+
+def experts_of(parts: Parts, features: int) -> Experts:
+    """Experts without a gate, of so many features."""
+    config: NemotronHConfig = parts.config
+    return Experts(
+        parts,
+        config.n_routed_experts,
+        config.moe_intermediate_size,
+        hidden_act=config.mlp_hidden_act,
+        gated=False,
+        features=features,
+    )
+
+
+class NemotronHBlock(MixerLayer):
+    """A mixer, normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        config: NemotronHConfig = parts.config
+        make = {
+            "linear_attention": self.mamba,
+            "full_attention": partial(SelfAttention, rope=None),
+            "mlp": self.mlp,
+            "moe": self.sparse,
+        }[parts.config.layers_block_type[index]]
+        norm = partial(parts.norm, eps=config.layer_norm_epsilon, scale_first=True)
+        super().__init__(parts, mixer=make(parts), norm=norm)
+
+    @staticmethod
+    def mamba(parts: Parts) -> Mamba2Mixer:
+        """The recurrence; steps have a lower bound and no upper one."""
+        config: NemotronHConfig = parts.config
+        return Mamba2Mixer(
+            parts,
+            heads=config.mamba_num_heads,
+            head_dim=config.mamba_head_dim,
+            states=config.ssm_state_size,
+            groups=config.n_groups,
+            taps=config.conv_kernel,
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+            norm_eps=config.layer_norm_epsilon,
+            hidden_act=config.mamba_hidden_act,
+            dt_limits=(config.time_step_min, float("inf")),
+            time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
+        )
+
+    @staticmethod
+    def mlp(parts: Parts, features: int | None = None) -> MLP:
+        """A feed-forward without a gate."""
+        config: NemotronHConfig = parts.config
+        return MLP(parts, features, hidden_act=config.mlp_hidden_act, bias=config.mlp_bias)
+
+    @classmethod
+    def sparse(cls, parts: Parts) -> SparseMLP:
+        """The layer with experts."""
+        config: NemotronHConfig = parts.config
+        gate = Router(
+            parts,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            score="sigmoid",
+            normalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            selection_bias=True,
+            groups=config.n_group,
+            groups_chosen=config.topk_group,
+        )
+        latent = config.moe_latent_size
+        return SparseMLP(
+            parts,
+            gate=gate,
+            experts=LatentExperts(parts, latent)
+            if latent
+            else experts_of(parts, config.hidden_size),
+            shared=cls.mlp(parts, config.moe_shared_expert_intermediate_size),
+        )
+
+
+class NemotronHModel(MixerDecoder):
+    """Embedding, mixers, final norm."""
+
+    config_class = NemotronHConfig
+    layer_class = NemotronHBlock
+
+    @staticmethod
+    def layer_kinds(config):
+        return config.layers_block_type
+
+    @staticmethod
+    def final_norm(parts):
+        config = parts.config
+        return parts.norm(config.hidden_size, eps=config.layer_norm_epsilon, scale_first=True)
+
+    def enter(self, x, ctx):
+        return x
+
+
+@register_module(TaskType.CAUSAL_LM, config=NemotronHConfig, model_type="nemotron_h")
+class NemotronHForCausalLM(CausalLM):
+    """Nemotron-H with a language-model head."""
+
+    body_class = NemotronHModel
+    WEIGHTS = (
+        *renamed(
+            {
+                **BACKBONE,
+                "experts.experts": "experts",
+                "experts.fc1_latent_proj": "fc1_latent_proj",
+                "experts.fc2_latent_proj": "fc2_latent_proj",
+            },
+            # Not one of the experts, of which there are many.
+            Rule("{path}.fc1_latent_proj.kernel", "{path}.fc1_latent_proj.weight", transpose),
+            Rule("{path}.fc2_latent_proj.kernel", "{path}.fc2_latent_proj.weight", transpose),
+            EXPERTS,
+            *MAMBA2,
+        ),
+        ignore("mtp.{path}"),
+    )
+    PADDED_IN_TRANSFORMERS = False
+    CONFORMANCE = {
+        "all kinds of layers, groups": {
+            "num_hidden_layers": None,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "head_dim": 12,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+        "latent experts, biases": {
+            "num_hidden_layers": None,
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 6,
+            "n_groups": 1,
+            "use_bias": True,
+            "mlp_bias": True,
+            "n_routed_experts": 3,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "moe_latent_size": 16,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    }

@@ -1,0 +1,79 @@
+"""Mamba's mixers as configurations of several families name their sizes, and the body around them.
+
+Legend: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from ed_infra.rope import RopeSettings
+from ed_layers.context import Ctx
+from ed_layers.norms import RMSNorm
+from ed_layers.parts import Parts
+from ed_layers.recurrence.mamba import MambaMixer
+from ed_layers.recurrence.mamba2 import Mamba2Mixer
+from jaxtyping import Array, Float
+
+from ed_models.decoder import Decoder
+from ed_models.layers import MakeNorm
+
+
+def mamba_mixer(parts: Parts, *, norm: MakeNorm | None = None) -> MambaMixer:
+    """Mamba, by its own fields (Mamba, Falcon-Mamba).
+
+    Args:
+        norm: of dt, B and C.
+    """
+    config = parts.config
+    return MambaMixer(
+        parts,
+        channels=config.intermediate_size,
+        states=config.state_size,
+        taps=config.conv_kernel,
+        rank=int(config.time_step_rank),
+        bias=config.use_bias,
+        conv_bias=config.use_conv_bias,
+        norm=norm,
+        time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
+    )
+
+
+def hybrid_mixer(parts: Parts, **form: Any) -> Mamba2Mixer:
+    """Mamba-2, by the fields of hybrids (Bamba, Falcon-H1, Granite 4).
+
+    Args:
+        form: further arguments of `Mamba2Mixer`, or others than these fields say.
+    """
+    config = parts.config
+    fields = {
+        "heads": config.mamba_n_heads,
+        "head_dim": config.mamba_d_head,
+        "states": config.mamba_d_state,
+        "groups": config.mamba_n_groups,
+        "taps": config.mamba_d_conv,
+        "bias": config.mamba_proj_bias,
+        "conv_bias": config.mamba_conv_bias,
+        "norm_eps": config.rms_norm_eps,
+        "dt_limits": config.time_step_limit,
+    }
+    return Mamba2Mixer(parts, **{**fields, **form})
+
+
+class MixerDecoder(Decoder):
+    """The body of Mamba: nothing turns, norms have `layer_norm_epsilon`, and the stream is float32
+    where `residual_in_fp32` says so."""
+
+    @staticmethod
+    def final_norm(parts: Parts) -> RMSNorm:
+        """The norm after the last layer."""
+        return parts.norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+
+    def rope_settings(self) -> dict[str, RopeSettings]:
+        """None: a recurrence knows the order."""
+        return {}
+
+    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """The stream's dtype."""
+        return x.astype(jnp.float32) if self.config.residual_in_fp32 else x
