@@ -1,4 +1,5 @@
-"""The gated delta rule as configurations name its sizes, and the layers of Qwen3-Next and 3.5."""
+"""The gated delta rule as configurations name its sizes; layers and checkpoints of Qwen3-Next and
+3.5."""
 
 from __future__ import annotations
 
@@ -12,6 +13,30 @@ from flax import nnx
 
 from ed_models.decoder import Decoder
 from ed_models.layers import DecoderLayer, FeedForward
+from ed_models.weights import STANDARD, Rule, fused, ignore, permute, renamed, split
+
+#: Qwen3-Next and Qwen3.5: one convolution for queries, keys and values of the delta rule; in the
+#: query projection of attention each head is followed by its gate.
+GATED_DELTA = renamed(
+    {"linear_attn.o_proj": "linear_attn.out_proj", "linear_attn.o_norm": "linear_attn.norm"},
+    Rule(
+        tuple(f"{{path}}.{name}_conv1d.kernel" for name in "qkv"),
+        "{path}.conv1d.weight",
+        split(0, permute(2, 1, 0)),
+    ),
+    *fused(
+        ("self_attn.q_proj", "self_attn.g_proj"), "self_attn.q_proj", groups="num_attention_heads"
+    ),
+    *STANDARD,
+    ignore("mtp.{path}"),
+)
+
+#: Qwen3.5: queries, keys and values of the delta rule are one tensor, the others have their own.
+SPLIT_DELTA = renamed(
+    {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
+    *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
+    *GATED_DELTA,
+)
 
 
 def delta_mixer(parts: Parts, **form: Any) -> GatedDelta:

@@ -1,4 +1,4 @@
-"""The layers and the body of LFM2, with a feed-forward layer or with experts."""
+"""The layers, the body and the checkpoints of LFM2, with a feed-forward layer or with experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ from flax import nnx
 
 from ed_models.decoder import Decoder
 from ed_models.layers import DecoderLayer, FeedForward
+from ed_models.weights import EXPERTS, STANDARD, fused, renamed
+
+#: LFM2: norms and feed-forward layers have names of their own; one projection makes both gates and
+#: the input of a convolution.
+SHORT_CONV = renamed(
+    {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "model.norm": "model.embedding_norm",
+        "conv.conv1d": "conv.conv",
+    },
+    EXPERTS,
+    *fused(("conv.b_proj", "conv.c_proj", "conv.x_proj"), "conv.in_proj"),
+    *STANDARD,
+)
 
 
 class ShortConvLayer(DecoderLayer):

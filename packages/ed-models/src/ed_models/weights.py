@@ -308,50 +308,6 @@ MAMBA2 = (
     *STANDARD,
 )
 
-#: Qwen3-Next and Qwen3.5: one convolution for queries, keys and values of the delta rule; in the
-#: query projection of attention each head is followed by its gate.
-GATED_DELTA = renamed(
-    {"linear_attn.o_proj": "linear_attn.out_proj", "linear_attn.o_norm": "linear_attn.norm"},
-    Rule(
-        tuple(f"{{path}}.{name}_conv1d.kernel" for name in "qkv"),
-        "{path}.conv1d.weight",
-        split(0, permute(2, 1, 0)),
-    ),
-    *fused(
-        ("self_attn.q_proj", "self_attn.g_proj"), "self_attn.q_proj", groups="num_attention_heads"
-    ),
-    *STANDARD,
-    ignore("mtp.{path}"),
-)
-
-#: Qwen3.5: queries, keys and values of the delta rule are one tensor, the others have their own.
-SPLIT_DELTA = renamed(
-    {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
-    *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
-    *GATED_DELTA,
-)
-
-#: LFM2: norms and feed-forward layers have names of their own; one projection makes both gates and
-#: the input of a convolution.
-SHORT_CONV = renamed(
-    {
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp": "feed_forward",
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-        "self_attn.o_proj": "self_attn.out_proj",
-        "q_norm": "q_layernorm",
-        "k_norm": "k_layernorm",
-        "model.norm": "model.embedding_norm",
-        "conv.conv1d": "conv.conv",
-    },
-    EXPERTS,
-    *fused(("conv.b_proj", "conv.c_proj", "conv.x_proj"), "conv.in_proj"),
-    *STANDARD,
-)
-
 #: Names of Mamba's body: `backbone.embeddings`, `backbone.norm_f`.
 BACKBONE = {
     "model.embed_tokens": "backbone.embeddings",

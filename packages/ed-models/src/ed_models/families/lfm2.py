@@ -17,8 +17,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.heads import CausalLM
-from ed_models.short_conv_layers import ShortConvDecoder, ShortConvLayer
-from ed_models.weights import SHORT_CONV
+from ed_models.short_conv_layers import SHORT_CONV, ShortConvDecoder, ShortConvLayer
 
 
 @register_config("lfm2")

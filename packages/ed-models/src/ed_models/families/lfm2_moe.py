@@ -19,8 +19,8 @@ from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 
 from ed_models.heads import CausalLM
-from ed_models.short_conv_layers import ShortConvDecoder, ShortConvLayer
-from ed_models.weights import SHORT_CONV, renamed
+from ed_models.short_conv_layers import SHORT_CONV, ShortConvDecoder, ShortConvLayer
+from ed_models.weights import renamed
 
 
 @register_config("lfm2_moe")

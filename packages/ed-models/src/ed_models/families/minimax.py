@@ -81,10 +81,11 @@ class MiniMaxForCausalLM(CausalLM):
         *BLOCK_SPARSE,
         *(ignore(f"{{path}}.self_attn.{name}") for name in DERIVED),
     )
+    # Attention comes first: transformers counts the tokens of its cache in layer 0.
     CONFORMANCE = {
         "factors": {
             "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
             "linear_attn_alpha_factor": 1.2,

@@ -19,9 +19,9 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 
-from ed_models.delta_layers import GatedHybrid, GatedHybridLayer
+from ed_models.delta_layers import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
 from ed_models.heads import CausalLM
-from ed_models.weights import EXPERTS, SPLIT_DELTA, renamed
+from ed_models.weights import EXPERTS, renamed
 
 
 @register_config("qwen3_5_moe_text")

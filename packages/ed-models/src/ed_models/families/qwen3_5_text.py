@@ -18,9 +18,8 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
-from ed_models.delta_layers import GatedHybrid, GatedHybridLayer
+from ed_models.delta_layers import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
 from ed_models.heads import CausalLM
-from ed_models.weights import SPLIT_DELTA
 
 
 @register_config("qwen3_5_text")

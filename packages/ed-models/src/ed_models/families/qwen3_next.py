@@ -20,10 +20,10 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 
-from ed_models.delta_layers import GatedHybrid, GatedHybridLayer
+from ed_models.delta_layers import GATED_DELTA, GatedHybrid, GatedHybridLayer
 from ed_models.heads import CausalLM
 from ed_models.layers import has_experts
-from ed_models.weights import EXPERTS, GATED_DELTA, fused, renamed
+from ed_models.weights import EXPERTS, fused, renamed
 
 
 @register_config("qwen3_next")
