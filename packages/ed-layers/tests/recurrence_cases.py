@@ -47,7 +47,7 @@ def served(run: Mix, spec: RecurrentSpec, x: np.ndarray) -> list[np.ndarray]:
     done, got = np.zeros(n, int), [[] for _ in range(n)]
     for counts in ([9, 1, 4, 0], [1, 12, 1, 2], [1, 1, 0, 1], [5, 0, 11, 3]):
         done = done + counts
-        batch = ragged([3, 1, 0, 2], counts, done, used=n)
+        batch = ragged([3, 1, 0, 2], counts, done.tolist(), used=n)
         single = max(counts) == 1
         pad = 0 if single else 24 - sum(counts)
         of_token = np.repeat([*range(n), n - 1], [*counts, pad])

@@ -28,7 +28,10 @@ MakeNorm = Callable[[int], nnx.Module]
 class Attention(Protocol):
     """What a layer needs of its attention, such as `ed_layers.self_attention.SelfAttention`."""
 
-    cache_spec: LayerSpecs
+    @property
+    def cache_spec(self) -> LayerSpecs:
+        """What it keeps in a cache."""
+        ...
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
         """Return what is added to the stream, and the cache."""

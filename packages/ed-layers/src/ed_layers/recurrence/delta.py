@@ -140,7 +140,8 @@ class GatedDelta(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return what is added to the stream, and the cache."""
         x = ctx.named(x, "normed_input")
-        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        b, s, _ = x.shape
+        rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
 
         def convolved(name: str, size: int) -> jax.Array:
@@ -161,7 +162,7 @@ class GatedDelta(nnx.Module):
         cache = rows.store(cache, layer, states, self.cache_spec)
         y = rows.leave(y)
         y = ctx.named(self.o_norm(y, self.gate(x, ctx).reshape(y.shape)), "attn_output")
-        return ctx.named(self.o_proj(y.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+        return ctx.named(self.o_proj(y.reshape(b, s, -1), ctx), "attn_dense"), cache
 
 
 class KimiDelta(GatedDelta):

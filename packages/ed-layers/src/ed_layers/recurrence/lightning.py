@@ -71,15 +71,16 @@ class LightningAttention(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return what is added to the stream, and the cache."""
         x = ctx.named(x, "normed_input")
-        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        b, s, _ = x.shape
+        rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
         both = activation(self.hidden_act)(self.qkv_proj(x, ctx)).astype(jnp.float32)
-        both = rows.enter(both.reshape(*x.shape[:2], self.heads, 3 * self.head_dim), "heads")
+        both = rows.enter(both.reshape(b, s, self.heads, 3 * self.head_dim), "heads")
         q, k, v = jnp.split(both, 3, axis=-1)
         g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))
         inputs = (q, rows.masked(k), v, rows.masked(g))
         y, states["kv"] = rows.scan(linear_attention, states["kv"], inputs)
         cache = rows.store(cache, layer, states, self.cache_spec)
-        y = self.norm(rows.leave(y).reshape(*x.shape[:2], -1))
+        y = self.norm(rows.leave(y).reshape(b, s, -1))
         y = ctx.named(jax.nn.sigmoid(self.output_gate(x, ctx)) * y, "attn_output")
         return ctx.named(self.out_proj(y, ctx), "attn_dense"), cache

@@ -91,7 +91,8 @@ class RGLRU(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return what is added to the stream, and the cache."""
         x = ctx.named(x, "normed_input")
-        rows = Rows.of(ctx, x.shape[:2], cache, chunk=self.chunk)
+        b, s, _ = x.shape
+        rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.linear_x(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)

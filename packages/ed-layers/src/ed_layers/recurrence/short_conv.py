@@ -29,9 +29,9 @@ class GatedShortConv(nnx.Module):
 
     def __init__(self, parts: Parts, taps: int, *, bias: bool = False):
         d = parts.config.hidden_size
-        for name in "bcx":
-            projection = parts.linear(d, d, axes=("embed", "mlp"), bias=bias)
-            setattr(self, f"{name}_proj", projection)
+        self.b_proj = parts.linear(d, d, axes=("embed", "mlp"), bias=bias)
+        self.c_proj = parts.linear(d, d, axes=("embed", "mlp"), bias=bias)
+        self.x_proj = parts.linear(d, d, axes=("embed", "mlp"), bias=bias)
         self.conv1d = ShortConv(parts, d, taps, bias=bias)
         self.out_proj = parts.linear(d, d, axes=("mlp", "embed"), bias=bias)
         self.cache_spec = RecurrentSpec((self.conv1d.state_spec(),))
@@ -41,7 +41,8 @@ class GatedShortConv(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return what is added to the stream, and the cache."""
         x = ctx.named(x, "normed_input")
-        rows = Rows.of(ctx, x.shape[:2], cache)
+        b, s, _ = x.shape
+        rows = Rows.of(ctx, (b, s), cache)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.b_proj(x, ctx) * self.x_proj(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)

@@ -43,7 +43,7 @@ class KimiLinearDecoderLayer(DecoderLayer):
     """Delta attention or latent attention, then a feed-forward layer or experts."""
 
     def __init__(self, parts: Parts, index: int):
-        config: KimiLinearConfig = parts.config
+        config = parts.config
         if config.layer_types[index] == "linear_attention":
             attention = KimiDelta(
                 parts,

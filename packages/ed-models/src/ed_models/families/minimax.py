@@ -41,7 +41,7 @@ class MiniMaxDecoderLayer(DecoderLayer):
     """Attention of either kind, and experts; each is added to its own normed input."""
 
     def __init__(self, parts: Parts, index: int):
-        config: MiniMaxConfig = parts.config
+        config = parts.config
         linear = config.layer_types[index] == "linear_attention"
         experts = config.num_local_experts
         mlp = SparseMLP(
@@ -85,7 +85,6 @@ class MiniMaxForCausalLM(CausalLM):
     CONFORMANCE = {
         "factors": {
             "num_hidden_layers": 4,
-            "layer_types": ["full_attention", "linear_attention"] * 2,
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
             "linear_attn_alpha_factor": 1.2,
@@ -96,6 +95,7 @@ class MiniMaxForCausalLM(CausalLM):
             "mlp_beta_factor": 0.7,
         },
         "short blocks, window, own head size": {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "head_dim": 12,
             "block_size": 8,
             "num_local_experts": 4,

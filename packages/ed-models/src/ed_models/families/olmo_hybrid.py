@@ -41,7 +41,7 @@ def turns(config: OlmoHybridConfig) -> bool:
 
 def layer(parts: Parts, index: int) -> nnx.Module:
     """A layer of either kind."""
-    config: OlmoHybridConfig = parts.config
+    config = parts.config
     if config.layer_types[index] == "linear_attention":
         mixer = delta_mixer(
             parts,

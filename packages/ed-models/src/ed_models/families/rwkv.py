@@ -47,7 +47,7 @@ class RwkvBlock(nnx.Module):
 
     def __call__(self, x: Any, ctx: Any, cache: Any, layer: Any) -> tuple[Any, Any, Report]:
         spec = self.cache_specs()
-        rows = Rows.of(ctx, x.shape[:2], cache)
+        rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache)
         states = rows.states(cache, layer, spec)
         added, first = self.attention(self.ln1(x), states, rows)
         x = ctx.named(x + added, "residual")
