@@ -345,7 +345,7 @@ def saved(subject: Subject) -> float:
             folder, output_loading_info=True
         )
     missing = [name for name in report.pop("missing_keys") if not subject.ignores(name)]
-    assert not missing and not any(report.values()), (missing, report)
+    assert not any([missing, *report.values()]), (missing, report)
     theirs = again.state_dict()
     for name, value in subject.torch_model.state_dict().items():
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
