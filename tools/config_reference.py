@@ -96,14 +96,10 @@ LATER: dict[str, str] = {
         "kernels of matrix products",
     ),
     **dict.fromkeys(
-        (
-            *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
-            *("use_expert_tensor_mode", "use_ring_of_experts"),
-        ),
-        "experts",
+        ("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
+        "kernels of experts",
     ),
     **dict.fromkeys(("bits", "quantization_config"), "quantization"),
-    "prepare_inputs_for_generation": "generation of all families",
 }
 
 

@@ -81,7 +81,7 @@ def spelled(annotation: Any) -> str:
         return "section"
     if isinstance(annotation, type) and issubclass(annotation, str):
         return "str"
-    return {"Path": "str"}.get(annotation.__name__, annotation.__name__)
+    return {"Path": "str", "SecretStr": "str"}.get(annotation.__name__, annotation.__name__)
 
 
 def known_names(field: FieldInfo) -> str:

@@ -20,13 +20,12 @@ LATER = {
     *("bits", "hardware_abstraction"),
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
-    *("prepare_inputs_for_generation", "quantization_config"),
-    *("use_expert_tensor_mode", "use_ring_of_experts"),
+    "quantization_config",
 }
 # Our own, beside what EasyDeL documents.
 OWN_FIELDS = {
     *("sharding_rules", "freq_max_position_embeddings", "mask_max_position_embeddings"),
-    *("router_z_loss_coef", "router_bias_rate"),
+    *("router_z_loss_coef", "router_bias_rate", "expert_capacity_factor"),
 }
 OWN_METHODS = {"from_dict", "from_json_file", "get_config_dict", "own_partition_rules"}
 OWN_KEYWORDS = {"layer_type"}

@@ -55,6 +55,18 @@ def test_sizes(record_property: Callable[[str, object], None]) -> None:
     assert not stale, "these files no longer need their reason"
 
 
+def test_a_family_is_short(record_property: Callable[[str, object], None]) -> None:
+    folder = ROOT / "packages/ed-models/src/ed_models/families"
+    sizes = {f.stem: lines(f) for f in folder.glob("*.py") if f.stem != "__init__"}
+    longest = max(sizes, key=lambda family: sizes[family])
+    median = statistics.median(sizes.values())
+    record_property(
+        "summary",
+        f"{len(sizes)} families: median {median:.0f} lines, longest {sizes[longest]} ({longest})",
+    )
+    assert median <= 120 and sizes[longest] <= WANTS_SPLITTING
+
+
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
 def test_modules_are_named_after_an_idea(package) -> None:
     # The umbrella's module paths are EasyDeL's: `easydel.infra.utils` must exist.

@@ -121,3 +121,16 @@ def test_unknown_strategy_and_impossible_length():
         pack(np.array([1]), 8, "greddy")
     with pytest.raises(DataError, match="at least 1"):
         pack(np.array([1]), 0)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=120),
+    capacity=st.integers(40, 90),
+)
+@settings(deadline=None, max_examples=200)
+def test_both_ways_of_best_fit_give_one_plan(lengths, capacity):
+    from ed_data.packing import best_fit_by_length, best_fit_one_by_one
+
+    pieces = np.array(lengths, np.int64)
+    first, second = best_fit_one_by_one(pieces, capacity), best_fit_by_length(pieces, capacity)
+    assert first.tolist() == second.tolist()

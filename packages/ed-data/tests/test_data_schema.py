@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from ed_data import Column, DataError, Schema, StreamLoader, build_loader, contents, texts
 from ed_data.batch import Layout
+from ed_data.lazy import LazyTokens
 from ed_data.mixture import IntArray
 from ed_data.plan import Rows
 from ed_data.schema import PREFERENCE, TEXT, Example
-from ed_data.store import LazyTokens
 from ed_data.tokenize import Encoder
 
 PAIRS = [
@@ -162,7 +162,9 @@ def test_other_answers_are_other_data(mixture, tokenizer):
     changed = [{**PAIRS[0], "rejected": "other"}, *PAIRS[1:]]
     with pytest.raises(DataError, match=r"data\.sources\.0:data"):
         build_loader(mixture(changed), tokenizer, schema=PREFERENCE).load_state_dict(state)
-    text = mixture(informs=[mixture(PAIRS).informs[0].replace(content_field="prompt")])
+    prompts = [{"prompt": row["prompt"]} for row in PAIRS]
+    text = mixture(prompts)
+    text = mixture(informs=[text.informs[0].replace(content_field="prompt")])
     with pytest.raises(DataError, match="tokenizer"):
         build_loader(text, tokenizer).load_state_dict(state)
 

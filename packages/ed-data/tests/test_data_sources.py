@@ -274,3 +274,125 @@ def test_a_copy_is_named_after_the_original(tmp_path):
             list(read_rows(inform, str(tmp_path / "files")))
     finally:
         fs.rm("/ed_data_test", recursive=True)
+
+
+class _Flaky:
+    """A stream whose first readings fail, as a connection that breaks."""
+
+    def __init__(self, stream, broken: list[int]):
+        self._stream, self._broken = stream, broken
+
+    def readline(self):
+        if self._broken and self._stream.tell() > 30:
+            self._broken.pop()
+            raise ConnectionResetError("the connection broke")
+        return self._stream.readline()
+
+    def seek(self, offset):
+        return self._stream.seek(offset)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self._stream.close()
+
+
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(monkeypatch):
+    from ed_data.sources.files import FileCache
+    from ed_data.sources.formats import SourceFile
+
+    fs = fsspec.filesystem("memory")
+    rows = [{"text": f"row {i}"} for i in range(20)]
+    fs.pipe("/ed_data_flaky/a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    waited, opened = [], SourceFile.open
+    monkeypatch.setattr("ed_data.sources.files.time.sleep", waited.append)
+    broken: list[int] = []
+    monkeypatch.setattr(SourceFile, "open", lambda file: _Flaky(opened(file), broken))
+    inform = Inform(data_files="memory://ed_data_flaky/a.jsonl")
+    try:
+        broken[:] = [1, 1]
+        assert list(read_rows(inform, FileCache(None, retries=2, delay=3.0))) == rows
+        assert waited == [3.0, 6.0]
+        broken[:] = [1, 1]
+        with pytest.raises(DataError, match="the connection broke"):
+            list(read_rows(inform, FileCache(None, retries=1)))
+    finally:
+        fs.rm("/ed_data_flaky", recursive=True)
+
+
+def test_a_copy_expires_and_fetching_is_tried_again(tmp_path, monkeypatch):
+    import os
+    import time
+
+    from ed_data.sources.files import FileCache, local_copy, resolve_files
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/ed_data_old/a.txt", b"far\n")
+    fetched, failures, fetch = [], [1], fs.get_file
+
+    def get_file(path, target):
+        if failures:
+            failures.pop()
+            raise RuntimeError("busy")
+        fetched.append(path)
+        fetch(path, target)
+
+    monkeypatch.setattr(fs, "get_file", get_file)
+    monkeypatch.setattr("ed_data.sources.files.time.sleep", lambda seconds: None)
+    try:
+        (file,) = resolve_files("memory://ed_data_old/a.txt", "x")
+        kept = FileCache(str(tmp_path), retries=1, expiry=100.0)
+        copy = local_copy(file, kept)
+        assert len(fetched) == 1 and not failures
+        local_copy(file, kept)
+        assert len(fetched) == 1
+        os.utime(copy.path, (time.time() - 200,) * 2)
+        local_copy(file, FileCache(str(tmp_path)))  # without an expiry it is kept
+        assert len(fetched) == 1
+        local_copy(file, kept)
+        assert len(fetched) == 2
+        failures[:] = [1, 1]
+        with pytest.raises(DataError, match="cannot be fetched: busy"):
+            local_copy(file, FileCache(str(tmp_path / "other"), retries=1))
+        assert list((tmp_path / "other").rglob("*.*")) == []
+    finally:
+        fs.rm("/ed_data_old", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.txt", "b.txt", "a.parquet", "a.arrow"]
+)
+def test_reading_goes_on_at_any_row(tmp_path, name):
+    rows = [{"text": f"row {i}" + "\nmore" * (i % 3) * (name != "a.txt")} for i in range(11)]
+    path = tmp_path / name
+    table = pa.Table.from_pylist(rows)
+    lines = "\n\n" + "\n".join(map(json.dumps, rows))
+    if name == "a.parquet":
+        pq.write_table(table, path, row_group_size=4)
+    elif name == "a.arrow":
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    elif name == "a.jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif name == "a.csv":
+        with open(path, "w", newline="", encoding="utf-8-sig") as stream:
+            writer = csv.DictWriter(stream, ["text"])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text(
+            {
+                "a.jsonl": lines,
+                "a.json": "\n" + json.dumps(rows),
+                "a.txt": "\n".join(row["text"] for row in rows),
+                "b.txt": "\n\n".join(row["text"] for row in rows),
+            }[name]
+        )
+    options = {"sample_by": "paragraph"} if name == "b.txt" else {}
+    source = open_source(Inform(data_files=path, content_field="text", **options))
+    whole = list(source.records(0))
+    assert [record.row for record in whole] == rows
+    for number, record in enumerate(whole):
+        assert list(source.records(0, start=record.at)) == whole[number:]
+        assert list(source.records(0, start=record.after)) == whole[number + 1 :]

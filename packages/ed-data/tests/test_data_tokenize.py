@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_data import DataError, Tokenization
+from ed_data.cache import new_file, new_folder
 from ed_data.prepare import prepare
 from ed_data.schema import Example
 from ed_data.store import TokenStore, write_store
@@ -220,9 +221,28 @@ def test_a_folder_that_is_no_store(tmp_path):
         TokenStore(tmp_path)
 
 
-def test_what_a_killed_process_left_is_cleared_in_time(tmp_path):
+def test_what_a_killed_process_left_is_cleared_at_once(tmp_path):
+    """And neither what another process is still writing, nor whatever else is in the folder."""
+    old, abandoned = tmp_path / ".s.1.aa.part", tmp_path / ".other.2.bb.part"
+    for folder in (old, abandoned):
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(b"x")
+    file = tmp_path / ".rows-0.bin.cc.part"
+    file.touch()
+    (tmp_path / "kept").mkdir()
+    batch = Encoded([np.array([1])], None, [1])
+    with new_folder(tmp_path / "t") as young, new_file(tmp_path / "f") as writing:
+        (young / "tokens.bin").write_bytes(b"x")
+        write_store(tmp_path / "s", [batch], vocab_size=10, encoder="e", about={})
+        assert not old.exists() and not abandoned.exists() and not file.exists()
+        assert (young / "tokens.bin").exists() and writing.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "kept", "s"]
+
+
+def test_without_locks_a_day_decides(tmp_path, monkeypatch):
     import os
 
+    monkeypatch.setattr("ed_data.cache.fcntl", None)
     old, young = tmp_path / ".s.1.aa.part", tmp_path / ".s.2.bb.part"
     for folder in (old, young):
         folder.mkdir()

@@ -62,7 +62,6 @@ IDLE: list[tuple[dict[str, Any], str]] = [
         "base_config.values.moe_tiling_size_dim",
     ),
     ({"model__config__pallas_m_block_size": 64}, "model.config.pallas_m_block_size"),
-    ({"sharding": {"use_ring_of_experts": True}}, "sharding.use_ring_of_experts"),
 ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ed_elarge import eLargeModel
 from ed_elarge.errors import InputError
+from ed_infra.errors import ConfigError
 
 
 @pytest.fixture
@@ -96,3 +97,12 @@ def test_a_data_function_is_written_by_its_name(model: Path) -> None:
     elm.add_dataset("x.jsonl", preprocessing_fn=textwrap.dedent)
     (inform,) = elm.to_dict()["mixture"]["informs"]
     assert inform["preprocessing_fn"] == "textwrap:dedent"
+
+
+def test_auto_bind_reads_the_task_from_the_checkpoint(model: Path) -> None:
+    (model / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}'
+    )
+    elm = eLargeModel.from_pretrained(str(model), task="auto-bind")
+    with pytest.raises(ConfigError, match="saved as a model for 'sequence-classification'"):
+        elm.build_model()

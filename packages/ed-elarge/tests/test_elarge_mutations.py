@@ -204,7 +204,9 @@ actions:
   - generate: {prompts: [The], max_new_tokens: 8, temperature: 0.7, top_k: 5, top_p: 0.9, seed: 1,
                repetition_penalty: 1.1}
   - serve: {host: 127.0.0.1, port: 0, log_level: error, served_model_name: m, api_key: k,
-            require_api_key: true, cors_origins: ["*"]}
+            require_api_key: true, cors_origins: ["*"], allowed_hosts: [a.example],
+            drain_seconds: 5, limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
+            max_connections: 3, max_generations: 4, body_timeout: 5.0, request_timeout: 6.0}}
 """
 
 VALUES: dict[str, Any] = {
@@ -294,6 +296,7 @@ def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
 #: What is valid: kind of mutation -> keys (0 is false, and 1e12 a number where nothing bounds it).
 VALID: dict[str, str] = {
     "half": (
+        "actions.serve.limits.body_timeout actions.serve.limits.request_timeout "
         "actions.eval.limit actions.generate.repetition_penalty actions.generate.temperature "
         "actions.generate.top_p base_config.values.fcm_max_ratio eval.limit eval.top_p "
         "mixture.eval_fraction model.config.attention_dropout model.config.initializer_range "
@@ -314,6 +317,7 @@ VALID: dict[str, str] = {
     "minus-one": "actions.generate.top_k sharding.dcn_axis_dims",
     "misspelled": "mixture.informs.format_fields.content",
     "null": (
+        "actions.serve.allowed_hosts "
         "actions.eval actions.eval.limit actions.generate actions.generate.prompts "
         "actions.serve actions.serve.cors_origins actions.serve.served_model_name base_config "
         "base_config.operation_configs.flash_attn2.block_k "
@@ -338,6 +342,7 @@ VALID: dict[str, str] = {
         "trainer.training_time_limit trainer.tx_mu_dtype"
     ),
     "text": (
+        "actions.serve.allowed_hosts "
         "actions.eval.tasks actions.generate actions.generate.prompts actions.serve.api_key "
         "actions.serve.cors_origins actions.serve.served_model_name actions.to_yaml "
         "actions.to_yaml.path esurge.extra_stops eval.apply_chat_template eval.output_path "
@@ -358,6 +363,7 @@ VALID: dict[str, str] = {
         "mixture.informs.format_fields.content"
     ),
     "zero": (
+        "actions.serve.drain_seconds "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "
         "base_config.values.scan_layers esurge.auto_cap_new_tokens esurge.auto_truncate_prompt "

@@ -347,3 +347,18 @@ def test_empty_and_odd_files() -> None:
     assert "is empty" in refuse("")
     assert "must be a mapping of sections, got list" in refuse("- 1\n")
     assert "must be a mapping of sections" in refuse("config: 3\nactions: train\n")
+
+
+def test_keys_are_not_printed(capsys, tmp_path, monkeypatch):
+    from ed_elarge.__main__ import run_file
+
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    for keys in ("first-secret", ["first-secret", "other-secret"]):
+        found = run({**GOOD, "actions": [{"serve": {"api_key": keys}}, "dump_config"]})
+        file.write_text(found.to_yaml())
+        assert "first-secret" in file.read_text()  # which is read back
+        assert run_file(str(file), dry_run=True) == 0
+        printed = capsys.readouterr()
+        assert "secret" not in printed.out + printed.err
+        assert "api_key" in printed.out

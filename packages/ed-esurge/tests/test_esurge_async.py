@@ -51,6 +51,30 @@ def test_leaving_aborts_and_others_go_on(surge, prompts, engine):
     assert len(asyncio.run(leave()).outputs[0].token_ids) == 12
 
 
+def test_a_slow_reader_gets_everything_in_fewer_pieces(surge, prompts, engine):
+    async def slow():
+        deltas = []
+        params = GREEDY.replace(logprobs=0, n=2)
+        async for delta in engine.generate(prompts[1], params, "slow"):
+            deltas.append(delta)
+            if len(deltas) == 1:
+                while surge.has_unfinished_requests:
+                    await asyncio.sleep(0.01)
+        return deltas
+
+    deltas = asyncio.run(slow())
+    assert len(deltas) <= 3
+    whole = deltas[0]
+    for delta in deltas[1:]:
+        whole.add(delta)
+    engine.shutdown()
+    alone = surge.generate(prompts[1], GREEDY.replace(logprobs=0, n=2))[0]
+    for mine, other in zip(whole.outputs, alone.outputs, strict=True):
+        assert (mine.token_ids, mine.text) == (other.token_ids, other.text)
+        assert len(mine.logprobs) == 12
+        assert mine.finish_reason == "length"
+
+
 def test_abort_ends_the_stream(prompts, engine):
     async def abort():
         stream = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "x")
@@ -64,7 +88,7 @@ def test_abort_ends_the_stream(prompts, engine):
 
 def test_refusals_reach_the_caller(prompts, engine):
     async def twice():
-        first = engine.generate(prompts[0], GREEDY, "same")
+        first = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "same")
         await anext(first)
         with pytest.raises(ConfigError, match="in use"):
             await anext(engine.generate(prompts[0], GREEDY, "same"))

@@ -70,8 +70,8 @@ def test_buffer_holds_the_plan():
     assert ragged.seq_of_token[:4].tolist() == [0, 1, 1, 1]
     assert ragged.slots["full"].tolist() == [2 * 4 + 1, 12, 13, 14, 40, 40, 40, 40]
     assert ragged.slots["window"].tolist() == [5, 16, 17, 18, 24, 24, 24, 24]
-    assert ragged.page_table["full"].tolist() == [[7, 2], [3, 0], [0, 0]]
-    assert ragged.page_table["window"].tolist() == [[0, 1], [4, 0], [0, 0]]
+    assert ragged.page_table["full"].tolist() == [[7, 2], [3, 3], [0, 0]]
+    assert ragged.page_table["window"].tolist() == [[0, 1], [4, 4], [0, 0]]
     assert ragged.state_slots.tolist() == [1, 0, 4]  # 4 is none
     assert ragged.prompt_lens.tolist() == [4, 5, 0]
     assert ragged.num_seqs == 2
@@ -85,6 +85,6 @@ def test_buffer_holds_the_plan():
     slots.start(NewSequence("e", 1, [1], 1, SamplingParams(temperature=0)))
     slots.grow(row := PlanRow("e", 1, 0, [1], {"full": [5], "window": [5]}, samples=1))
     step = builder.fields(shape).unpack(builder.build(StepPlan(2, (row,)), shape))
-    assert np.asarray(step.ragged.page_table["full"]).tolist() == [[5, 0], [0, 0], [0, 0]]
+    assert np.asarray(step.ragged.page_table["full"]).tolist() == [[5, 5], [0, 0], [0, 0]]
     assert step.rows.slot.tolist() == [4, 4, 4]
     assert step.rows.num_logprobs.tolist() == [-1, -1, -1]

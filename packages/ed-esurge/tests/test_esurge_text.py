@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import Intake, fit, salt, seeds_of, truncate
+from ed_esurge.engine.intake import Intake, salt, seeds_of
+from ed_esurge.fitting import fit, truncate
 from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
+from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import byte_tokenizer
-from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids, render_chat
+from ed_esurge.tokenizer import Detokenizer, StopStrings, bad_word_ids
 from ed_infra.errors import ConfigError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -275,8 +277,42 @@ def test_bad_words_come_with_and_without_a_space():
     assert bad_word_ids(TOKENIZER, [" no"]) == (plain, spaced)
 
 
+def test_bad_words_of_white_space_are_themselves():
+    def ids(text):
+        return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+    assert bad_word_ids(TOKENIZER, ["\n"]) == (ids("\n"), ids(" \n"))
+    assert bad_word_ids(TOKENIZER, [" "]) == (ids(" "),)
+
+
 def test_chat_goes_through_the_template():
-    ids = render_chat(TOKENIZER, [{"role": "user", "content": "hi"}])
+    ids = ChatTemplate(TOKENIZER).token_ids([{"role": "user", "content": "hi"}])
     assert TOKENIZER.decode(ids) == "<|user|>hi\n<|assistant|>"
     with pytest.raises(ConfigError, match="no chat template"):
-        render_chat(byte_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
+        ChatTemplate(byte_tokenizer(chat_template=None))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["a </s> b", "</s>", "<s></s><s>", "plain", "\ufdd00.3c\ufdd1/s>", "\ufdd00.</s>", "< /s>é"],
+)
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_users_write_is_text(content, slow):
+    """The template's tokens are special, those in a message, a name or a variable are not."""
+    template = "<s>{{ messages[0].content | trim }}|{{ messages[0].name }}|{{ who }}</s>"
+    messages = [{"role": "user", "content": content, "name": content}]
+    chat = ChatTemplate(TOKENIZER, template)
+    if slow:
+        chat.__dict__["_text_only"] = None
+    ids = chat.token_ids(messages, who=content)
+    said = "|".join([content.strip(), content, content])
+    text = TOKENIZER(said, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert ids == [TOKENIZER.bos_token_id, *text, TOKENIZER.eos_token_id]
+
+
+def test_the_last_message_can_be_continued():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</s>c"}]
+    chat = ChatTemplate(TOKENIZER)
+    ids = chat.token_ids(messages, continue_final_message=True, add_generation_prompt=False)
+    assert TOKENIZER.decode(ids) == "<|user|>a\n<|assistant|>b</s>c"
+    assert TOKENIZER.eos_token_id not in ids

@@ -101,11 +101,11 @@ def test_a_field_without_effect_is_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="easydel"):
         llama()
         assert not caplog.records
-        llama(use_ring_of_experts=True)
-        llama(use_ring_of_experts=True)
+        llama(hardware_abstraction=True)
+        llama(hardware_abstraction=True)
         llama(operation_configs={"blockwise": {"block_q": 8}, "eager": {"block_q": 8}})
     record, operation = caplog.records
-    assert record.getMessage().startswith("use_ring_of_experts = True has no effect")
+    assert record.getMessage().startswith("hardware_abstraction = True has no effect")
     assert operation.getMessage().startswith("operation_configs['vanilla'] has no effect")
 
 

@@ -1,4 +1,4 @@
-"""Latent attention: absorbed = expanded, in a cache and in pages; what a cache holds."""
+"""Latent attention: absorbed = expanded, in a cache and in pages; what a cache holds; the index."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.mla import LatentAttention, yarn_factor
 from ed_layers.parts import Parts
 from ed_layers.rotary import rope_tables
+from ed_layers.sparse_index import QUERY_BLOCK, Indexer, pages_of_tokens, tokens_of
 from flax import nnx
 
 B, S, D, H = 2, 12, 16, 4
@@ -39,6 +40,14 @@ class Config(EasyDeLBaseConfig):
     attention_dropout: float = 0.0
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.3
+
+
+class IndexConfig(Config):
+    """And of families with an index."""
+
+    index_n_heads: int = 3
+    index_head_dim: int = 6
+    index_topk: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +146,14 @@ def in_steps(module: LatentAttention, cache: Any, steps: tuple[int, ...]) -> tup
 )
 def test_absorbed_is_expanded(fields: dict[str, Any], options: dict[str, Any]) -> None:
     module = layer(options, **fields)
-    cache = DenseCache.create([module.cache_spec], batch_size=B, capacity=16)
+    cache = DenseCache.create([module.latent_spec], batch_size=B, capacity=16)
     out, _ = in_steps(module, cache, (5, 1, 1, 5))
     np.testing.assert_allclose(out, expanded(module), atol=2e-6)
 
 
 def test_absorbed_is_expanded_over_pages() -> None:
     module, page, width = layer(), 4, 4
-    cache: Any = PagedCache.create([module.cache_spec], num_pages=B * width, page_size=page)
+    cache: Any = PagedCache.create([module.latent_spec], num_pages=B * width, page_size=page)
     table = np.random.default_rng(1).permutation(B * width).reshape(B, width).astype(np.int32)
     done, got = np.zeros(B, int), [[] for _ in range(B)]
     for counts in ([5, 1], [1, 5], [6, 6]):
@@ -171,7 +180,7 @@ def test_absorbed_is_expanded_over_pages() -> None:
 
 def test_a_cache_holds_the_latent_and_nothing_else() -> None:
     module = layer()
-    cache = DenseCache.create([module.cache_spec], batch_size=B, capacity=16)
+    cache = DenseCache.create([module.latent_spec], batch_size=B, capacity=16)
     numbers = [leaf for leaf in jax.tree.leaves(cache) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert [leaf.shape for leaf in numbers] == [(1, B, 1, 16, LATENT + TURNED)]
     _, cache = in_steps(module, cache, (S,))
@@ -182,7 +191,9 @@ def test_a_cache_holds_the_latent_and_nothing_else() -> None:
 
 def test_a_cache_of_codes() -> None:
     module = layer()
-    cache = DenseCache.create([module.cache_spec], batch_size=B, capacity=16, format=Format("int8"))
+    cache = DenseCache.create(
+        [module.latent_spec], batch_size=B, capacity=16, format=Format("int8")
+    )
     out, _ = in_steps(module, cache, (6, 6))
     whole = expanded(module)
     assert np.abs(out - whole).max() < 0.03 * np.abs(whole).max()
@@ -196,7 +207,7 @@ def test_a_matrix_that_is_no_array() -> None:
     halves: Any = Halves(part, kernel - part)
     module.kv_b_proj.kernel.set_value(halves)
     np.testing.assert_allclose(expanded(module), before, atol=1e-5)
-    cache = DenseCache.create([module.cache_spec], batch_size=B, capacity=16)
+    cache = DenseCache.create([module.latent_spec], batch_size=B, capacity=16)
     np.testing.assert_allclose(in_steps(module, cache, (6, 6))[0], before, atol=1e-5)
 
 
@@ -207,3 +218,54 @@ def test_yarn_changes_the_scale_only_where_all_dimensions_are_said_to() -> None:
     assert yarn_factor(yarn) == 1
     assert yarn_factor({**yarn, "factor": 1.0, "mscale_all_dim": 1.0}) == 1
     assert yarn_factor({"rope_type": "default", "mscale_all_dim": 1.0, "factor": 4.0}) == 1
+
+
+@pytest.mark.parametrize("layers", [None, 1], ids=["leaves", "stacked"])
+@pytest.mark.parametrize("code", [None, "int8"])
+def test_single_tokens_are_read_from_pages(code: str | None, layers: int | None) -> None:
+    rng = np.random.default_rng(0)
+    cache = PagedCache.create(
+        [layer().latent_spec] * 2,
+        num_pages=5,
+        page_size=4,
+        layout="leaves" if layers is None else "stacked",
+        format=None if code is None else Format(code),
+    )
+    tokens, row = rng.normal(size=(1, 10, 1, LATENT + TURNED)).astype(np.float32), [3, 0, 4]
+    ragged = RaggedBatch(
+        cu_q_lens=jnp.asarray([0, 10], jnp.int32),
+        kv_lens=jnp.asarray([10], jnp.int32),
+        seq_of_token=jnp.zeros(10, jnp.int32),
+        slots={"full": jnp.asarray([row[i // 4] * 4 + i % 4 for i in range(10)], jnp.int32)},
+        page_table={"full": jnp.asarray([row], jnp.int32)},
+        state_slots=jnp.zeros(1, jnp.int32),
+        num_seqs=jnp.asarray(1, jnp.int32),
+    )
+    _, pages = cache.update(1, (jnp.asarray(tokens), None), ragged=ragged)
+    wanted = jnp.asarray([9, 0, 5, 5, 2])
+    got = tokens_of(pages, pages_of_tokens(pages, ragged)[0], wanted, jnp.float32)
+    error = np.abs(got - tokens[0, wanted, 0]).max()
+    assert error == 0 if code is None else 0 < error < 0.02
+
+
+def test_an_index_keeps_the_best_keys_that_a_query_sees() -> None:
+    config = IndexConfig(sharding_axis_dims=(1, 1, 1, 1, 1))
+    index = Indexer(Parts(config, nnx.Rngs(0)), interleaved=True)
+    rng = np.random.default_rng(0)
+    # More queries than a block has, so that the last block is filled up.
+    s = QUERY_BLOCK + 9
+    q, weights, keys = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((B, s, 3, 6), (B, s, 3), (B, s, 6))
+    )
+    seen = np.tril(rng.random((B, s, s)) < 0.8)
+    bias = np.asarray(jax.jit(index.bias)(q, weights, keys, jnp.asarray(seen)))
+    assert bias.shape == (B, 1, s, s)
+    scores = np.einsum(
+        "bsit,bsi->bst", np.maximum(np.einsum("bsik,btk->bsit", q, keys), 0), weights
+    )
+    for row, query in np.ndindex(B, s):
+        visible = np.flatnonzero(seen[row, query])
+        best = visible[np.argsort(-scores[row, query, visible], kind="stable")[:4]]
+        kept = np.flatnonzero(seen[row, query] & (bias[row, 0, query] == 0))
+        assert set(kept) == set(best)

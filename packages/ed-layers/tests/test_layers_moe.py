@@ -1,5 +1,8 @@
 """Experts: three methods and many devices give one result; routing, losses, biases."""
 
+import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from ed_layers.moe import Router, SparseMLP, balance
 from ed_layers.parts import Parts
 from ed_layers.updated import apply_updates
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 B, S, D, F = 4, 8, 16, 24
 METHODS = {
@@ -157,42 +161,119 @@ MESHES = {
     "all": (1, 2, 2, 2, 1),
     "fsdp": (2, 4, 1, 1, 1),
 }
+UNBOUND = {"fsdp_is_ep_bound": False, "sp_is_ep_bound": False}
+RING = {"use_ring_of_experts": True}
+TENSOR = {"use_expert_tensor_mode": True}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "method"),
-    [*((mesh, "standard") for mesh in MESHES), ("ep and tp", "fused"), ("ep and tp", "dense")],
-)
-def test_many_devices_are_as_one(mesh, method):
+@functools.cache
+def on_one_device(method):
+    """What the meshes are compared with."""
     (chosen, weights), x = choices(8, 3), inputs()
     upstream = jnp.asarray(np.random.default_rng(4).normal(size=(B, S, D)), jnp.float32) / 8
     module = experts(8, True, **METHODS[method])
-    expected = run(module, x, chosen, weights, context(), upstream)
-    placed = config(MESHES[mesh])
+    case = module, x, chosen, weights, upstream
+    return case, run(module, x, chosen, weights, context(), upstream)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "method", "fields"),
+    [
+        *((mesh, "standard", {}) for mesh in MESHES),
+        ("ep and tp", "fused", {}),
+        ("ep and tp", "dense", {}),
+        ("fsdp", "standard", UNBOUND),
+        ("ep and tp", "standard", UNBOUND),
+        ("ep", "standard", RING),
+        ("fsdp", "fused", RING),
+        ("ep and tp", "dense", RING),
+        ("all", "standard", TENSOR),
+        ("all", "standard", TENSOR | RING),
+    ],
+)
+def test_many_devices_are_as_one(mesh, method, fields):
+    (module, x, chosen, weights, upstream), expected = on_one_device(method)
+    placed = config(MESHES[mesh], **fields)
     got = run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream)
     near(got, expected)
 
 
-def test_a_number_of_experts_that_does_not_divide():
+@pytest.mark.parametrize("favourites", [0, 5])
+def test_rows_that_all_come_to_one_device(favourites):
+    (_, weights), x = choices(8, 2), inputs()
+    chosen = jnp.broadcast_to(jnp.asarray([favourites, favourites + 1]), (B, S, 2))
+    upstream = jnp.ones((B, S, D))
+    module = experts(8, True, **METHODS["fused"])
+    expected = run(module, x, chosen, weights, context(), upstream)
+    near(expected[0], one_by_one(module, x, chosen, weights))
+    placed = config((1, 1, 4, 1, 1))
+    got = run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream)
+    near(got, expected, bound=3e-5)  # gradients here are sums over all tokens
+
+
+@pytest.mark.parametrize("fields", [{}, RING])
+def test_a_number_of_experts_that_does_not_divide(fields):
     (chosen, weights), x = choices(5, 2), inputs()
     expected = one_by_one(experts(5), x, chosen, weights)
-    placed = config((1, 1, 2, 2, 2))
+    placed = config((1, 1, 2, 2, 2), **fields)
     near(call(sharding.shard(experts(5), placed), x, chosen, weights, context(placed)), expected)
 
 
-def test_experts_are_not_gathered():
-    placed = config((1, 1, 4, 1, 1))
+@pytest.mark.proves("fsdp_is_ep_bound", "sp_is_ep_bound")
+def test_what_is_bound_to_experts_splits_them_as_far_as_their_number_divides():
+    def kernel_of(count, dims, **fields):
+        module = experts(count)
+        return sharding.specs(nnx.state(module), config(dims, **fields)).up_proj.kernel
+
+    every = (1, 2, 2, 1, 2)
+    assert kernel_of(8, every) == P(("fsdp", "ep", "sp"))
+    assert kernel_of(4, every) == P(("fsdp", "ep"))
+    assert kernel_of(2, every) == P("ep", "fsdp"), "what experts leave splits their matrices"
+    assert kernel_of(8, every, fsdp_is_ep_bound=False) == P(("ep", "sp"), "fsdp")
+    assert kernel_of(8, every, sp_is_ep_bound=False) == P(("fsdp", "ep"))
+    assert kernel_of(5, every) == P(None, "fsdp")
+    assert kernel_of(8, (1, 2, 2, 2, 1)) == P(("fsdp", "ep"), None, "tp")
+    assert kernel_of(8, (1, 2, 2, 2, 1), **TENSOR) == P(("fsdp", "ep", "tp"))
+
+
+@pytest.mark.parametrize(
+    ("dims", "fields", "expected"),
+    [
+        ((1, 1, 4, 1, 1), {}, {"all-reduce"}),
+        ((1, 1, 4, 1, 1), RING, {"all-gather", "collective-permute"}),
+        ((1, 4, 1, 1, 1), {}, {"all-gather", "reduce-scatter"}),
+        ((1, 4, 1, 1, 1), RING, {"all-gather", "collective-permute"}),
+        ((1, 1, 2, 2, 1), TENSOR, {"all-reduce"}),
+        ((1, 4, 1, 1, 1), UNBOUND, {"all-gather"}),
+    ],
+)
+@pytest.mark.proves("use_ring_of_experts", "use_expert_tensor_mode")
+def test_tokens_move_and_experts_do_not(dims, fields, expected, record_property):
+    placed = config(dims, **fields)
     module = sharding.shard(experts(8), placed)
     graphdef, state = nnx.split(module)
     chosen, weights = choices(8, 2)
 
     def forward(state, x):
-        return nnx.merge(graphdef, state)(x, chosen, weights, context(placed))
+        y = nnx.merge(graphdef, state)(x, chosen, weights, context(placed))
+        return sharding.constrain(y, ("batch", "sequence", None), placed)
 
     text = jax.jit(forward).lower(state, inputs()).compile().as_text()
     assert text is not None
-    assert "all-reduce(" in text
-    assert "all-gather(" not in text
+    moved = collectives(text)
+    record_property("summary", f"experts on {dims}, {fields}: {', '.join(map(str, moved))}")
+    print(dims, fields, *moved, sep="\n  ")
+    assert {name for name, _ in moved} == expected
+    # Arrays of tokens do not end as matrices do. Only fsdp that splits matrices collects them.
+    matrices = [shape for _, shape in moved if shape[-2:] in ((D, F), (F, D))]
+    assert len(matrices) == (3 if fields is UNBOUND else 0), moved
+
+
+def collectives(text):
+    """The collectives of a compiled program: name, and shape of the result."""
+    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= \w+\[([\d,]*)\]\S* ({names})(?:-start)?\(", text)
+    return [(name, tuple(map(int, shape.split(",")))) for shape, name in found]
 
 
 def call(module, *args):
@@ -223,6 +304,31 @@ def test_padding_changes_nothing_and_counts_nothing():
     z = np.square(np.asarray(jax.nn.logsumexp(logits, axis=-1)))
     assert report.losses["router_z"].value == pytest.approx(0.1 * z.mean(), rel=1e-5)
     assert not call(module, x, context(mode="decode"))[1].updates, "only training reports"
+
+
+def test_experts_have_a_capacity_in_training():
+    module, x = sparse(expert_capacity_factor=0.5), inputs()
+    ctx = context(pad=3)
+    free, _, report = call(sparse().gate, x, ctx)
+    assert "router_dropped" not in report.metrics
+    chosen, _, report = call(module.gate, x, ctx)
+    expected, dropped = np.array(free), 0
+    for row in expected:
+        taken = np.zeros(7, int)
+        for choices_of_token in row:
+            for i, e in enumerate(choices_of_token):
+                taken[e] += 1
+                if e < 6 and taken[e] > math.ceil(0.5 * S * 2 / 6):
+                    choices_of_token[i], dropped = 6, dropped + 1
+    np.testing.assert_array_equal(chosen, expected)
+    metric = report.metrics["router_dropped"]
+    assert (float(metric.sum), float(metric.weight)) == (dropped, (B * S - 3) * 2)
+    assert dropped > 5
+    assert "router_dropped" not in call(module.gate, x, context(mode="decode"))[2].metrics
+    # A row alone loses what it loses among others, on any mesh.
+    placed = config((1, 2, 1, 2, 2), expert_capacity_factor=0.5)
+    sharded, *_ = call(sharding.shard(module.gate, placed), x, context(placed, pad=3))
+    np.testing.assert_array_equal(sharded, expected)
 
 
 def test_inputs_may_be_scaled_instead_of_outputs():
@@ -279,6 +385,10 @@ def test_a_selection_bias_follows_the_load():
     expected = 0.01 * np.sign(np.mean(load) - np.asarray(load))
     near(module.gate.e_score_correction_bias.get_value(), expected)
     assert len(set(expected.tolist())) > 1, "or nothing is tested"
+    # Where another layer learns alone, such as an adapter, the bias of the router stays.
+    other, trained = nnx.state(holder, nnx.Not(nnx.Param)), nnx.state(holder, nnx.Param)
+    assert trained.mlp.pop("gate")
+    near(apply_updates(other, update, trained), other, bound=0)
 
 
 def test_the_balance_of_all_layers_is_that_of_transformers():

@@ -9,7 +9,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.context import Ctx
 from ed_models.conformance import CHECKS, ONE, TINY, Subject, forward
-from ed_models.families import falcon, gpt2, mpt, opt, phi
+from ed_models.families import bamba, falcon, glm_moe_dsa, gpt2, mpt, opt, phi
 
 GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -22,11 +22,31 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
         (mpt.MptConfig, {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
         (mpt.MptConfig, {"expansion_ratio": 2}, "expansion_ratio"),
         (falcon.FalconConfig, {"new_decoder_architecture": True, "parallel_attn": False}, "paral"),
+        (glm_moe_dsa.GlmMoeDsaConfig, {"indexer_types": ["full", "shared"] * 39}, "first is 1,"),
     ],
 )
 def test_what_no_family_computes_is_refused(make, fields, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**fields)
+
+
+def test_bambas_loss_of_normalisers_is_of_tokens_alone() -> None:
+    config = bamba.BambaConfig(
+        **{**TINY, "num_hidden_layers": 1},
+        mamba_n_heads=4,
+        mamba_d_state=4,
+        attn_layer_indices=[0],
+        z_loss_coefficient=0.5,
+        sharding_axis_dims=ONE,
+    )
+    model, ids = bamba.BambaForCausalLM.create(config, seed=0), np.arange(24).reshape(2, 12)
+    mask = np.ones((2, 12), np.int32)
+    mask[1, :7] = 0
+    out = forward(model, input_ids=ids, attention_mask=mask)
+    logz = np.asarray(jax.nn.logsumexp(out.logits, axis=-1))[mask != 0]
+    np.testing.assert_allclose(out.losses["logits_z"].value, 0.5 * (logz**2).mean(), rtol=1e-5)
+    cached = forward(model, input_ids=ids, past_key_values=model.init_cache(2, 16))
+    assert not cached.losses
 
 
 def test_alibi_over_a_cache_whose_heads_and_slots_are_split() -> None:

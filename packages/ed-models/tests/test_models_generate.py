@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models import generation
+from ed_models import decoding
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 
@@ -134,7 +134,7 @@ def test_eight_devices_say_the_same(model, prompt, greedy):
 def traced(monkeypatch):
     """How often each program was traced since the last look."""
     counts = {"prefill": 0, "decode": 0}
-    call, choose = LlamaForCausalLM.__call__, generation.next_token
+    call, choose = LlamaForCausalLM.__call__, decoding.process
 
     def counted_call(self, tokens, *args, **kwargs):
         counts["prefill"] += tokens.shape[1] > 1
@@ -150,8 +150,9 @@ def traced(monkeypatch):
         return seen
 
     monkeypatch.setattr(LlamaForCausalLM, "__call__", counted_call)
-    monkeypatch.setattr(generation, "next_token", counted_choice)
-    generation._programs.cache_clear()
+    monkeypatch.setattr(decoding, "process", counted_choice)
+    decoding.prefill_program.cache_clear()
+    decoding.token_program.cache_clear()
     return look
 
 

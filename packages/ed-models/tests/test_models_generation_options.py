@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ed_infra.errors import ConfigError
 from ed_models.generation_options import GenerationOptions
-from ed_models.sampling import TokenChoice
+from ed_models.token_choice import TokenChoice
 from transformers import GenerationConfig
 
 MODEL = SimpleNamespace(eos_token_id=2, pad_token_id=None, bos_token_id=1)
@@ -64,8 +64,8 @@ def test_an_option_without_effect_is_refused(name):
 
 
 def test_what_is_not_supported_is_named():
-    with pytest.raises(ConfigError, match="num_beams=3, which generate does not support"):
-        resolve(GenerationConfig(num_beams=3))
+    with pytest.raises(ConfigError, match=r"penalty_alpha=0.6, which generate does not support"):
+        resolve(GenerationConfig(penalty_alpha=0.6))
     with pytest.raises(ConfigError, match="did you mean 'temperature'"):
         resolve({"temprature": 0.3})
     with pytest.raises(ConfigError, match="or a mapping"):

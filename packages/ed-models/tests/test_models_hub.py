@@ -11,7 +11,14 @@ import pytest
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError
 from ed_infra.logging import forget_said
-from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM, hub, loading, saving
+from ed_models import (
+    AutoEasyDeLConfig,
+    AutoEasyDeLModelForCausalLM,
+    hub,
+    loading,
+    saving,
+    tensor_files,
+)
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -99,6 +106,26 @@ def test_values_are_the_same_on_any_mesh(model, saved, dims, scan_layers):
     kernel = again.lm_head.kernel.get_value()
     parts = {s.data.shape for s in kernel.addressable_shards}
     assert parts == {(16 // dims[1], 64 // dims[3])}
+
+
+@pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
+def test_large_stacks_are_filled_layer_by_layer(model, saved, dims, monkeypatch):
+    filled, original = [], loading._placed
+
+    def spy(shape, *rest):
+        filled.append(shape)
+        return original(shape, *rest)
+
+    monkeypatch.setattr(loading, "_placed", spy)
+    monkeypatch.setattr(loading, "_LARGE", 1)
+    monkeypatch.setattr(tensor_files, "_KEPT", 1)  # pages are let go after each read
+    again = load(saved, dims)
+    assert filled.count((16, 24)) == 2 * 3 and (3, 16, 24) not in filled
+    assert equal(nnx.state(again), nnx.state(model))
+    placement = {a.sharding for a in jax.tree.leaves(nnx.state(load(saved, dims)))}
+    assert {a.sharding for a in jax.tree.leaves(nnx.state(again))} == placement
+    alone = load(saved, dims, auto_shard_model=False)
+    assert equal(nnx.state(alone), nnx.state(model))
 
 
 def test_a_device_reads_only_its_slice(saved, monkeypatch):

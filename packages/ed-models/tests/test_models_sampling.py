@@ -5,17 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
+from ed_models.processors import Rows
 from ed_models.sampling import (
-    TokenChoice,
     first_argmax,
     in_nucleus,
     likely_enough,
-    next_token,
     penalize_repetition,
     row_keys,
 )
+from ed_models.token_choice import TokenChoice, next_token
 
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)) * 2, jnp.float32)
+
+
+def holding(ids):
+    """Rows of these tokens, none of them new."""
+    return Rows(ids, jnp.zeros(len(ids), int), 10, jnp.asarray([-1]))
 
 
 def draws(settings, n=400, logits=LOGITS, **more):
@@ -109,11 +114,11 @@ def test_a_draw_depends_on_key_and_position_only():
 
 
 def test_repetition_penalty_is_hugging_faces():
-    seen = jnp.zeros((1, 3), bool).at[0, :2].set(True)
+    rows = holding(jnp.asarray([[-1, 0, 1]]))
 
     def best(logits, factor):
         settings = TokenChoice(repetition_penalty=factor)
-        return int(next_token(jnp.asarray([logits]), settings, seen=seen)[0])
+        return int(next_token(jnp.asarray([logits]), settings, rows=rows)[0])
 
     assert best([2.0, 1.0, 1.5], 1.2) == 0  # 2 / 1.2 = 1.67
     assert best([2.0, 1.0, 1.5], 1.4) == 2  # 2 / 1.4 = 1.43
@@ -168,7 +173,8 @@ def test_traced_numbers_choose_as_constants_do():
     choice = TokenChoice(
         do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.3
     )
-    more = {"keys": row_keys(1, 3), "positions": jnp.arange(3), "seen": LOGITS > 1}
+    more = {"keys": row_keys(1, 3), "positions": jnp.arange(3)}
+    more["rows"] = holding(jnp.argsort(LOGITS)[:, -8:])
     traced = jax.jit(lambda choice: next_token(LOGITS, choice, **more))(choice)
     assert traced.tolist() == next_token(LOGITS, choice, **more).tolist()
 

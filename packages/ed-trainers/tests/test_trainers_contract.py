@@ -87,7 +87,7 @@ class Distill(Trainer):
         return Loss.of(output, total, weight, distance=distance)
 
 
-def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), **given):
+def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), trainable=(), **given):
     """State by name before and after a step of plain gradient descent, its report, the trainer."""
     rows = batch["input_ids"].shape[0]
     arguments = SFTArguments(
@@ -99,7 +99,10 @@ def one_step(routed, batch, accumulation, dims=(1, 1, 1, 1, 1), **given):
     run = Distill(arguments, model, frozen={"reference": routed(dims, seed=5)})
     schedule = build_schedule(arguments, 10)
     state = EasyDeLState.create(
-        model=model, tx=build_optimizer(arguments, schedule), init_opt_state=True
+        model=model,
+        tx=build_optimizer(arguments, schedule),
+        init_opt_state=True,
+        trainable=trainable,
     )
     parts = microbatches(run.prepare(batch), accumulation)
     step = build_train_step(state, run.method, schedule, rows=rows // accumulation, seed=0)
@@ -141,6 +144,20 @@ def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed):
         assert report[name] == pytest.approx(float(loss.sums[name].value), rel=1e-6)
     for name in ("first_expert", "distance"):
         assert report[name] == pytest.approx(float(loss.metrics[name].value), rel=1e-6)
+
+
+def test_the_bias_of_a_frozen_router_stays(toy, routed):
+    def adapted(dims, **given):
+        model = routed(dims, **given)
+        model.adapter = nnx.Dict(weight=nnx.Param(jnp.ones(2), axes=(None,)))
+        return model
+
+    batch = toy.loader(rows=8).batch_at(0)
+    rules = [("^adapter", True), ("", False)]
+    before, after, *_ = one_step(adapted, batch, 1, trainable=rules)
+    for name in ("router", "router_bias"):
+        was, now = (np.asarray(state.graphother[name][...]) for state in (before, after))
+        np.testing.assert_array_equal(now, was)
 
 
 @pytest.mark.parametrize("accumulation", [2, 8])

@@ -8,27 +8,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ed_data.build import build_loader
     from ed_data.checks import check_names, idle_options
     from ed_data.config import Inform, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
-    from ed_data.loader import Loader, StreamLoader, build_loader
+    from ed_data.loader import Loader, StreamLoader
     from ed_data.packing import Packing, pack
     from ed_data.prepare import contents, default_cache_dir, texts
+    from ed_data.prompts import PromptLoader, build_prompts
     from ed_data.save import remove_cache, save_mixture
-    from ed_data.schema import Column, Example, Schema
+    from ed_data.schema import Column, Example, Schema, Value
     from ed_data.sources import read_rows
     from ed_data.tokenizer import train_bpe
     from ed_data.transforms import documents
 
 _OWNERS = {
+    "build": "build_loader",
     "checks": "check_names idle_options",
     "config": "Inform Mixture Saving Tokenization",
     "errors": "DataError",
-    "loader": "Loader StreamLoader build_loader",
+    "loader": "Loader StreamLoader",
     "packing": "Packing pack",
     "prepare": "contents default_cache_dir texts",
+    "prompts": "PromptLoader build_prompts",
     "save": "remove_cache save_mixture",
-    "schema": "Column Example Schema",
+    "schema": "Column Example Schema Value",
     "sources": "read_rows",
     "tokenizer": "train_bpe",
     "transforms": "documents",
@@ -43,11 +47,14 @@ __all__ = [
     "Loader",
     "Mixture",
     "Packing",
+    "PromptLoader",
     "Saving",
     "Schema",
     "StreamLoader",
     "Tokenization",
+    "Value",
     "build_loader",
+    "build_prompts",
     "check_names",
     "contents",
     "default_cache_dir",

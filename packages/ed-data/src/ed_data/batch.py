@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.mixture import IntArray
 from ed_data.plan import Rows
+from ed_data.schema import NO_VALUE, Value
 
-Batch = dict[str, NDArray[np.int32]]
+Batch = dict[str, NDArray[Any]]
 IGNORED = -100
 
 
@@ -23,6 +25,7 @@ class Layout:
         seq_length: s.
         pad_id: `input_ids` where there is no token.
         columns: names of the columns of a document; see `ed_data.schema.Column.name`.
+        values: the numbers beside the tokens.
         width_multiple: None for s columns of an array; else as many as the longest row needs,
             rounded up.
         attention_mask: add it (1 on tokens).
@@ -32,6 +35,7 @@ class Layout:
     seq_length: int
     pad_id: int
     columns: tuple[str, ...] = ("",)
+    values: tuple[Value, ...] = ()
     width_multiple: int | None = None
     attention_mask: bool = False
 
@@ -44,7 +48,8 @@ def make_batch(rows: Rows, layout: Layout) -> Batch:
     Returns:
         int32 arrays [b, s] for each column: `input_ids`; `labels`, unshifted, -100 on padding and
         where the loss is masked; `segment_ids`, 0 on padding, 1… within a row, the same for all
-        columns of a document; `position_ids`, from 0 in each segment.
+        columns of a document; `position_ids`, from 0 in each segment. Each value of the schema is
+        a float32 array [b, s].
     """
     counts = [_lengths(rows, column, len(layout.columns)) for column in range(len(layout.columns))]
     width = layout.seq_length
@@ -54,6 +59,9 @@ def make_batch(rows: Rows, layout: Layout) -> Batch:
     batch: Batch = {}
     for column, (name, count) in enumerate(zip(layout.columns, counts, strict=True)):
         arrays = _column(rows, layout, column, count, width)
+        for value in layout.values:
+            if value.column == name:
+                batch[value.name] = arrays.pop(value.name)
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
     return batch
 
@@ -81,12 +89,14 @@ def _column(rows: Rows, layout: Layout, column: int, count: IntArray, width: int
     place = np.repeat(rows.row, count) * width
     place += np.repeat(ends - count - before[rows.row], count) + within
     shape = (layout.batch_size, width)
-    batch = {
+    batch: Batch = {
         "input_ids": np.full(shape, layout.pad_id, np.int32),
         "labels": np.full(shape, IGNORED, np.int32),
         "segment_ids": np.zeros(shape, np.int32),
         "position_ids": np.zeros(shape, np.int32),
     }
+    own = [(n, v) for n, v in enumerate(layout.values) if v.column == layout.columns[column]]
+    batch.update((value.name, np.full(shape, NO_VALUE, np.float32)) for _, value in own)
     batch["segment_ids"].reshape(-1)[place] = np.repeat(rows.segment, count)
     batch["position_ids"].reshape(-1)[place] = within
     for i, tokens in enumerate(rows.tokens):
@@ -97,6 +107,9 @@ def _column(rows: Rows, layout: Layout, column: int, count: IntArray, width: int
         at = place[np.repeat(here, count)]
         batch["input_ids"].reshape(-1)[at] = ids
         batch["labels"].reshape(-1)[at] = ids if mask is None else np.where(mask, ids, IGNORED)
+        for number, value in own:
+            found = tokens.values(rows.document[here], rows.start[here], count[here], column)
+            batch[value.name].reshape(-1)[at] = found[:, number]
     if layout.attention_mask:
         batch["attention_mask"] = (batch["segment_ids"] > 0).astype(np.int32)
     return batch

@@ -13,7 +13,7 @@ from ed_data.errors import DataError, KeyPath
 from ed_data.inform import FILE_TYPES, Inform
 from ed_data.schema import TEXT, Schema
 from ed_data.sources.python import resolve
-from ed_data.transforms import documents, function
+from ed_data.transforms import Documents, function
 
 #: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]
@@ -49,7 +49,9 @@ def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
         # A callback may make any field, and `preprocessing_fn` any content.
         if inform.format_callback is None and _is_near(inform):
             content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
-            next(documents(inform.replace(num_rows=1, **content), schema=schema), None)
+            first = Documents(inform.replace(num_rows=1, **content), schema=schema)
+            first.check_first_row()
+            next(iter(first), None)
     except DataError as error:
         yield error.path or ("data_files",), str(error)
 
@@ -97,8 +99,13 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         idle("prefetch_workers is 0", "prefetch_buffer_size")
     elif mixture.prefetch_buffer_size == 0:
         idle("prefetch_buffer_size is 0", "prefetch_workers")
-    if mixture.pack_on_the_fly:
+    if mixture.streaming:
+        idle("streaming writes nothing to disk", "cache_dir", "cache_remote_files")
+        idle("streaming packs on the fly", "pack_on_the_fly")
+    elif mixture.pack_on_the_fly:
         idle("pack_on_the_fly writes nothing to disk", "cache_dir", "cache_remote_files")
+    if mixture.streaming or mixture.pack_on_the_fly or not mixture.cache_remote_files:
+        idle("no remote file is copied", "cache_expiry_seconds")
 
     reason = "nothing is saved" if mixture.save is None else "packed rows are saved, not documents"
     if mixture.save is None or mixture.pack_tokens:

@@ -97,8 +97,13 @@ class Mixture(Options):
 
     `shuffle_buffer_size` bounds how far a document moves (None: a full permutation; 0 or 1: none).
     `pack_shuffle` orders the packed rows randomly within buffers of
-    `pack_shuffle_buffer_factor` batches. `pack_on_the_fly` tokenizes and packs when a batch needs
-    it and writes nothing to disk.
+    `pack_shuffle_buffer_factor` batches.
+
+    `pack_on_the_fly` gives the same batches, but tokenizes and packs when a batch needs it: nothing
+    is written to disk, and memory is bounded. `streaming` does not even look at the data ahead: for
+    what fits neither memory nor disk. Documents are then shuffled and packed in windows of
+    `shuffle_buffer_size` (at least 4096) documents, files are read in an order that the seed
+    decides, and `stop_strategy: restart` has no epochs.
     """
 
     informs: tuple[Inform, ...] = Field(min_length=1)
@@ -107,11 +112,15 @@ class Mixture(Options):
 
     cache_dir: Annotated[str | None, BeforeValidator(path_text)] = None
     cache_remote_files: bool = True
+    cloud_max_retries: Annotated[int, Field(ge=0, le=100)] = 3
+    cloud_retry_delay: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
+    cache_expiry_seconds: Annotated[float, Field(gt=0.0, le=2**40)] | None = None
     text_target_field: str = "text"
 
     batch_size: RowCount | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     shuffle_buffer_size: Extent | None = None
+    streaming: bool = False
 
     pack_tokens: bool = False
     pack_seq_length: TokenCount | None = None
@@ -145,6 +154,9 @@ class Mixture(Options):
         if self.pack_tokens and self.tokenization.padding == "longest":
             message = "packed rows all have pack_seq_length: padding 'longest' has no place"
             yield ("tokenization", "padding"), message
+        if self.streaming and self.save is not None:
+            message = "a stream has no end to save; save the mixture without streaming"
+            yield ("save",), message
         labels = [inform.label for inform in self.informs]
         for name, weight in (self.mixture_weights or {}).items():
             if name not in labels:

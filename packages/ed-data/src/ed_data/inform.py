@@ -98,6 +98,9 @@ class Inform(Options):
     to new name). Then its `content_field` is taken, and passes through `preprocessing_fn` (content
     to content, None drops the row). In YAML the two functions are `"module:function"`.
 
+    A row that cannot be read, formatted or encoded stops the run; with `on_error: skip` it is left
+    out, counted and reported. A file that is damaged as a whole always stops it.
+
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
     list of token ids.
     """
@@ -114,6 +117,7 @@ class Inform(Options):
     format_fields: dict[str, str] | None = None
     preprocessing_fn: Function = None
     sample_by: Literal["line", "paragraph", "document"] = "line"
+    on_error: Literal["raise", "skip"] = "raise"
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         try:

@@ -1,4 +1,4 @@
-"""`build_loader`: a mixture and a tokenizer to batches that are a pure function of the step."""
+"""Loaders: batches of an order, as a function of the step or one after the other."""
 
 from __future__ import annotations
 
@@ -7,28 +7,13 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ed_data.batch import Batch, Layout, make_batch
-from ed_data.checks import check_names
-from ed_data.config import Mixture
 from ed_data.errors import DataError
-from ed_data.mixture import DocumentOrder
-from ed_data.plan import WINDOW, IndexedOrder, RowOptions, RowPlan, StreamedOrder
-from ed_data.prepare import default_cache_dir, prepare
-from ed_data.save import save_mixture
-from ed_data.schema import TEXT, Schema
-from ed_data.tokenize import Encoder, load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from ed_data.plan import IndexedOrder, StreamedOrder
 
 T = TypeVar("T")
-#: Changes when the same options and data give other batches: old runs are then refused, not bent.
-ORDER_VERSION = 1
-_LONGEST_MULTIPLE = 8  # columns of a batch padded to its longest row
-_DEFAULT_SEED = 42
 
 
 class Loader:
@@ -38,7 +23,7 @@ class Loader:
     rows of two. Evaluation data is read once, in order; the rows that its last batch lacks are
     empty (labels -100). Every process sees the batch of all; none holds a share of its own.
 
-    Made by `build_loader`.
+    Made by `ed_data.build_loader`.
 
     Args:
         order: the rows of each step.
@@ -116,7 +101,7 @@ class Loader:
         Raises:
             DataError: the state is of other data or options; the message says which.
         """
-        _check_state(state, self.fingerprint, self._details)
+        check_state(state, self.fingerprint, self._details)
         self._step = int(state["step"])
 
     def close(self) -> None:
@@ -131,14 +116,33 @@ class StreamLoader:
         order: the rows of the batches.
         layout: the arrays of a batch.
         details: everything that the batches depend on, as JSON values.
+        split: `"train"` goes on where it is; `"eval"` begins anew with each iteration.
     """
 
-    def __init__(self, order: StreamedOrder, layout: Layout, details: dict[str, Any]) -> None:
-        self.batch_size, self.seq_length = layout.batch_size, layout.seq_length
+    #: Nothing is known of what has not been read.
+    steps_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        order: StreamedOrder,
+        layout: Layout,
+        details: dict[str, Any],
+        split: str = "train",
+    ) -> None:
+        self.batch_size, self.seq_length, self.split = layout.batch_size, layout.seq_length, split
         self.fingerprint = hash_of(details)
         self._order, self._layout, self._details = order, layout, details
+        self._begin = order.state_dict() if split == "eval" else None
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Figures of what has been read, as `StreamPlan.stats` describes."""
+        return self._order.stats
 
     def __iter__(self) -> Iterator[Batch]:
+        """Training goes on where it is; evaluation begins anew."""
+        if self._begin is not None:
+            self._order.load_state_dict(self._begin)
         return self
 
     def __next__(self) -> Batch:
@@ -155,8 +159,12 @@ class StreamLoader:
         Raises:
             DataError: the state is of other data or options; the message says which.
         """
-        _check_state(state, self.fingerprint, self._details)
+        check_state(state, self.fingerprint, self._details)
         self._order.load_state_dict(state["order"])
+
+    def close(self) -> None:
+        """Stop preparing batches ahead."""
+        self._order.close()
 
 
 class Prefetcher(Generic[T]):
@@ -202,170 +210,13 @@ class Prefetcher(Generic[T]):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def build_loader(
-    mixture: Mixture,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    batch_size: int | None = None,
-    seq_length: int | None = None,
-    seed: int | None = None,
-    split: str = "train",
-    cache_dir: str | None = None,
-    shuffle: bool = True,
-    schema: Schema = TEXT,
-) -> Loader:
-    """Tokenize a mixture (or find it in the cache) and plan its batches.
-
-    Args:
-        mixture: the sources, and how they are mixed, tokenized and packed.
-        tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
-        batch_size: rows of a batch over all hosts; default `mixture.batch_size`, else 1.
-        seq_length: tokens of a row; default `mixture.pack_seq_length` when packing, else
-            `mixture.tokenization.max_length`.
-        seed: default where `mixture.seed` is not set; 42 without either.
-        split: `"train"` or `"eval"`.
-        cache_dir: default where `mixture.cache_dir` is not set.
-        shuffle: False reads training data in its own order too.
-        schema: the columns of a document: one text, or for example `ed_data.schema.PREFERENCE`.
-
-    Raises:
-        DataError: a name leads nowhere, data is missing or empty, or options contradict each other.
-    """
-    length = _seq_length(mixture, seq_length)
-    limit = _document_limit(mixture, length, schema)
-    for path, message in check_names(mixture, schema):  # before anything long starts
-        raise DataError(message, path)
-    rows = batch_size or mixture.batch_size or 1
-    seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
-    folder = mixture.cache_dir or cache_dir or default_cache_dir()
-    tokenizer = load_tokenizer(mixture, tokenizer)
-    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
-    parts = prepare(mixture, encoder, split, folder)
-    shuffle = shuffle and split == "train"
-    weights = mixture.mixture_weights if split == "train" else None
-    order = DocumentOrder(
-        [len(part.members) for part in parts],
-        weights=None if weights is None else [weights[part.label] for part in parts],
-        stop_strategy=mixture.stop_strategy,
-        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
-        seed=seed,
-        shuffle=shuffle,
-        buffer=mixture.shuffle_buffer_size,
-    )
-    shuffle_rows = None
-    if shuffle and mixture.pack_tokens and mixture.pack_shuffle:
-        shuffle_rows = rows * mixture.pack_shuffle_buffer_factor
-    options = RowOptions(
-        batch_size=rows,
-        seq_length=length,
-        strategy=mixture.pack_strategy if mixture.pack_tokens else None,
-        max_length=limit,
-        shuffle_rows=shuffle_rows,
-        seed=seed,
-        endless=split == "train",
-    )
-    order_details = {
-        "version": ORDER_VERSION,
-        "window": WINDOW,
-        "seed": seed,
-        "shuffle": shuffle,
-        "shuffle_buffer_size": mixture.shuffle_buffer_size,
-        "mixture_weights": weights,
-        "stop_strategy": mixture.stop_strategy if weights is not None else None,
-        "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
-        "documents_per_epoch": order.documents_per_epoch(),
-        "pack_strategy": options.strategy,
-        "max_length": options.max_length,
-        "pack_shuffle": shuffle_rows,
-        "seq_length": length,
-    }
-    data_details = {
-        "split": split,
-        "eval_fraction": mixture.eval_fraction,
-        "sources": {f"{i}:{part.label}": part.tokens.digest for i, part in enumerate(parts)},
-    }
-    details = {
-        "data": data_details,
-        "tokenizer": encoder.fingerprint,
-        "order": order_details,
-        "batch_size": rows,
-    }
-    index = None
-    if not mixture.pack_on_the_fly:
-        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": order_details})
-    pad = tokenizer.pad_token_id
-    layout = Layout(
-        batch_size=rows,
-        seq_length=length,
-        pad_id=pad if isinstance(pad, int) else encoder.eos,
-        columns=tuple(column.name for column in schema.columns),
-        width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
-        attention_mask=mixture.tokenization.return_attention_mask,
-    )
-    loader = Loader(
-        RowPlan(order, parts, options, index),
-        layout,
-        details,
-        workers=mixture.prefetch_workers,
-        depth=mixture.prefetch_buffer_size,
-    )
-    if mixture.save is not None and split == "train":
-        save_mixture(mixture, tokenizer, loader=loader, cache_dir=folder, schema=schema)
-    return loader
-
-
-def _seq_length(mixture: Mixture, wanted: int | None) -> int:
-    limit = mixture.tokenization.max_length
-    own = mixture.pack_seq_length if mixture.pack_tokens else None
-    if own is not None and wanted is not None and own != wanted:
-        raise DataError(
-            f"the sequence length is {wanted} here and mixture.pack_seq_length is {own}: set one",
-            ("pack_seq_length",),
-        )
-    length = own or wanted or limit
-    if length is None:
-        path = ("pack_seq_length",) if mixture.pack_tokens else ("tokenization", "max_length")
-        key = "mixture.pack_seq_length" if mixture.pack_tokens else "tokenization.max_length"
-        raise DataError(f"no sequence length: set {key}, or pass seq_length", path)
-    if limit is not None and limit > length:
-        raise DataError(
-            f"tokenization.max_length {limit} is above the sequence length {length}: no row could "
-            "hold such a document",
-            ("tokenization", "max_length"),
-        )
-    return int(length)
-
-
-def _document_limit(mixture: Mixture, seq_length: int, schema: Schema) -> int | None:
-    """Where documents are cut; None splits them over rows instead."""
-    options, whole = mixture.tokenization, len(schema.columns) > 1
-    if whole and options.truncation is False:
-        raise DataError(
-            f"documents of {len(schema.columns)} columns are never split over rows: leave out "
-            "truncation: false",
-            ("tokenization", "truncation"),
-        )
-    if whole and mixture.pack_tokens and mixture.pack_strategy == "wrapped":
-        raise DataError(
-            f"pack_strategy 'wrapped' cuts documents anywhere, and documents of "
-            f"{len(schema.columns)} columns are never split: take 'bfd', 'first_fit' or 'greedy'",
-            ("pack_strategy",),
-        )
-    if options.max_length is not None:
-        return options.max_length
-    cut = options.truncation
-    if cut is None:
-        cut = whole or not mixture.pack_tokens
-    return seq_length if cut else None
-
-
 def hash_of(details: object) -> str:
     """Return a short hash of JSON values."""
     text = json.dumps(details, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]) -> None:
+def check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]) -> None:
     """Refuse the state of other data, and say what changed since it was saved."""
     if state.get("fingerprint") == fingerprint:
         return

@@ -45,6 +45,67 @@ def permutation(size: int, *key: int, buffer: int | None = None) -> IntArray:
     return np.lexsort((draws, np.arange(size) // buffer))
 
 
+class Shares:
+    """How documents are divided among informs, exactly.
+
+    Args:
+        shares: of each inform; any positive numbers.
+        block: documents among which the proportions are exact.
+    """
+
+    def __init__(self, shares: Sequence[Fraction], block: int) -> None:
+        self.shares = [share / sum(shares) for share in shares]
+        self.block = block
+
+    @classmethod
+    def of_weights(cls, weights: Sequence[float], block: int) -> Shares:
+        """Take the user's own digits exactly: 0.1 is a tenth."""
+        return cls([Fraction(repr(float(weight))) for weight in weights], block)
+
+    def counts(self, total: int) -> list[int]:
+        """Divide `total` documents among the informs by Webster's method, in exact arithmetic."""
+        counts = [int(share * total + Fraction(1, 2)) for share in self.shares]
+        indices = range(len(counts))
+        while sum(counts) > total:
+            last = max(
+                (i for i in indices if counts[i]),
+                key=lambda i: (Fraction(2 * counts[i] - 1) / self.shares[i], i),
+            )
+            counts[last] -= 1
+        while sum(counts) < total:
+            following = min(
+                indices, key=lambda i: (Fraction(2 * counts[i] + 1) / self.shares[i], i)
+            )
+            counts[following] += 1
+        return counts
+
+    def block_order(self, number: int, key: tuple[int, ...] | None) -> IntArray:
+        """The inform of each place of a block of a stream.
+
+        Args:
+            number: of the block.
+            key: seeds the order; None draws in an even rhythm.
+        """
+        before, after = (self.counts((number + i) * self.block) for i in range(2))
+        counts = np.array(after, np.int64) - np.array(before, np.int64)
+        return np.repeat(np.arange(len(counts)), counts)[shuffled(counts, key)]
+
+
+def shuffled(counts: IntArray, key: tuple[int, ...] | None) -> IntArray:
+    """An order of `counts[i]` documents of each inform i, which follow one another.
+
+    Args:
+        counts: [informs].
+        key: seeds the order; None interleaves the informs in an even rhythm.
+    """
+    total = int(counts.sum())
+    if key is not None:
+        return permutation(total, *key)
+    inform = np.repeat(np.arange(len(counts)), counts)
+    rank = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.argsort((rank + 0.5) / counts[inform], kind="stable")
+
+
 class DocumentOrder:
     """Which document stands at which position of which epoch.
 
@@ -74,15 +135,14 @@ class DocumentOrder:
             raise DataError(f"every inform needs a document; they have {list(sizes)}")
         self._sizes = [int(size) for size in sizes]
         self._seed, self._shuffle, self._buffer = seed, shuffle, buffer
-        shares = [Fraction(size) for size in self._sizes]
-        if weights is not None:
-            # Exact arithmetic on the user's own digits: 0.1 is a tenth.
-            shares = [Fraction(repr(float(weight))) for weight in weights]
-        self._shares = [share / sum(shares) for share in shares]
+        if weights is None:
+            self._shares = Shares([Fraction(size) for size in self._sizes], 1)
+        else:
+            self._shares = Shares.of_weights(weights, 1)
         self._one_after_another = not shuffle and weights is None
         self.epoch_size = self._epoch_size(stop_strategy if weights is not None else "restart")
         self._block = min(block_size or self.epoch_size, self.epoch_size)
-        self._per_epoch = self._counts(self.epoch_size)
+        self._per_epoch = self._shares.counts(self.epoch_size)
         self._pass = lru_cache(maxsize=2 * len(self._sizes) + 2)(self._make_pass)
 
     def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
@@ -108,36 +168,19 @@ class DocumentOrder:
     def _epoch_size(self, strategy: str) -> int:
         if strategy == "restart":
             return sum(self._sizes)
-        ends = [size / share for size, share in zip(self._sizes, self._shares, strict=True)]
+        ends = [size / share for size, share in zip(self._sizes, self._shares.shares, strict=True)]
         if strategy == "first_exhausted":
             size = max(int(min(ends)), 1)
             # Webster may give an inform one above its exact share.
             while size > 1 and any(
-                c > n for c, n in zip(self._counts(size), self._sizes, strict=True)
+                c > n for c, n in zip(self._shares.counts(size), self._sizes, strict=True)
             ):
                 size -= 1
             return size
         size = -int(-max(ends) // 1)
-        while any(c < n for c, n in zip(self._counts(size), self._sizes, strict=True)):
+        while any(c < n for c, n in zip(self._shares.counts(size), self._sizes, strict=True)):
             size += 1
         return size
-
-    def _counts(self, total: int) -> list[int]:
-        """Divide `total` documents among the informs by Webster's method, in exact arithmetic."""
-        counts = [int(share * total + Fraction(1, 2)) for share in self._shares]
-        indices = range(len(counts))
-        while sum(counts) > total:
-            last = max(
-                (i for i in indices if counts[i]),
-                key=lambda i: (Fraction(2 * counts[i] - 1) / self._shares[i], i),
-            )
-            counts[last] -= 1
-        while sum(counts) < total:
-            following = min(
-                indices, key=lambda i: (Fraction(2 * counts[i] + 1) / self._shares[i], i)
-            )
-            counts[following] += 1
-        return counts
 
     def _make_block(self, epoch: int, block: int) -> tuple[IntArray, IntArray]:
         begin = block * self._block
@@ -148,8 +191,8 @@ class DocumentOrder:
             position = np.arange(begin, end)
             inform = np.searchsorted(ends, position, side="right")
             return inform, position - (ends - sizes)[inform]
-        before = self._counts(begin)
-        counts = np.array(self._counts(end), np.int64) - np.array(before, np.int64)
+        before = self._shares.counts(begin)
+        counts = np.array(self._shares.counts(end), np.int64) - np.array(before, np.int64)
         inform = np.repeat(np.arange(len(counts)), counts)
         rank = np.arange(len(inform)) - np.repeat(np.cumsum(counts) - counts, counts)
         document = np.empty(len(inform), np.int64)
@@ -159,10 +202,8 @@ class DocumentOrder:
             # that an earlier one left out.
             draw = epoch * self._per_epoch[i] + offset + rank[here]
             document[here] = self._draw(i, draw)
-        if self._shuffle:
-            order = permutation(len(inform), _BLOCKS, self._seed, epoch, block)
-        else:
-            order = np.argsort((rank + 0.5) / counts[inform], kind="stable")
+        key = (_BLOCKS, self._seed, epoch, block) if self._shuffle else None
+        order = shuffled(counts, key)
         # Shuffle the informs, but keep the order of the documents of each, which its pass decided.
         inform_at = inform[order]
         by_inform = np.argsort(inform_at, kind="stable")

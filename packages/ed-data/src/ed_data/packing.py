@@ -12,6 +12,7 @@ take memory and time linear in the number of documents.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from ed_data.errors import DataError, did_you_mean
 
 IntArray = NDArray[np.int64]
+_ALIKE = 18  # pieces of each length, on average, from which on they are placed together
+_ENTRY = 2**40 - 1
 _OPEN = 256  # rows that first-fit looks at before it forgets the full ones
 
 
@@ -120,10 +123,44 @@ def split_pieces(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, 
 
 
 def _best_fit_decreasing(lengths: IntArray, capacity: int) -> IntArray:
-    """Row of each piece. Longest pieces first, each to the fullest row that has room.
+    """Row of each piece. Longest pieces first, each to the fullest row that has room."""
+    distinct = len(np.unique(lengths))
+    if len(lengths) < _ALIKE * distinct:
+        return best_fit_one_by_one(lengths, capacity)
+    return best_fit_by_length(lengths, capacity)
 
-    All pieces of one length are placed in one go: the fullest row with room r ≥ length takes
-    r // length of them in a row (it only becomes the fuller), and rows of equal room are alike.
+
+def best_fit_one_by_one(lengths: IntArray, capacity: int) -> IntArray:
+    """Best-fit decreasing, piece after piece: quicker where few pieces are equally long."""
+    row = np.empty(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    # Rows with room, sorted by it, and of equal room the one that came first: one integer each,
+    # room * 2^40 + how-manieth entry; `row_of` has the row of an entry.
+    rooms: list[int] = []
+    row_of: list[int] = []
+    opened = 0
+    chosen: list[int] = []
+    for length in lengths[order].tolist():
+        at = bisect_left(rooms, length << 40)
+        if at < len(rooms):
+            entry = rooms.pop(at)
+            room, number = entry >> 40, row_of[entry & _ENTRY]
+        else:
+            room, number = capacity, opened
+            opened += 1
+        chosen.append(number)
+        if room > length:
+            insort(rooms, (room - length) << 40 | len(row_of))
+            row_of.append(number)
+    row[order] = chosen
+    return row
+
+
+def best_fit_by_length(lengths: IntArray, capacity: int) -> IntArray:
+    """Best-fit decreasing, all pieces of one length in one go; the plan is the same.
+
+    The fullest row with room r ≥ length takes r // length of them in a row (it only becomes the
+    fuller), and rows of equal room are alike.
     """
     row = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")

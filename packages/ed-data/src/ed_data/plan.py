@@ -11,9 +11,9 @@ token cache, so that a resumed run need not pack again the windows behind it.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-import uuid
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,15 +23,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ed_data.cache import new_file, remove_abandoned
+from ed_data.errors import DataError
 from ed_data.mixture import DocumentOrder, IntArray, permutation
 from ed_data.packing import Packing, pack, split_pieces
 from ed_data.store import Part, Tokens
 
+log = logging.getLogger("ed_data")
 #: Documents that are packed together: enough for best-fit to leave hardly a gap, and few enough for
 #: the first batch to come soon.
 WINDOW = 16_384
 _ROWS = 3  # names a use of the seed, as in mixture
 _KEPT = 4  # windows in memory
+_LOOKED_AT = 64  # pieces among which a label is looked for at a time
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,14 @@ class IndexedOrder(Protocol):
 
 
 class StreamedOrder(Protocol):
-    """An order that is read from the front: lengths need not be known ahead."""
+    """An order that is read from the front: lengths need not be known ahead.
+
+    Attributes:
+        stats: figures of what has been read, as JSON values.
+    """
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
 
     def __next__(self) -> Rows:
         """Return the rows of the next batch."""
@@ -92,6 +103,10 @@ class StreamedOrder(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever goes on beside the reading."""
         ...
 
 
@@ -201,7 +216,7 @@ class RowPlan:
 
         `documents`, `rows`, `tokens` (placed; of several columns, the longest), `tokens_cut` (by a
         length limit), `fill` (share of the positions that hold a token), `steps_per_epoch`, and per
-        source its `documents` in all and in the epoch.
+        source its `documents` in all and in the epoch, and how many rows were `dropped`, by reason.
         """
         rows = self.rows_in_epoch(0)
         placed, dropped = self.epoch_tokens(0)
@@ -214,7 +229,7 @@ class RowPlan:
             "fill": placed / max(rows * self._options.seq_length, 1),
             "steps_per_epoch": self.steps_per_epoch,
             "sources": {
-                part.label: {"documents": len(part.members), "per_epoch": count}
+                part.label: {"documents": len(part.members), "per_epoch": count, **_dropped(part)}
                 for part, count in zip(self._parts, drawn, strict=True)
             },
         }
@@ -250,6 +265,16 @@ class RowPlan:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             return window
+
+    def check_labels(self) -> None:
+        """Look for a token with loss in the first window.
+
+        Raises:
+            DataError: there is none, so that nothing would be learned.
+        """
+        window = self.window(0)
+        if not has_labels(self.tokens, window):
+            raise no_labels(len(window.document), window.dropped)
 
     def _make(self, number: int) -> Window:
         epoch, place = divmod(number, self.windows_per_epoch)
@@ -307,10 +332,12 @@ class RowPlan:
             return kept.reshape(-1, 3).tolist()
         first = epoch * self.windows_per_epoch
         index = [self._measure(first + place) for place in range(self.windows_per_epoch)]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-        np.array(index, np.int64).tofile(part)
-        os.replace(part, path)
+        remove_abandoned(self._folder)
+        try:
+            with new_file(path) as part:
+                np.array(index, np.int64).tofile(part)
+        except DataError as error:  # a cache that is only read, shared by many, has the tokens
+            log.warning("the plan of the rows is not kept: %s", error)
         return [list(row) for row in index]
 
 
@@ -318,3 +345,36 @@ def one_per_row(lengths: IntArray, capacity: int) -> Packing:
     """The plan without packing: each document on a row of its own, longer ones on several."""
     document, start, length = split_pieces(lengths, capacity)
     return Packing(np.arange(len(document) + 1), document, start, length)
+
+
+def _dropped(part: Part) -> dict[str, Any]:
+    dropped = part.tokens.tally.dropped
+    return {"dropped": dict(dropped)} if dropped else {}
+
+
+def has_labels(tokens: Sequence[Tokens], window: Window) -> bool:
+    """Whether any piece of a window has a token with loss, in any column."""
+    pieces = window.packing
+    for i, source in enumerate(tokens):
+        here = np.flatnonzero(window.inform[pieces.document] == i)
+        for at in range(0, len(here), _LOOKED_AT):
+            part = here[at : at + _LOOKED_AT]
+            document = window.document[pieces.document[part]]
+            for column in range(source.columns):
+                lengths = source.lengths(document, column)
+                counts = np.clip(lengths - pieces.start[part], 0, pieces.length[part])
+                ids, mask = source.gather(document, pieces.start[part], counts, column)
+                if len(ids) and (mask is None or mask.any()):
+                    return True
+    return False
+
+
+def no_labels(documents: int, cut: int) -> DataError:
+    """The error of a window in which nothing has loss."""
+    why = f"; a length limit cut off {cut} tokens, the answers perhaps among them" if cut else ""
+    return DataError(
+        f"no token of the first {documents} documents has a loss, so nothing would be learned: "
+        "with assistant_only_loss, chats need messages of the role 'assistant' that the chat "
+        f"template marks{why}",
+        ("tokenization", "assistant_only_loss"),
+    )

@@ -11,23 +11,30 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ed_data import transforms
+from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
+from ed_data.lazy import LazyTokens, ReadAgain
+from ed_data.mixture import IntArray
 from ed_data.schema import TEXT, Content, Example, Schema
 from ed_data.sources import open_source
-from ed_data.store import VERSION, LazyTokens, Part, Tokens, TokenStore, write_store
+from ed_data.sources.files import FileCache
+from ed_data.store import VERSION, Part, Tokens, TokenStore, write_store
 from ed_data.tokenize import Encoded, Encoder
+from ed_data.transforms import Documents, Tally
 
+T = TypeVar("T")
 log = logging.getLogger("ed_data")
 
 
@@ -43,25 +50,46 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
     Raises:
         DataError: a source is missing or empty, or the split is.
     """
+
+    def tokens(key: str, number: int) -> tuple[Part, NDArray[np.uint64], NDArray[np.uint64]]:
+        inform = getattr(mixture, key)[number]
+        with named(key, number):
+            store = _tokens(inform, mixture, encoder, cache_dir)
+            report(inform.label, store.tally)
+        return Part(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
+
+    members = split_members(mixture, split, tokens)
+    return _distinct([replace(part, members=chosen) for part, _, chosen in members])
+
+
+def split_members(
+    mixture: Mixture,
+    split: str,
+    read: Callable[[str, int], tuple[T, NDArray[np.uint64], NDArray[np.uint64]]],
+) -> list[tuple[T, NDArray[np.uint64], IntArray]]:
+    """Choose the documents of a split.
+
+    Args:
+        mixture: says what is held out.
+        split: `"train"` or `"eval"`.
+        read: from `("informs", 0)` to anything, the digests of its documents, and those of their
+            contents.
+
+    Returns:
+        For each inform with documents in the split: the thing, the digests, and the numbers of the
+        documents.
+    """
     check_split(mixture, split)
-
-    def tokens(key: str, informs: Sequence[Inform]) -> list[Tokens]:
-        stores = []
-        for number, inform in enumerate(informs):
-            with _named(key, number):
-                stores.append(_tokens(inform, mixture, encoder, cache_dir))
-        return stores
-
-    parts: list[Part] = []
+    chosen: list[tuple[T, NDArray[np.uint64], IntArray]] = []
     if split == "train" or mixture.eval_fraction is not None:
-        stores = tokens("informs", mixture.informs)
-        masks = [np.zeros(len(store.hashes), bool) for store in stores]
+        found = [read("informs", number) for number in range(len(mixture.informs))]
+        masks = [np.zeros(len(hashes), bool) for _, _, hashes in found]
         if mixture.eval_fraction is not None:
-            masks = held_out([store.hashes for store in stores], mixture.eval_fraction)
-        for inform, store, mask in zip(mixture.informs, stores, masks, strict=True):
+            masks = held_out([hashes for _, _, hashes in found], mixture.eval_fraction)
+        for inform, (thing, digests, _), mask in zip(mixture.informs, found, masks, strict=True):
             members = np.flatnonzero(mask if split == "eval" else ~mask)
             if len(members):
-                parts.append(Part(inform.label, store, members))
+                chosen.append((thing, digests, members))
             elif split == "train" and mixture.mixture_weights is not None:
                 raise DataError(
                     f"inform {inform.label!r} has a weight, and all of its documents are held out "
@@ -69,14 +97,14 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
                     ("eval_fraction",),
                 )
     if split == "eval":
-        stores = tokens("eval_informs", mixture.eval_informs)
-        for inform, store in zip(mixture.eval_informs, stores, strict=True):
-            parts.append(Part(inform.label, store, np.arange(len(store.hashes))))
-    return _distinct(parts)
+        for number in range(len(mixture.eval_informs)):
+            thing, digests, hashes = read("eval_informs", number)
+            chosen.append((thing, digests, np.arange(len(hashes))))
+    return chosen
 
 
 @contextmanager
-def _named(*path: str | int) -> Iterator[None]:
+def named(*path: str | int) -> Iterator[None]:
     """Complete the key of an error: the keys of an inform know nothing of the mixture around it."""
     try:
         yield
@@ -171,7 +199,7 @@ def _documents(
     folder = file_cache(mixture, cache_dir or mixture.cache_dir or default_cache_dir())
 
     def read(key: str, number: int) -> Iterator[Example]:
-        with _named(key, number):
+        with named(key, number):
             yield from read_documents(getattr(mixture, key)[number], folder, schema)
 
     informs = range(len(mixture.informs))
@@ -203,23 +231,38 @@ def check_split(mixture: Mixture, split: str) -> None:
         )
 
 
-def file_cache(mixture: Mixture, cache_dir: str) -> str | None:
-    """Return the folder for copies of remote files, or None where none are kept."""
-    keep = mixture.cache_remote_files and not mixture.pack_on_the_fly
-    return os.path.join(cache_dir, "files") if keep else None
+def file_cache(mixture: Mixture, cache_dir: str) -> FileCache:
+    """Return how remote files are read, and where copies of them are kept."""
+    keep = mixture.cache_remote_files and not (mixture.pack_on_the_fly or mixture.streaming)
+    return FileCache(
+        os.path.join(cache_dir, "files") if keep else None,
+        mixture.cloud_max_retries,
+        mixture.cloud_retry_delay,
+        mixture.cache_expiry_seconds,
+    )
 
 
-def read_documents(inform: Inform, folder: str | None, schema: Schema) -> Iterator[Example]:
+def read_documents(inform: Inform, files: FileCache, schema: Schema) -> Iterator[Example]:
     """Yield the documents of an inform; it is an error if there are none."""
-    return _counted(transforms.documents(inform, open_source(inform, folder), schema), inform)
+    return _counted(Documents(inform, open_source(inform, files), schema))
 
 
 def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) -> Tokens:
     source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
-    stream = _counted(transforms.documents(inform, source, schema), inform)
+    documents = Documents(inform, source, schema)
     if mixture.pack_on_the_fly:
-        return LazyTokens(list(stream), encoder, label)
+        documents.check_first_row()
+        tokens = LazyTokens(
+            ReadAgain(documents),
+            encoder,
+            label,
+            documents.tally,
+            skip=inform.on_error == "skip",
+        )
+        if not len(tokens.hashes):
+            raise _no_documents(documents)
+        return tokens
     key = {
         "version": VERSION,
         "documents": transforms.fingerprint(inform, source, schema),
@@ -227,32 +270,49 @@ def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) 
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / name
+    remove_abandoned(folder.parent)
     if (folder / "meta.json").exists():
         try:
             return TokenStore(folder)
         except DataError as error:
             log.warning("tokenizing %s again: %s", label, error)
+    documents.check_first_row()
+    skip = documents.tally if inform.on_error == "skip" else None
     return write_store(
         folder,
-        _with_progress(encoder.encode_all(stream, label), label),
+        _with_progress(encoder.encode_all(_counted(documents), label, skip), label),
         vocab_size=encoder.vocab_size,
         encoder=encoder.fingerprint,
         about={"inform": label, "key": key},
         columns=len(schema.columns),
+        tally=documents.tally,
     )
 
 
-def _counted(stream: Iterable[Example], inform: Inform) -> Iterator[Example]:
+def _counted(documents: Documents) -> Iterator[Example]:
     """Pass documents on; it is an error if there are none."""
     count = 0
-    for document in stream:
+    for document in documents:
         count += 1
         yield document
     if not count:
-        raise DataError(
-            f"inform {inform.label!r} has no documents: there are no rows, or each is empty or "
-            "was dropped by format_callback or preprocessing_fn"
-        )
+        raise _no_documents(documents)
+
+
+def report(label: str, tally: Tally) -> None:
+    """Say what was left out of an inform, and why."""
+    if tally.dropped:
+        asked = all(reason.startswith("dropped by") for reason in tally.dropped)
+        level = logging.INFO if asked else logging.WARNING
+        log.log(level, "inform %s: of %d rows left out: %s", label, tally.rows, tally)
+
+
+def _no_documents(documents: Documents) -> DataError:
+    reason = str(documents.tally) if documents.tally.rows else "there are no rows"
+    return DataError(
+        f"inform {documents.inform.label!r} has no documents: {reason}; a row becomes a document "
+        "unless it is empty or was dropped by format_callback or preprocessing_fn"
+    )
 
 
 def _with_progress(batches: Iterable[Encoded], label: str) -> Iterator[Encoded]:

@@ -134,6 +134,8 @@ def _document_rows(
                 fields = document.fields
                 if schema == TEXT:
                     fields = {mixture.text_target_field: document.content}
+                values = zip(schema.values, document.values, strict=True)
+                fields = {**fields, **{v.field: value for v, value in values}}
                 row = {**fields, **document.extra, "source": inform.label}
                 if encoder is not None:
                     row.update((name, next(tokens).tolist()) for name in names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ed_data.errors import DataError
@@ -17,8 +17,8 @@ from ed_data.errors import DataError
 #: Fields by name, as a source has them.
 Row = dict[str, Any]
 Message = dict[str, Any]
-#: A text, chat messages, or token ids.
-Content = str | list[Message] | list[int]
+#: A text, chat messages, token ids, or the steps of an answer.
+Content = str | list[Message] | list[int] | list[str]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,37 @@ class Column:
             for `input_ids`, `labels`, and so on.
         field: the field that becomes tokens with loss.
         context: a field whose tokens come first, without loss; None where there is no such field.
+        steps: the field is a list of texts, the steps of an answer; a line end closes each.
     """
 
     name: str
     field: str
     context: str | None = None
+    steps: bool = False
+
+
+#: In the array of a value: here is none (as in labels).
+NO_VALUE = -100.0
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of every document, or of each step of it, beside its tokens.
+
+    The batch has it as float32 [b, s], at the tokens of one column: at each of them, or at the last
+    token of each step. Elsewhere is -100, as in labels; so packing needs no other shape.
+
+    Attributes:
+        name: of the array.
+        field: a number, true or false; for steps a list of them.
+        column: the column at whose tokens it stands.
+        default: where a row has no such field; None makes that an error.
+    """
+
+    name: str
+    field: str
+    column: str = ""
+    default: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,13 +74,16 @@ class Schema:
         columns: at least one.
         content: the field that `Inform.content_field` renames. Documents of equal content are held
             out together.
+        values: numbers beside the tokens.
 
     Raises:
-        DataError: two columns have one name, or no column reads the content.
+        DataError: two columns or values have one name, a value stands at no column, or no column
+            reads the content.
     """
 
     columns: tuple[Column, ...]
     content: str = "content"
+    values: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]
@@ -62,6 +91,19 @@ class Schema:
             raise DataError(f"a schema has columns of different names, not {names}")
         if all(self.content not in (c.field, c.context) for c in self.columns):
             raise DataError(f"no column of the schema reads the content, {self.content!r}")
+
+        taken = [value.name for value in self.values]
+        if len({*taken}) < len(taken):
+            raise DataError(f"the values of a schema have different names, not {taken}")
+        for value in self.values:
+            if value.column not in names:
+                raise DataError(f"the value {value.name!r} stands at no column of {names}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values; what is not used is left out, as older caches have it."""
+        columns = [{k: v for k, v in asdict(c).items() if k != "steps" or v} for c in self.columns]
+        values = {"values": [asdict(v) for v in self.values]} if self.values else {}
+        return {"columns": columns, "content": self.content, **values}
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -75,12 +117,27 @@ class Schema:
         return frozenset(column.field for column in self.columns)
 
 
+_ANSWER = Column("", "completion", "prompt")
 #: A text, a chat, or token ids in one field.
 TEXT = Schema((Column("", "content"),))
+#: A prompt and its answer: the loss is on the answer alone.
+COMPLETION = Schema((_ANSWER,), "prompt")
 #: A prompt with a better and a worse answer: `chosen_input_ids`, …, `rejected_input_ids`, ….
 PREFERENCE = Schema(
     (Column("chosen", "chosen", "prompt"), Column("rejected", "rejected", "prompt")), "prompt"
 )
+#: Such a pair, and by how much the one is better: `margin`, 0 where a row does not say.
+REWARD = Schema(PREFERENCE.columns, "prompt", (Value("margin", "margin", "chosen", 0.0),))
+#: An answer that is good or not (KTO): `label`, 1 or 0.
+LABELLED = Schema((_ANSWER,), "prompt", (Value("label", "label"),))
+#: An answer with a reward: `reward`.
+REWARDED = Schema((_ANSWER,), "prompt", (Value("reward", "reward"),))
+#: An answer in steps, each of which is right or not: `step_labels` at the end of each.
+STEPS = Schema(
+    (Column("", "completions", "prompt", steps=True),), "prompt", (Value("step_labels", "labels"),)
+)
+#: Two texts of one meaning, for embeddings: `anchor_input_ids`, …, `positive_input_ids`, ….
+EMBEDDING = Schema((Column("anchor", "anchor"), Column("positive", "positive")), "anchor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +148,13 @@ class Example:
         fields: the contents, in the order of `Schema.fields`.
         extra: the row's `additional_fields`.
         place: file and line (or row) of the document, for messages.
+        values: the numbers, in the order of `Schema.values`.
     """
 
     fields: dict[str, Content]
     extra: Row = field(default_factory=dict)
     place: str = ""
+    values: tuple[float | tuple[float, ...], ...] = ()
 
     @property
     def content(self) -> Content:
@@ -105,6 +164,8 @@ class Example:
     @property
     def digest(self) -> int:
         """A 64-bit hash of all fields: the same in every file and every run."""
+        if self.values:
+            return _hash([self.fields, self.values])
         return _hash(self.content if len(self.fields) == 1 else self.fields)
 
     @property
@@ -113,7 +174,7 @@ class Example:
         return _hash(self.content)
 
 
-def _hash(value: Content | dict[str, Content]) -> int:
+def _hash(value: object) -> int:
     text = (
         value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
     )

@@ -2,9 +2,9 @@
 
 A store on disk is a folder of `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32), all
 sequences joined, document after document and column after column; `offsets.bin` (int64), where each
-sequence begins; `hashes.bin` (uint64); and `loss_mask.bin` (uint8) where there is one. It is filled
-under another name and renamed when complete, so a reader never sees half of one, and of two
-processes that fill the same store one wins.
+sequence begins; `hashes.bin` (uint64); and `loss_mask.bin` (uint8) and `values.bin` (float32) where
+there are such. It is filled under another name and renamed when complete, so a reader never sees
+half of one, and of two processes that fill the same store one wins.
 
 The arrays have no header: `numpy.load` parses one with `ast.literal_eval`, which fails now and then
 in the threads of Python 3.11 ("AST constructor recursion depth mismatch").
@@ -12,14 +12,10 @@ in the threads of Python 3.11 ("AST constructor recursion depth mismatch").
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import threading
-import time
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +24,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
-from ed_data.schema import Example
-from ed_data.tokenize import Encoded, Encoder
+from ed_data.tokenize import Encoded
+from ed_data.transforms import Tally
 
 #: Raised when the layout, or the meaning of the files, changes: old caches are then not read.
 VERSION = 1
-_DAY = 86_400.0
-
 
 IntArray = NDArray[np.int64]
 
@@ -46,10 +41,12 @@ class Tokens(Protocol):
     Attributes:
         hashes: `Example.content_digest` of each document.
         columns: sequences of each document.
+        tally: what became of the rows that the documents were read from.
     """
 
     hashes: NDArray[np.uint64]
     columns: int
+    tally: Tally
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
         """Return the number of tokens in a column of each document; None: in the longest one."""
@@ -59,6 +56,12 @@ class Tokens(Protocol):
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """Return the tokens of pieces of documents, joined, and their loss mask if there is one."""
+        ...
+
+    def values(
+        self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
+    ) -> NDArray[np.float32]:
+        """Return the values [tokens, values] of pieces of documents, joined."""
         ...
 
     @property
@@ -98,6 +101,11 @@ class TokenStore:
             self._tokens = _map(self.folder / "tokens.bin", np.dtype(meta["dtype"]))
             mask = self.folder / "loss_mask.bin"
             self._mask = _map(mask, np.dtype(np.uint8)) if meta["loss_mask"] else None
+            width = int(meta.get("values", 0))
+            values = self.folder / "values.bin"
+            self._values = np.empty((0, 0), np.float32)
+            if width:
+                self._values = _map(values, np.dtype(np.float32)).reshape(-1, width)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self.folder}: not a complete token store: {error}") from error
         self.columns = int(meta.get("columns", 1))
@@ -105,6 +113,7 @@ class TokenStore:
         if not whole or meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
             raise DataError(f"{self.folder}: a token store of another version, or cut short")
         self.meta: dict[str, object] = meta
+        self.tally = Tally.of_json(meta.get("tally") or {})
 
     @property
     def digest(self) -> str:
@@ -123,76 +132,22 @@ class TokenStore:
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
         """See `Tokens.gather`."""
         first = self._offsets[documents * self.columns + column] + starts
-        # Position j of piece i is at first[i] + j.
-        before = np.cumsum(counts) - counts
-        index = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+        index = joined(first, counts)
         tokens = self._tokens[index].astype(np.int32)
         return tokens, None if self._mask is None else self._mask[index].astype(bool)
 
-
-class LazyTokens:
-    """Documents held as they were read; each is encoded once, in batches. See `Tokens`.
-
-    `pack_on_the_fly` reads from it.
-    """
-
-    def __init__(self, documents: list[Example], encoder: Encoder, label: str) -> None:
-        self._documents, self._encoder, self._label = documents, encoder, label
-        self._encoded: list[_Columns | None] = [None] * len(documents)
-        self._lock = threading.Lock()
-        self.columns = len(encoder.schema.columns)
-        self.hashes = np.array([document.content_digest for document in documents], np.uint64)
-
-    @property
-    def digest(self) -> str:
-        """The same as that of a store on disk with these documents."""
-        digests = self.hashes
-        if len(self._encoder.schema.fields) > 1:
-            digests = np.array([document.digest for document in self._documents], np.uint64)
-        return digest_of(digests, self._encoder.fingerprint)
-
-    @property
-    def encoded(self) -> int:
-        """Number of documents that have been asked for so far."""
-        return sum(columns is not None for columns in self._encoded)
-
-    def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
-        """See `Tokens.lengths`."""
-        chosen = slice(column, None if column is None else column + 1)
-        lengths = (
-            max(len(tokens) for tokens, _ in columns[chosen]) for columns in self._get(documents)
-        )
-        return np.fromiter(lengths, np.int64, len(documents))
-
-    def gather(
+    def values(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int = 0
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
-        """See `Tokens.gather`."""
-        columns = [each[column] for each in self._get(documents)]
-        parts = [slice(s, s + c) for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
-        pieces = [(t[p], m[p]) for (t, m), p in zip(columns, parts, strict=True)]
-        tokens = np.concatenate([tokens for tokens, _ in pieces]).astype(np.int32)
-        if not self._encoder.has_loss_mask:
-            return tokens, None
-        return tokens, np.concatenate([mask for _, mask in pieces]).astype(bool)
-
-    def _get(self, documents: IntArray) -> list[_Columns]:
-        numbers = documents.tolist()
-        with self._lock:
-            missing = [n for n in dict.fromkeys(numbers) if self._encoded[n] is None]
-            size = self._encoder.batch_size
-            for at in range(0, len(missing), size):
-                batch = missing[at : at + size]
-                encoded = self._encoder.encode([self._documents[n] for n in batch], self._label)
-                # Without a mask the tokens stand in for one that nobody reads.
-                pairs = list(zip(encoded.tokens, encoded.masks or encoded.tokens, strict=True))
-                for i, n in enumerate(batch):
-                    self._encoded[n] = pairs[i * self.columns : (i + 1) * self.columns]
-        return [self._encoded[n] for n in numbers]  # type: ignore[misc]
+    ) -> NDArray[np.float32]:
+        """See `Tokens.values`."""
+        first = self._offsets[documents * self.columns + column] + starts
+        return self._values[joined(first, counts)]
 
 
-#: Tokens and loss mask of each column of a document.
-_Columns = list[tuple[NDArray[np.int64], NDArray[Any]]]
+def joined(first: IntArray, counts: IntArray) -> IntArray:
+    """Return `first[i], first[i] + 1, …` (`counts[i]` of them) of each piece i, joined."""
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
 
 
 def write_store(
@@ -203,6 +158,7 @@ def write_store(
     encoder: str,
     about: dict[str, object],
     columns: int = 1,
+    tally: Tally | None = None,
 ) -> TokenStore:
     """Write a store and open it; where another process was faster, open its store.
 
@@ -213,14 +169,16 @@ def write_store(
         encoder: fingerprint of the encoder.
         about: free JSON values for a person who looks into the folder.
         columns: sequences of each document.
+        tally: what became of the rows, complete when the batches are.
+
+    Raises:
+        DataError: the folder cannot be written, or no token of any document has loss.
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
-    _remove_abandoned(folder)
-    part.mkdir()
-    try:
-        _fill(part, batches, vocab_size, encoder, {"columns": columns, **about})
+    remove_abandoned(folder.parent)
+    with new_folder(folder) as part:
+        about = {"columns": columns, **about}
+        _fill(part, batches, vocab_size, encoder, about, tally or Tally())
         try:
             part.rename(folder)
         except OSError:
@@ -229,8 +187,6 @@ def write_store(
             except DataError:
                 shutil.rmtree(folder)  # a store that is broken, or of an older version
                 part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return TokenStore(folder)
 
 
@@ -243,11 +199,16 @@ def _fill(
     vocab_size: int,
     encoder: str,
     about: dict[str, object],
+    tally: Tally,
 ) -> None:
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     lengths, digests, contents = [np.empty(0, np.int64)], [_NONE], [_NONE]
-    masked = False
-    with open(folder / "tokens.bin", "wb") as ids, open(folder / "loss_mask.bin", "wb") as masks:
+    masked, width = False, 0
+    with (
+        open(folder / "tokens.bin", "wb") as ids,
+        open(folder / "loss_mask.bin", "wb") as masks,
+        open(folder / "values.bin", "wb") as numbers,
+    ):
         for batch in batches:
             if not batch.tokens:
                 continue
@@ -255,12 +216,18 @@ def _fill(
             if batch.masks is not None:
                 masked = True
                 masks.write(np.concatenate(batch.masks).astype(np.uint8).tobytes())
+            if batch.values is not None:
+                values = np.concatenate(batch.values)
+                width = values.shape[1]
+                numbers.write(values.astype(np.float32).tobytes())
             lengths.append(np.fromiter(map(len, batch.tokens), np.int64, len(batch.tokens)))
             digests.append(np.array(batch.digests, np.uint64))
             own = batch.contents is not None
             contents.append(np.array(batch.contents, np.uint64) if own else digests[-1])
     if not masked:
         (folder / "loss_mask.bin").unlink()
+    if not width:
+        (folder / "values.bin").unlink()
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
     offsets.tofile(folder / "offsets.bin")
     np.concatenate(contents).tofile(folder / "hashes.bin")
@@ -269,21 +236,14 @@ def _fill(
         "version": VERSION,
         "dtype": dtype.name,
         "loss_mask": masked,
+        "values": width,
         "documents": len(documents),
         "tokens": int(offsets[-1]),
         "digest": digest_of(documents, encoder),
+        "tally": tally.as_json(),
         **about,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, default=str))
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Delete the remains that a killed process left; a day is longer than any pause in writing."""
-    for part in folder.parent.glob(f".{folder.name}.*.part"):
-        with contextlib.suppress(OSError):  # another process may be deleting it too
-            newest = max(path.stat().st_mtime for path in (part, *part.iterdir()))
-            if time.time() - newest > _DAY:
-                shutil.rmtree(part)
 
 
 def digest_of(hashes: NDArray[np.uint64], encoder: str) -> str:

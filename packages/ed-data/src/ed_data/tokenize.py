@@ -6,17 +6,17 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.config import Mixture, Tokenization
 from ed_data.errors import DataError
-from ed_data.schema import TEXT, Column, Content, Example, Message, Schema
+from ed_data.schema import NO_VALUE, TEXT, Column, Content, Example, Message, Schema
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,12 +34,21 @@ class Encoded(NamedTuple):
         masks: 1 where a token has loss, likewise; None where each has.
         digests: `Example.digest` of each document.
         contents: `Example.content_digest` of each document; None where they are the digests.
+        values: float32 [tokens, values] of each sequence, as `schema.Value`; None where the schema
+            has none.
     """
 
     tokens: list[NDArray[np.int64]]
     masks: list[NDArray[np.uint8]] | None
     digests: list[int]
     contents: list[int] | None = None
+    values: list[NDArray[np.float32]] | None = None
+
+
+class Skipped(Protocol):
+    """Counts what is left out: `ed_data.transforms.Tally`."""
+
+    def drop(self, reason: str, where: str) -> None: ...
 
 
 class _Item(NamedTuple):
@@ -51,6 +60,8 @@ class _Item(NamedTuple):
 
 #: Ids, and the loss mask where something has already decided on one.
 _Sequence = tuple[list[int], list[int] | None]
+#: Where the steps of a sequence end: after so many tokens.
+_Ends = list[int]
 
 
 @dataclass(frozen=True)
@@ -132,41 +143,117 @@ class Encoder:
         """Changes when the tokens of some document may."""
         options: list[object] = [self.add_special_tokens, self.eos, self.assistant_only_loss]
         if self.schema != TEXT:
-            options.append(asdict(self.schema))
+            options.append(self.schema.as_json())
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
 
-    def encode_all(self, documents: Iterable[Example], label: str) -> Iterator[Encoded]:
-        """Encode documents batch by batch, in their order."""
+    def encode_all(
+        self, documents: Iterable[Example], label: str, skip: Skipped | None = None
+    ) -> Iterator[Encoded]:
+        """Encode documents batch by batch, in their order; see `encode`."""
         stream = iter(documents)
         while batch := list(islice(stream, self.batch_size)):
-            yield self.encode(batch, label)
+            yield self.encode(batch, label, skip)
 
-    def encode(self, documents: list[Example], label: str) -> Encoded:
+    def encode(self, documents: list[Example], label: str, skip: Skipped | None = None) -> Encoded:
         """Encode documents of the inform `label`.
+
+        Args:
+            documents: at least one.
+            label: for messages.
+            skip: counts the documents that cannot be encoded, which then have no tokens; None
+                raises their errors.
 
         Raises:
             DataError: there is no chat template, messages do not fit it, a text cannot be encoded,
                 or an id is out of range; the message names the row.
         """
-        columns = [
-            [self._end(*sequence) for sequence in self._column(documents, column, label)]
-            for column in self.schema.columns
-        ]
+        if skip is not None:
+            return self._encode_what_can_be(documents, label, skip)
+        columns, values = [], []
+        for column in self.schema.columns:
+            sequences = self._column(documents, column, label)
+            ended = [self._end(tokens, mask) for tokens, mask, _ in sequences]
+            columns.append(ended)
+            if self.schema.values:
+                values.append(
+                    [
+                        self._values(column, document, len(tokens), ends)
+                        for document, (tokens, _), (_, _, ends) in zip(
+                            documents, ended, sequences, strict=True
+                        )
+                    ]
+                )
         sequences = [sequence for document in zip(*columns, strict=True) for sequence in document]
+        own = len(self.schema.fields) == 1 and not self.schema.values
         return Encoded(
             [tokens for tokens, _ in sequences],
             [mask for _, mask in sequences] if self.has_loss_mask else None,
             [document.digest for document in documents],
-            None if len(self.schema.fields) == 1 else [d.content_digest for d in documents],
+            None if own else [d.content_digest for d in documents],
+            [v for each in zip(*values, strict=True) for v in each] if values else None,
         )
 
-    def _column(self, documents: list[Example], column: Column, label: str) -> list[_Sequence]:
+    def _values(
+        self, column: Column, document: Example, length: int, ends: _Ends
+    ) -> NDArray[np.float32]:
+        result = np.full((length, len(self.schema.values)), NO_VALUE, np.float32)
+        for i, value in enumerate(self.schema.values):
+            if value.column == column.name and column.steps:
+                result[np.array(ends) - 1, i] = document.values[i]
+            elif value.column == column.name:
+                result[:, i] = document.values[i]
+        return result
+
+    def encode_prompts(self, documents: list[Example], label: str) -> list[list[int]]:
+        """Encode prompts alone: no end of text follows, and a chat ends with the head of an answer.
+
+        Raises:
+            DataError: as `encode`.
+        """
+        items = [_Item(d.content, f"inform {label!r}, {d.place}, prompt") for d in documents]
+        sequences = self._tokens(items, begins_answer=True)
+        return [ids[:-1] if ids[-1:] == [self.eos] else list(ids) for ids, _ in sequences]
+
+    def _encode_what_can_be(self, documents: list[Example], label: str, skip: Skipped) -> Encoded:
+        try:
+            return self.encode(documents, label)
+        except DataError as error:
+            if len(documents) == 1:
+                skip.drop("skipped, because of an error", str(error))
+                (document,) = documents
+                empty = [np.empty(0, np.int64)] * len(self.schema.columns)
+                masks = [np.empty(0, np.uint8)] * len(self.schema.columns)
+                own = len(self.schema.fields) == 1 and not self.schema.values
+                values = [np.empty((0, len(self.schema.values)), np.float32)] * len(empty)
+                return Encoded(
+                    empty,
+                    masks if self.has_loss_mask else None,
+                    [document.digest],
+                    None if own else [document.content_digest],
+                    values if self.schema.values else None,
+                )
+        half = len(documents) // 2
+        first, second = (
+            self._encode_what_can_be(part, label, skip)
+            for part in (documents[:half], documents[half:])
+        )
+        joined = (
+            None if a is None or b is None else [*a, *b] for a, b in zip(first, second, strict=True)
+        )
+        return Encoded(*joined)  # type: ignore[arg-type]
+
+    def _column(
+        self, documents: list[Example], column: Column, label: str
+    ) -> list[tuple[list[int], list[int] | None, _Ends]]:
+        """The sequences of a column, without their ends; and where the steps of each end."""
         name = "content_field" if column.field == self.schema.content else repr(column.field)
         items = [
             _Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}") for d in documents
         ]
+        if column.steps:
+            return self._step_by_step(documents, items, column)
         if column.context is None:
-            return self._tokens(items)
+            return [(*sequence, []) for sequence in self._tokens(items)]
         contexts, bodies = [], []
         for document, item in zip(documents, items, strict=True):
             context, body = _of_one_kind(document.fields[column.context], item)
@@ -181,7 +268,7 @@ class Encoder:
             ],
             add_special_tokens=False,
         )
-        result: list[_Sequence] = []
+        result: list[tuple[list[int], list[int] | None, _Ends]] = []
         for body, (head, _), (tokens, mask) in zip(bodies, heads, wholes, strict=True):
             if not _is_chat(body):
                 head = head[:-1] if head[-1:] == [self.eos] else head
@@ -189,7 +276,30 @@ class Encoder:
             shared = takewhile(lambda pair: pair[0] == pair[1], zip(head, tokens, strict=False))
             start = sum(1 for _ in shared)
             learned = [1] * len(tokens) if mask is None else mask
-            result.append((tokens, [0] * start + learned[start:]))
+            result.append((tokens, [0] * start + learned[start:], []))
+        return result
+
+    def _step_by_step(
+        self, documents: list[Example], items: list[_Item], column: Column
+    ) -> list[tuple[list[int], list[int] | None, _Ends]]:
+        """Context, and steps that are encoded each by itself, so that each ends with a token."""
+        texts = [_Item(f"{step}\n", item.where) for item in items for step in item.content]
+        steps = iter(self._tokens(texts, add_special_tokens=False))
+        heads: list[_Sequence] = [([], None)] * len(items)
+        if column.context is not None:
+            contexts = [
+                item._replace(content=document.fields[column.context])
+                for document, item in zip(documents, items, strict=True)
+            ]
+            heads = self._tokens(contexts, begins_answer=True)
+        result: list[tuple[list[int], list[int] | None, _Ends]] = []
+        for item, (head, _) in zip(items, heads, strict=True):
+            tokens = head[:-1] if head[-1:] == [self.eos] else list(head)
+            start, ends = len(tokens), []
+            for ids, _ in islice(steps, len(item.content)):
+                tokens = [*tokens, *ids]
+                ends.append(len(tokens))
+            result.append((tokens, [0] * start + [1] * (len(tokens) - start), ends))
         return result
 
     def _tokens(

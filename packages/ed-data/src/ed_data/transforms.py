@@ -2,19 +2,240 @@
 
 from __future__ import annotations
 
-import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import TEXT, Content, Example, Row, Schema
-from ed_data.sources import Source, open_source
+from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
+from ed_data.sources.lines import START, Record, Spot
 from ed_data.sources.python import resolve
 
-log = logging.getLogger("ed_data")
+
+@dataclass
+class Tally:
+    """What became of the rows of an inform.
+
+    Attributes:
+        rows: how many were read.
+        dropped: how many did not become documents, by the reason.
+        examples: the first row that was dropped for each reason.
+    """
+
+    rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def drop(self, reason: str, where: str) -> None:
+        """Count a row that is left out."""
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, where)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {"rows": self.rows, "dropped": dict(self.dropped), "examples": self.examples}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Tally:
+        """Return the tally that `as_json` gave."""
+        return cls(
+            int(values.get("rows", 0)),
+            Counter(values.get("dropped") or {}),
+            dict(values.get("examples") or {}),
+        )
+
+    def __str__(self) -> str:
+        shown = (
+            f"{count} rows: {reason} (the first: {self.examples[reason]})"
+            for reason, count in self.dropped.items()
+        )
+        return "; ".join(shown) or "no row was left out"
+
+
+class Placed(NamedTuple):
+    """A row of an inform as a document, or None where it is left out, and where the next begins."""
+
+    example: Example | None
+    at: Cursor
+    after: Cursor
+
+
+class Documents:
+    """The documents of an inform, from any place on.
+
+    Args:
+        inform: says what becomes of a row.
+        source: its rows; opened where there is none.
+        schema: the fields of a document.
+        tally: counts what is left out.
+    """
+
+    def __init__(
+        self,
+        inform: Inform,
+        source: Source | None = None,
+        schema: Schema = TEXT,
+        tally: Tally | None = None,
+    ) -> None:
+        self.inform, self.schema = inform, schema
+        self.source = source or open_source(inform)
+        self.tally = tally or Tally()
+        self.shards = shard_sizes(self.source)
+        self._callback = function(inform, "format_callback")
+        self._prepare = function(inform, "preprocessing_fn")
+        # Field of the schema → field of the row.
+        self._names = {name: name for name in schema.fields}
+        if "content_field" in inform.model_fields_set:
+            self._names[schema.content] = inform.content_field
+        self._steps = {column.field for column in schema.columns if column.steps}
+        self._keys = {schema.content: "content_field"}
+        self._columns = None
+        if self._callback is None and not inform.format_fields:
+            wanted = [*self._names.values(), *inform.additional_fields]
+            wanted += [value.field for value in schema.values]
+            self._columns = list(dict.fromkeys(wanted))
+
+    def __iter__(self) -> Iterator[Example]:
+        """Yield the documents in the order of the rows."""
+        return (placed.example for placed in self.placed() if placed.example is not None)
+
+    def placed(self) -> Iterator[Placed]:
+        """Yield the rows in their order, `num_rows` of them at most, the dropped ones too."""
+        left = self.inform.num_rows
+        for shard in range(len(self.shards)):
+            for placed in self.read(shard):
+                yield placed
+                if left is not None and (left := left - 1) == 0:
+                    return
+
+    def read(self, shard: int, start: Spot = START) -> Iterator[Placed]:
+        """Yield the rows of a part of the source from a place on, the dropped ones too.
+
+        Raises:
+            DataError: a row cannot be read or is no document, and `on_error` is not `skip`.
+        """
+        for record in records(self.source, shard, self._columns, start):
+            self.tally.rows += 1
+            try:
+                example = self._document(record)
+            except DataError as error:
+                if self.inform.on_error == "raise":
+                    raise
+                self.tally.drop("skipped, because of an error", str(error))
+                example = None
+            yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.after))
+
+    def outline(self) -> dict[str, object]:
+        """What the documents depend on, as far as it can be told without reading them.
+
+        Of files, their names and sizes: a copy on another machine is the same data.
+
+        Raises:
+            DataError: a function cannot be hashed.
+        """
+        about = getattr(self.source, "outline", None) or self.source.fingerprint
+        return {"source": about, **_facts(self.inform, self.schema)}
+
+    def check_first_row(self) -> None:
+        """Look whether the first row is of another kind of data than the schema.
+
+        Raises:
+            DataError: it is a preference pair, and the schema would learn its prompt alone.
+        """
+        first = next((r for i in range(len(self.shards)) for r in records(self.source, i)), None)
+        if self.schema != TEXT or first is None or isinstance(first.row, DataError):
+            return
+        try:
+            row = self._formatted(first.row, first.place)
+        except DataError:  # reading will tell
+            return
+        name = self._names[self.schema.content]
+        if row and {"chosen", "rejected"} <= row.keys() and name not in ("chosen", "rejected"):
+            raise DataError(
+                f"inform {self.inform.label!r}, {first.place}: the row is a preference pair "
+                f"('chosen' and 'rejected'), and only its {name!r} would be learned: take a "
+                "method for pairs (dpo, orpo, reward), or content_field: chosen, or drop the two "
+                "fields in format_callback",
+                ("content_field",),
+            )
+
+    def _formatted(self, row: Row, where: str) -> Row | None:
+        inform = self.inform
+        if self._callback is not None:
+            row = _call(self._callback, dict(row), "format_callback", where)
+            if row is None:
+                return None
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{where}: format_callback returned a {type(row).__name__}; it returns a row "
+                    "(dict), or None to drop it",
+                    ("format_callback",),
+                )
+        if inform.format_fields:
+            for old, new in inform.format_fields.items():
+                _take(row, old, "format_fields", where)
+                if new in row and new not in inform.format_fields:
+                    raise DataError(
+                        f"{where}: format_fields renames {old!r} to {new!r}, and the row has a "
+                        f"field {new!r} already: rename that one too, or drop it in "
+                        "format_callback",
+                        ("format_fields",),
+                    )
+            row = {inform.format_fields.get(name, name): value for name, value in row.items()}
+        return row
+
+    def _document(self, record: Record) -> Example | None:
+        if isinstance(record.row, DataError):
+            raise record.row
+        where = f"inform {self.inform.label!r}, {record.place}"
+        row = self._formatted(record.row, where)
+        if row is None:
+            self.tally.drop("dropped by format_callback", record.place)
+            return None
+        fields: dict[str, Content] = {}
+        for name, from_field in self._names.items():
+            value = _take(row, from_field, self._keys.get(name, "format_fields"), where)
+            reason = f"{from_field!r} is {'null' if value is None else 'empty'}"
+            if self._prepare is not None and value is not None:
+                value = _call(self._prepare, value, "preprocessing_fn", where)
+                reason = "dropped by preprocessing_fn" if value is None else reason
+            check = _checked_steps if name in self._steps else _checked
+            content = check(value, from_field, where, name == self.schema.content)
+            if content is None and name in self.schema.learned:
+                self.tally.drop(reason, record.place)
+                return None
+            fields[name] = content or ""
+        extra = {
+            n: _take(row, n, "additional_fields", where) for n in self.inform.additional_fields
+        }
+        return Example(fields, extra, record.place, self._values(row, fields, where))
+
+    def _values(
+        self, row: Row, fields: dict[str, Content], where: str
+    ) -> tuple[float | tuple[float, ...], ...]:
+        columns = {column.name: column for column in self.schema.columns}
+        result: list[float | tuple[float, ...]] = []
+        for value in self.schema.values:
+            if value.default is not None and row.get(value.field) is None:
+                result.append(value.default)
+                continue
+            found = _take(row, value.field, "format_fields", where)
+            column = columns[value.column]
+            if not column.steps:
+                result.append(_number(found, value.field, where))
+                continue
+            steps = fields[column.field]
+            if not isinstance(found, list | tuple) or len(found) != len(steps):
+                raise DataError(
+                    f"{where}: {value.field!r} has one number for each of the {len(steps)} steps "
+                    f"of {column.field!r}, not {found!r}; correct the row"
+                )
+            result.append(tuple(_number(item, value.field, where) for item in found))
+        return tuple(result)
 
 
 def documents(
@@ -23,54 +244,25 @@ def documents(
     """Yield the documents of an inform, in the order of its rows.
 
     Rows in which a learned field is empty, or that a function drops by returning None, are left
-    out.
+    out; `Documents` counts them.
 
     Raises:
         DataError: a field does not exist or is of another kind, or a function fails.
     """
-    source = source or open_source(inform)
-    callback = function(inform, "format_callback")
-    prepare = function(inform, "preprocessing_fn")
-    # Field of the schema → field of the row.
-    names = {name: name for name in schema.fields}
-    if "content_field" in inform.model_fields_set:
-        names[schema.content] = inform.content_field
-    keys = {schema.content: "content_field"}
-    columns = None
-    if callback is None and not inform.format_fields:
-        columns = list(dict.fromkeys([*names.values(), *inform.additional_fields]))
-    empty = 0
-    for place, row in islice(source.rows(columns), inform.num_rows):
-        where = f"inform {inform.label!r}, {place}"
-        if callback is not None:
-            row = _call(callback, dict(row), "format_callback", where)
-            if row is None:
-                continue
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{where}: format_callback returned a {type(row).__name__}; it returns a row "
-                    "(dict), or None to drop it",
-                    ("format_callback",),
-                )
-        if inform.format_fields:
-            for old in inform.format_fields:
-                _take(row, old, "format_fields", where)
-            row = {inform.format_fields.get(name, name): value for name, value in row.items()}
-        fields: dict[str, Content] = {}
-        for name, field in names.items():
-            value = _take(row, field, keys.get(name, "format_fields"), where)
-            if prepare is not None and value is not None:
-                value = _call(prepare, value, "preprocessing_fn", where)
-            content = _checked(value, field, where)
-            if content is not None or name not in schema.learned:
-                fields[name] = content or ""
-        if len(fields) < len(names):
-            empty += 1
-            continue
-        extra = {n: _take(row, n, "additional_fields", where) for n in inform.additional_fields}
-        yield Example(fields, extra, place)
-    if empty:
-        log.info("inform %s: left out %d rows with nothing in them", inform.label, empty)
+    return iter(Documents(inform, source, schema))
+
+
+def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "content_field": inform.content_field,
+        "num_rows": inform.num_rows,
+        "format_fields": inform.format_fields,
+        "format_callback": _hash_function(inform, "format_callback"),
+        "preprocessing_fn": _hash_function(inform, "preprocessing_fn"),
+    }
+    if inform.on_error != "raise":
+        facts["on_error"] = inform.on_error
+    return facts if schema == TEXT else {**facts, "schema": schema.as_json()}
 
 
 def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
@@ -79,15 +271,7 @@ def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[s
     Raises:
         DataError: a function cannot be hashed, so that its results could not be cached safely.
     """
-    facts: dict[str, object] = {
-        "source": source.fingerprint,
-        "content_field": inform.content_field,
-        "num_rows": inform.num_rows,
-        "format_fields": inform.format_fields,
-        "format_callback": _hash_function(inform, "format_callback"),
-        "preprocessing_fn": _hash_function(inform, "preprocessing_fn"),
-    }
-    return facts if schema == TEXT else {**facts, "schema": asdict(schema)}
+    return {"source": source.fingerprint, **_facts(inform, schema)}
 
 
 def function(inform: Inform, key: str) -> Callable[..., Any] | None:
@@ -147,11 +331,12 @@ def _take(row: Row, name: str, key: str, where: str) -> Any:
     return row[name]
 
 
-def _checked(value: Any, field: str, where: str) -> Content | None:
+def _checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
     """The content, or None where it is empty."""
     if value is None:
         return None
     if isinstance(value, str):
+        _check_text(value, field, where, is_content)
         return value if value.strip() else None
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -163,8 +348,45 @@ def _checked(value: Any, field: str, where: str) -> Content | None:
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return items
         if all(isinstance(item, dict) and "role" in item and "content" in item for item in items):
+            for item in items:
+                if isinstance(item["content"], str):
+                    _check_text(item["content"], field, where, is_content)
             return items
         wrong = "holds neither chat messages {'role': …, 'content': …} nor token ids"
     raise DataError(
         f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
     )
+
+
+def _checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
+    if value is not None and not (
+        isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
+    ):
+        raise DataError(
+            f"{where}: {field!r} is a list of texts, the steps of an answer, not {value!r}; "
+            "correct the row, or drop it in format_callback"
+        )
+    for text in value or ():
+        _check_text(text, field, where, is_content)
+    return list(value) if value else None
+
+
+def _number(value: Any, field: str, where: str) -> float:
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise DataError(
+            f"{where}: {field!r} is a number, true or false, not {value!r}; correct the row, or "
+            "drop it in format_callback"
+        )
+    return float(value)
+
+
+def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise DataError(
+            f"{where}, {'content_field' if is_content else repr(field)}: the tokenizer cannot "
+            f"encode the text: {half} at character {error.start} is half of a surrogate pair; "
+            "correct the row, or drop it in format_callback"
+        ) from error

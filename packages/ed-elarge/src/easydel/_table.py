@@ -59,7 +59,9 @@ _PATHS: dict[str, str] = {
     "easydel.infra.mixins": "EasyBridgeMixin EasyGenerationMixin GenerateOutput",
     "easydel.infra.mixins.bridge": "EasyBridgeMixin",
     "easydel.infra.mixins.generation": "EasyGenerationMixin GenerateOutput",
-    "easydel.infra.modeling_outputs": "BaseModelOutput CausalLMOutput Metric",
+    "easydel.infra.modeling_outputs": (
+        "BaseModelOutput CausalLMOutput EmbeddingOutput Metric SequenceClassifierOutput"
+    ),
     "easydel.layers.quantization": (
         "AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec"
     ),

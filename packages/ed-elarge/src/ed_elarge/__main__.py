@@ -66,7 +66,7 @@ def _run(path: str, dry_run: bool, verbose: bool) -> int:
         from ed_elarge.table import look
 
         look(run)
-        print(run.to_yaml())
+        print(run.to_yaml(secrets=False))
         print(describe(run))
         return 0
     from ed_elarge.actions import execute

@@ -26,7 +26,7 @@ from ed_elarge.summary import Summary
 from ed_elarge.table import ACTIONS, look
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader
+    from ed_data.loader import Loader, StreamLoader
 
 #: Exit codes of a run that a signal ended; as of the shell.
 _BY_SIGNAL = {"SIGINT": 130, "SIGTERM": 143}
@@ -135,7 +135,7 @@ def show(session: Session, options: NoOptions) -> None:
 
 def dump_config(session: Session, options: NoOptions) -> None:
     """Print the configuration."""
-    print(session.elm.config.to_yaml(), end="")
+    print(session.elm.config.to_yaml(secrets=False), end="")
 
 
 def to_json(session: Session, options: WriteOptions) -> None:
@@ -170,7 +170,7 @@ def train(session: Session, options: NoOptions) -> None:
         summary.learned = learned.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
-def _with_progress(loader: Loader, what: str) -> Iterable[Any]:
+def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:
     """The batches of a loader under a progress bar, where there is a terminal."""
     from rich.progress import track
 

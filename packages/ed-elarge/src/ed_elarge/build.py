@@ -21,7 +21,7 @@ from ed_elarge.sections import ModelSection, TrainedTokenizer
 from ed_elarge.table import SECTIONS
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader
+    from ed_data.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
     from ed_models.heads import CausalLM
@@ -108,7 +108,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
                 f"vocab_size {config.vocab_size} is less than the tokenizer's {len(tokens)} "
                 "tokens: raise it, or leave it out"
             )
-        module = registry.get_module(_task(run), config.model_type)
+        module = registry.get_module(TaskType.CAUSAL_LM, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
         return module.create(config, seed=seed, **_dtypes(run))
 
@@ -116,6 +116,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
 def _load(run: RunConfig) -> CausalLM:
     from ed_infra import registry
     from ed_models import hub
+    from ed_models.checkpoint_checks import task_of
 
     section = _model_section(run)
     changes = {"sharding_axis_names": run.sharding.axis_names}
@@ -123,7 +124,13 @@ def _load(run: RunConfig) -> CausalLM:
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
         local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
-        module = registry.get_module(_task(run), hub.read_config(local).model_type)
+        task = task_of(local) if section.task == TaskType.AUTO_BIND else section.task
+        if task != TaskType.CAUSAL_LM:
+            raise ConfigError(
+                f"{local} is saved as a model for {task.value!r} (its architectures say so); "
+                f"trainers and engine take {TaskType.CAUSAL_LM.value!r}"
+            )
+        module = registry.get_module(task, hub.read_config(local).model_type)
         return module.from_pretrained(
             local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
         )
@@ -133,12 +140,6 @@ def _model_section(run: RunConfig) -> ModelSection:
     if run.model is None:
         raise run.missing("model")
     return run.model
-
-
-def _task(run: RunConfig) -> TaskType:
-    """`auto-bind` is what this version can train and serve."""
-    task = _model_section(run).task
-    return TaskType.CAUSAL_LM if task == TaskType.AUTO_BIND else task
 
 
 def _dtypes(run: RunConfig) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def look_ahead(run: RunConfig) -> None:
         raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
 
 
-def loaders(elm: eLargeModel) -> tuple[Loader, Loader | None]:
+def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoader | None]:
     """The training batches and, where the mixture holds texts out, those of evaluation."""
     from ed_data import build_loader
 

@@ -23,7 +23,7 @@ from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader
+    from ed_data.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer, TrainerOutput
@@ -265,11 +265,11 @@ class eLargeModel:
         """The model on its devices."""
         return self.part("model")
 
-    def build_dataset(self) -> Loader:
+    def build_dataset(self) -> Loader | StreamLoader:
         """The loader of training batches."""
         return self.part("loaders")[0]
 
-    def build_eval_dataset(self) -> Loader | None:
+    def build_eval_dataset(self) -> Loader | StreamLoader | None:
         """The loader of held-out batches, or None where nothing is held out."""
         return self.part("loaders")[1]
 
@@ -372,6 +372,8 @@ class eLargeModel:
         values = _options(ServeOptions, options).model_dump(exclude={"require_api_key"})
         model, directory = self.config.model, self.config.directory
         path = Path(model.name_or_path) if model is not None and model.name_or_path else directory
+        if values["api_key"] is not None:
+            values["api_key"] = [key.get_secret_value() for key in values["api_key"]]
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
         serve(self.build_esurge(), values.pop("host"), values.pop("port"), **values)
 

@@ -240,9 +240,16 @@ class RunConfig:
             out["actions"] = [_dump_action(action) for action in self.actions]
         return out
 
-    def to_yaml(self) -> str:
-        """The canonical configuration as YAML; reading it back gives the same run."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+    def to_yaml(self, *, secrets: bool = True) -> str:
+        """The canonical configuration as YAML; reading it back gives the same run.
+
+        Args:
+            secrets: False writes stars instead of keys, for what is printed.
+        """
+        values = self.to_dict()
+        if not secrets:
+            values["actions"] = [_without_secrets(action) for action in self.actions]
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
     def to_json(self) -> str:
         """The canonical configuration as JSON."""
@@ -260,6 +267,8 @@ def _dump(value: object) -> Any:
         return [_dump_item(item) for item in value]
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, pydantic.SecretStr):
+        return value.get_secret_value()
     if callable(value):  # read back by name
         return f"{value.__module__}:{getattr(value, '__qualname__', value)}"
     return value
@@ -276,3 +285,17 @@ def _dump_item(value: object) -> Any:
 def _dump_action(action: Action) -> Any:
     parameters = {key: getattr(action.options, key) for key in action.options.model_fields_set}
     return {action.name: _dump(parameters)} if parameters else action.name
+
+
+def _without_secrets(action: Action) -> Any:
+    hidden = {
+        key: "**********"
+        for key in action.options.model_fields_set
+        if any(isinstance(one, pydantic.SecretStr) for one in _leaves(getattr(action.options, key)))
+    }
+    dumped = _dump_action(action)
+    return {action.name: {**dumped[action.name], **hidden}} if hidden else dumped
+
+
+def _leaves(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)

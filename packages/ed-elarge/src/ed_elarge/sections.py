@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from ed_esurge.config import ServerLimits
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
 from ed_infra.fields import FIELDS, canonical_field
@@ -21,6 +22,7 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    SecretStr,
     StrictBool,
     StrictStr,
     Tag,
@@ -35,6 +37,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
+Secret = Annotated[SecretStr, Field(min_length=1)]
 
 
 class TokenizerTraining(Options):
@@ -70,7 +73,8 @@ def _task(value: Any) -> Any:
     if task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
         raise ValueError(
             f"models of task {task.value!r} are not part of this version: trainers and engine take "
-            f"{TaskType.CAUSAL_LM.value!r} (or {TaskType.AUTO_BIND.value!r}, which takes it)"
+            f"{TaskType.CAUSAL_LM.value!r} (or {TaskType.AUTO_BIND.value!r}, which reads the task "
+            "from the checkpoint)"
         )
     return task
 
@@ -111,7 +115,7 @@ class ModelSection(Options):
     tokenizer: Tokenizer | None = None
     """A directory, a hub id, or `{train: {vocab_size: N}}`. None: the model's own."""
     task: Annotated[TaskType, BeforeValidator(_task)] = TaskType.CAUSAL_LM
-    """What the model is for; `auto-bind` is the causal language model too."""
+    """What the model is for; `auto-bind` reads the task from the checkpoint."""
     extra_kwargs: LoadingExtras = LoadingExtras()
 
     @model_validator(mode="after")
@@ -180,9 +184,9 @@ class ShardingSection(SetsConfig):
     use_ring_of_experts: bool | None = None
     """Send tokens round the experts in a ring. None: as `base_config` says."""
     fsdp_is_ep_bound: bool | None = None
-    """Fold fsdp into the expert axis. None: as `base_config` says."""
+    """Split experts over fsdp too, where their number divides. None: as `base_config` says."""
     sp_is_ep_bound: bool | None = None
-    """Fold sp into the expert axis. None: as `base_config` says."""
+    """Split experts over sp too, where their number divides. None: as `base_config` says."""
 
     @model_validator(mode="after")
     def _fits(self) -> ShardingSection:
@@ -349,10 +353,20 @@ class ServeOptions(Options):
     """What clients call the model; None: the last part of its path."""
     require_api_key: bool = False
     """Refuse to start without `api_key`."""
-    api_key: Name | None = None
-    """The key that each request must bring; None: anybody may ask."""
+    api_key: Annotated[
+        Annotated[tuple[Secret, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_more)
+    ] = None
+    """The key, or several, one of which each request must bring; None: anybody may ask. Printed as
+    stars."""
     cors_origins: tuple[str, ...] | None = None
     """Web origins whose pages may call the server; `["*"]` is all."""
+    allowed_hosts: tuple[Name, ...] | None = None
+    """What the `Host` header of a request may name. None: this machine's own names where `host` is
+    its loopback address, and anything elsewhere."""
+    limits: ServerLimits = ServerLimits()
+    """How much clients may ask for."""
+    drain_seconds: NotNegative = 30
+    """How long running requests may take once the server is to stop."""
     ssl_keyfile: Name | None = None
     """Private key, PEM; with `ssl_certfile` the server speaks HTTPS."""
     ssl_certfile: Name | None = None

@@ -12,6 +12,23 @@ PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+class ServerLimits(Options):
+    """What the HTTP server takes from its clients; beyond it they get an error that says so."""
+
+    max_body_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**23
+    """Longest body of a request (413)."""
+    max_concurrent_requests: PositiveInt = 1024
+    """Requests that are answered or wait at the same time (429, with `Retry-After`)."""
+    max_connections: PositiveInt = 4096
+    """Open connections; never more than the process may have files. Others are closed."""
+    max_generations: PositiveInt = 1024
+    """Completions of one request: its prompts times `n` or `best_of` (400)."""
+    body_timeout: Annotated[float, Field(gt=0, le=1e6)] = 30.0
+    """Seconds in which a request must have arrived, head and body (408)."""
+    request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
+    """Seconds in which a request must be answered (408; a stream ends with an error)."""
+
+
 class EngineConfig(Options):
     """Options of `eSurge`. Every one changes what the engine does; unknown names are refused.
 

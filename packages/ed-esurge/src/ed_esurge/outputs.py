@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class CompletionOutput:
         logprobs: one dict per token of `token_ids`, or None when not asked for.
         cumulative_logprob: sum over the whole completion so far, or None without logprobs.
         finish_reason: None while running; "stop" (end of sequence, stop token or string),
-            "length", "abort".
+            "length", "abort", "error" (see `RequestOutput.error`).
         stop_reason: the stop string or stop token id that ended it; None for end of sequence.
     """
 
@@ -92,6 +92,7 @@ class RequestOutput:
         finished: all completions have a finish reason; no output follows.
         pooled: the vector [d] of a request with `PoolingParams`, float32. Its one output has one
             completion without tokens, which says how the request ended.
+        error: what went wrong, where a completion has the finish reason "error".
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     delta: bool = False
     pooled: np.ndarray | None = None
+    error: str | None = None
 
     def add(self, new: RequestOutput) -> None:
         """Append a later delta to this output, in place."""
@@ -129,3 +131,4 @@ class RequestOutput:
             self.prompt_logprobs = new.prompt_logprobs
         if self.pooled is None:
             self.pooled = new.pooled
+        self.error = self.error or new.error

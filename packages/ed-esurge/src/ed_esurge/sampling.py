@@ -13,6 +13,9 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 TokenId = Count
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
+# A request's lists are walked in Python, so each has a length.
+MAX_STOPS, MAX_BAD_WORDS, MAX_LISTED = 64, 1024, 2**18
+Word = Annotated[str, Field(max_length=4096)]
 
 
 class SamplingParams(Options):
@@ -42,9 +45,9 @@ class SamplingParams(Options):
     """None: as many as the context holds. 0, with `prompt_logprobs`: only score the prompt."""
     min_tokens: Count = 0
     """No end of sequence, stop token or stop string before so many tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[Word, ...], Field(max_length=MAX_STOPS)] = ()
     """Strings that end the completion; a single string is accepted."""
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED)] = ()
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
@@ -58,10 +61,12 @@ class SamplingParams(Options):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Over prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
-    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
-    allowed_token_ids: tuple[TokenId, ...] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_LISTED)] = Field(
+        default_factory=dict
+    )
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED)] | None = None
     """Sample from these alone."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: Annotated[tuple[Word, ...], Field(max_length=MAX_BAD_WORDS)] = ()
     """Strings that may not be generated (as their tokens, with and without a leading space)."""
 
     detokenize: bool = True

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from ed_esurge.config import EngineConfig
 from ed_esurge.outputs import (
     CompletionOutput,
     FinishReason,
@@ -64,10 +65,13 @@ class ScriptedEngine:
     Args:
         reply: text of choice number `i` of a prompt; it ends with the end-of-sequence token.
         delay: seconds between tokens.
+        config: what becomes of prompts that do not fit, and the order of the queue; default: such
+            prompts are refused.
         fail_after: tokens after which the engine's thread "dies".
 
     Attributes:
         requests: sampling parameters by request id, in order of arrival.
+        options: how each was queued (`priority`, `cache_salt`), by request id.
         aborted: ids of the requests that nobody followed to their end.
     """
 
@@ -77,15 +81,18 @@ class ScriptedEngine:
         *,
         tokenizer: Any = None,
         max_model_len: int = 256,
+        config: EngineConfig | None = None,
         delay: float = 0.0,
         fail_after: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer if tokenizer is not None else byte_tokenizer()
         self.model_name = "scripted"
         self.max_model_len = max_model_len
+        self.config = config or EngineConfig(strict_context=True)
         self.vocab_size = len(self.tokenizer)
         self.is_healthy = True
         self.requests: dict[str, SamplingParams] = {}
+        self.options: dict[str, dict[str, Any]] = {}
         self.aborted: list[str] = []
         self._reply = reply
         self._delay = delay
@@ -97,10 +104,15 @@ class ScriptedEngine:
         return {"num_requests_running": self._running, "num_requests_waiting": 0}
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling_params: SamplingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of the scripted answer: choice after choice, token after token."""
         self.requests[request_id] = sampling_params
+        self.options[request_id] = options
         metrics = RequestMetrics(arrival_time=time.monotonic())
         self._running += 1
         done = False

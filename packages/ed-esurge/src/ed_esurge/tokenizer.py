@@ -172,32 +172,11 @@ def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool =
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def render_chat(
-    tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]], **options: Any
-) -> list[int]:
-    """Token ids of a conversation, by the tokenizer's chat template.
-
-    Args:
-        messages: `{"role": …, "content": …}`.
-        options: for `apply_chat_template` (`tools`, `chat_template`, …).
-
-    Raises:
-        ConfigError: there is no tokenizer, or no template.
-    """
-    if tokenizer is None:
-        raise ConfigError("chat needs a tokenizer: give one to eSurge(model, tokenizer)")
-    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in options:
-        raise ConfigError(
-            "the tokenizer has no chat template: use generate() with plain text, or give "
-            "chat_template="
-        )
-    options.setdefault("add_generation_prompt", True)
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    return encode(tokenizer, text, add_special_tokens=False)
-
-
 def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences of words, with and without a space before them (as in vLLM)."""
-    texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+    bare = [word.lstrip(" ") for word in words]
+    # Of spaces alone nothing else remains; other white space ("\n") is the word itself.
+    pairs = [(w, " " + w) if w else (word,) for w, word in zip(bare, words, strict=True)]
+    texts = [text for pair in pairs for text in pair]
     known = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]
     return tuple(dict.fromkeys(ids for ids in known if ids))

@@ -94,14 +94,15 @@ class Transcript:
             out.text += self._stops.push(self._detokenizer.flush(), check=check)
             out.text += self._stops.flush()
 
-    def abort(self) -> CompletionOutput:
-        """The delta that ends it from outside: the text that was held back."""
-        out = CompletionOutput(self.index, finish_reason="abort")
-        if self._detokenizer is not None and self._stops.found is None:
+    def end(self, reason: FinishReason) -> CompletionOutput:
+        """The delta that ends it from outside: with "abort" the text that was held back."""
+        out = CompletionOutput(self.index, finish_reason=reason)
+        aborted = reason == "abort"
+        if aborted and self._detokenizer is not None and self._stops.found is None:
             out.text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         if self.params.logprobs is not None:
             out.logprobs, out.cumulative_logprob = [], self.total
-        self.finish_reason = "abort"
+        self.finish_reason = reason
         return out
 
 
@@ -187,14 +188,21 @@ class OpenRequest:
             if position < len(self.prompt_logprobs):
                 self.prompt_logprobs[position] = position_logprobs(one, self.prompt_tokenizer)
 
-    def abort(self) -> RequestOutput:
-        """The delta that ends it from outside."""
+    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """The delta that ends it from outside.
+
+        Args:
+            reason: "abort" or "error".
+            error: what went wrong.
+        """
         running = [t for t in self.transcripts.values() if t.finish_reason is None]
-        ended = [transcript.abort() for transcript in running]
+        ended = [transcript.end(reason) for transcript in running]
         if not self.transcripts:
-            ended = [CompletionOutput(0, finish_reason="abort")]
+            ended = [CompletionOutput(0, finish_reason=reason)]
         self.closed = True
-        return self.delta(ended)
+        output = self.delta(ended)
+        output.error = error
+        return output
 
     def pooled(self, vector: np.ndarray) -> RequestOutput:
         """The one output of a request for a vector."""

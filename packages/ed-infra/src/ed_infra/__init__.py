@@ -36,6 +36,8 @@ __getattr__, __dir__, __all__ = attach(
         "Options": "ed_infra.options",
         "BaseModelOutput": "ed_infra.outputs",
         "CausalLMOutput": "ed_infra.outputs",
+        "EmbeddingOutput": "ed_infra.outputs",
+        "SequenceClassifierOutput": "ed_infra.outputs",
         "Metric": "ed_infra.outputs",
         "PartitionManager": "ed_infra.partition",
         "get_config": "ed_infra.registry",
@@ -73,7 +75,13 @@ if TYPE_CHECKING:
     from ed_infra.masks import MaskInfo
     from ed_infra.mesh import create_mesh
     from ed_infra.options import Options
-    from ed_infra.outputs import BaseModelOutput, CausalLMOutput, Metric
+    from ed_infra.outputs import (
+        BaseModelOutput,
+        CausalLMOutput,
+        EmbeddingOutput,
+        Metric,
+        SequenceClassifierOutput,
+    )
     from ed_infra.partition import PartitionManager
     from ed_infra.registry import get_config, get_module, register_config, register_module
     from ed_infra.rules import Rules

@@ -275,7 +275,7 @@ class EasyDeLBaseConfig(StoredConfig):
         cache = self.kv_cache_sharding_sequence_axis_name
         if cache != FIELDS["kv_cache_sharding_sequence_axis_name"].default:
             axis = dataclasses.replace(axis, decode_key_sequence_axis=cache)
-        return PartitionManager(axis)
+        return PartitionManager(axis, tuple(guide.expert_axes(self, axis)))
 
     def get_partition_rules(
         self, fully_sharded: bool = True

@@ -62,6 +62,7 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     moe_force_xla_gmm: bool
     router_z_loss_coef: float
     router_bias_rate: float
+    expert_capacity_factor: float | None
     use_expert_tensor_mode: bool
     use_ring_of_experts: bool
     fsdp_is_ep_bound: bool

@@ -29,7 +29,7 @@ from ed_infra.enums import (
     EasyDeLPlatforms,
 )
 from ed_infra.errors import ConfigError, MeshError, did_you_mean, unknown_name
-from ed_infra.options import Count, Fraction, NotNegative, NumbersAreNumbers
+from ed_infra.options import Count, Fraction, NotNegative, NumbersAreNumbers, Positive
 from ed_infra.specs import (
     KV_CACHE_FORMATS,
     OPERATION_FIELD_ALIASES,
@@ -153,12 +153,15 @@ class ExecutionFields:
         0.0, "factor on the mean square of the log of routers' normalisers, a loss of training"
     )
     router_bias_rate: NotNegative = option(
-        1e-3, "step of the selection bias of routers that have one; 0 = training leaves it alone"
+        1e-3, "step of the selection bias of routers that learn and have one; 0 = it stays"
     )
-    use_expert_tensor_mode: bool = option(False, "split experts over tp as well as over ep")
+    expert_capacity_factor: Positive | None = option(
+        None, "tokens that an expert takes of a row in training, over an equal share; None = all"
+    )
+    use_expert_tensor_mode: bool = option(False, "split experts over tp too, and not their parts")
     use_ring_of_experts: bool = option(False, "send tokens round the experts in a ring")
-    fsdp_is_ep_bound: bool = option(True, "fold fsdp into the expert axis of the expert mesh")
-    sp_is_ep_bound: bool = option(True, "fold sp into the expert axis of the expert mesh")
+    fsdp_is_ep_bound: bool = option(True, "split experts over fsdp too, where their number divides")
+    sp_is_ep_bound: bool = option(True, "split experts over sp too, where their number divides")
 
     hardware_abstraction: bool = option(False, "use this project's own kernels where they exist")
     pallas_m_block_size: Count = option(128, "M block of Pallas matrix products")
@@ -206,15 +209,9 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
         "bits",
         "hardware_abstraction",
-        "moe_tiling_size_batch",
-        "moe_tiling_size_dim",
-        "moe_tiling_size_seqlen",
-        "pallas_k_block_size",
-        "pallas_m_block_size",
-        "pallas_n_block_size",
+        *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
+        *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
         "quantization_config",
-        "use_expert_tensor_mode",
-        "use_ring_of_experts",
     }
 )
 

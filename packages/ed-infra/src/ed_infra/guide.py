@@ -1,8 +1,8 @@
 """Methods of `EasyDeLBaseConfig` that only users of EasyDeL's guide call; no package does.
 
 `ed_infra.config` binds each function as a method or property; `Guided` lists what they read of
-the configuration. Rotary tables, masks and expert meshes of the models themselves are made where
-they are used.
+the configuration. Rotary tables and masks of the models themselves are made where they are used;
+`expert_axes` is what models and `expert_mesh` share.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Guided(Protocol):
     backend: str | None
     fsdp_is_ep_bound: bool
     sp_is_ep_bound: bool
+    use_expert_tensor_mode: bool
     precompute_masks: bool
     mask_max_position_embeddings: int | None
     freq_max_position_embeddings: int | None
@@ -144,6 +145,16 @@ def create_mesh(
         should_sort_granules_by_key=should_sort_granules_by_key,
         allow_split_physical_axes=allow_split_physical_axes,
     )
+
+
+def expert_axes(self: Guided, axes: PartitionAxis) -> list[str]:
+    """Return the mesh axes over which experts are split besides `expert_axis`."""
+    bound = {
+        axes.fully_sharded_data_parallel_axis: self.fsdp_is_ep_bound,
+        axes.sequence_parallel_axis: self.sp_is_ep_bound,
+        axes.tensor_parallel_axis: self.use_expert_tensor_mode,
+    }
+    return [name for name, is_bound in bound.items() if is_bound]
 
 
 def expert_mesh(self: Guided, kind: AxisType = AxisType.Explicit) -> Mesh:

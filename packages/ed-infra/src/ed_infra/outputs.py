@@ -1,6 +1,6 @@
 """What a forward pass returns: immutable pytrees that go through `jax.jit`, `scan` and `grad`.
 
-Shapes: `b` batch, `s` sequence, `d` hidden, `v` vocab, `n` selected positions.
+Shapes: `b` batch, `s` sequence, `d` hidden, `v` vocab, `n` selected positions, `c` labels.
 """
 
 from __future__ import annotations
@@ -159,3 +159,47 @@ class CausalLMOutput(_Replaceable):
     aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
     updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
+
+
+@_pytree
+class SequenceClassifierOutput(_Replaceable):
+    """Output of a model that classifies or scores whole sequences.
+
+    Attributes:
+        logits: float32 [b, c], at the last token of each row.
+        last_hidden_state: [b, s, d], after the last norm.
+        past_key_values: the cache after this call, or None.
+        hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
+        losses: what the layers add to the training loss, by name, summed over layers.
+        aux: statistics of the layers by name, summed over layers (a mean, once divided).
+        updates: as in `CausalLMOutput`.
+        loss: scalar, where the call was given labels.
+    """
+
+    logits: jax.Array
+    last_hidden_state: jax.Array | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    loss: jax.Array | None = None
+
+
+@_pytree
+class EmbeddingOutput(_Replaceable):
+    """Output of a model that turns sequences into vectors.
+
+    Attributes:
+        embeddings: float32 [b, d], pooled over each row.
+        last_hidden_state: [b, s, d], after the last norm.
+        losses: what the layers add to the training loss, by name, summed over layers.
+        aux: statistics of the layers by name, summed over layers (a mean, once divided).
+        updates: as in `CausalLMOutput`.
+    """
+
+    embeddings: jax.Array
+    last_hidden_state: jax.Array | None = None
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

@@ -23,17 +23,48 @@ __all__ = ["ACTIVATION_AXES", "PARAM_AXES", "PartitionAxis", "PartitionManager",
 
 @dataclasses.dataclass(frozen=True)
 class PartitionManager:
-    """Resolves names of axes into `PartitionSpec`s by one `PartitionAxis`."""
+    """Resolves names of axes into `PartitionSpec`s by one `PartitionAxis`.
+
+    Attributes:
+        axis: over which mesh axes each kind of dimension is split.
+        expert_axes: mesh axes over which experts are split besides `axis.expert_axis`, in this
+            order and as far as their number divides; what they leave is free for the dimensions of
+            an expert.
+    """
 
     axis: PartitionAxis = dataclasses.field(default_factory=PartitionAxis)
+    expert_axes: tuple[str, ...] = ()
 
-    def param(self, axes: Sequence[str | None]) -> PartitionSpec:
+    def param(
+        self,
+        axes: Sequence[str | None],
+        shape: Sequence[int] | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+    ) -> PartitionSpec:
         """Return the spec of a parameter from its logical axes (keys of `PARAM_AXES`).
+
+        Args:
+            axes: of one layer.
+            shape, mesh: of one layer, and where it goes; without them no more than
+                `axis.expert_axis` splits experts. No other dimension is checked against its size.
 
         Raises:
             ConfigError: an axis is not known.
         """
-        return PartitionSpec(*_distinct([self._look_up(a, PARAM_AXES, "parameter") for a in axes]))
+        places = [self._look_up(a, PARAM_AXES, "parameter") for a in axes]
+        if shape is not None and mesh is not None and "expert" in axes:
+            at = list(axes).index("expert")
+            places[at] = self._experts(split(places[at]), shape[at], mesh)
+        return PartitionSpec(*_distinct(places))
+
+    def _experts(self, names: tuple[str, ...], experts: int, mesh: Mesh | AbstractMesh) -> MeshAxes:
+        """The mesh axes over which that many experts are split, in the order of the mesh."""
+        chosen = [name for name in names if name in mesh.shape]
+        for name in self.expert_axes:
+            ways = math.prod(mesh.shape[axis] for axis in (*chosen, name) if axis in mesh.shape)
+            if name not in chosen and name in mesh.shape and experts % ways == 0:
+                chosen.append(name)
+        return tuple(sorted(chosen, key=mesh.axis_names.index))
 
     def resolve(
         self,

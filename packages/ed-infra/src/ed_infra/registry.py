@@ -8,8 +8,9 @@ So a package adds a family by declaring an entry point.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -167,14 +168,31 @@ def get_module_registration(task_type: TaskType | str, model_type: str) -> Modul
     task = canonical_task(task_type)
     if (task, model_type) not in _modules:
         _load(model_type)
+    if (task, model_type) not in _modules:
+        _derive(task, model_type)
     if (task, model_type) in _modules:
         return _modules[task, model_type]
-    tasks = sorted(t.value for t, name in _modules if name == model_type)
+    tasks = sorted(t.value for t in tasks_of(model_type))
     if tasks:
         raise RegistryError(
             f"model type {model_type!r} has no {task.value} module (it has: {', '.join(tasks)})"
         )
     raise _unknown(model_type)
+
+
+def _derivable(module: type) -> Mapping[TaskType, Callable[[type], type]]:
+    """Tasks that follow from a module class, and how each is made: its attribute `DERIVED`."""
+    return getattr(module, "DERIVED", {})
+
+
+def _derive(task: TaskType, model_type: str) -> None:
+    """Make and register the module of a task that follows from another one of the model type."""
+    for (_, name), of in list(_modules.items()):
+        if name == model_type and task in _derivable(of.module):
+            made = _derivable(of.module)[task](of.module)
+            names = of.embedding_layer_names, of.layernorm_names
+            register_module(task, of.config, model_type, *names)(made)
+            return
 
 
 def get_module(task_type: TaskType | str, model_type: str) -> Any:
@@ -183,9 +201,11 @@ def get_module(task_type: TaskType | str, model_type: str) -> Any:
 
 
 def tasks_of(model_type: str) -> list[TaskType]:
-    """Return the tasks that a model type has modules for."""
+    """Return the tasks that a model type has modules for: registered ones, then derived ones."""
     _load(model_type)
-    return [task for task, name in _modules if name == model_type]
+    registered = {task: r.module for (task, name), r in _modules.items() if name == model_type}
+    derived = [task for module in registered.values() for task in _derivable(module)]
+    return list(dict.fromkeys([*registered, *derived]))
 
 
 def partition_rules(
@@ -206,8 +226,11 @@ def partition_rules(
 
 def _unknown(model_type: str) -> RegistryError:
     known = model_types()
+    near = difflib.get_close_matches(model_type.lower(), known, n=4, cutoff=0.5)
+    also = f" (near it: {', '.join(near)})" if len(near) > 1 else ""
     return RegistryError(
-        f"unknown model type {model_type!r}{did_you_mean(model_type, known)} "
+        f"unknown model type {model_type!r}{did_you_mean(model_type, known)}{also} "
         f"(known: {', '.join(known) or 'none: is ed-models installed?'}). "
-        f"A package adds one by an entry point of group {GROUP!r}"
+        f"Nothing remote is run to learn one: docs/adding_models.md says how a package adds a "
+        f"family, by an entry point of group {GROUP!r}"
     )

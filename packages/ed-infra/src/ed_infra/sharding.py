@@ -108,7 +108,7 @@ def specs(
     flat = []
     for path, variable in _leaves(state):
         shape = tuple(getattr(_array(variable), "shape", ()))
-        spec = _layer_spec(path, variable, rules, manager)
+        spec = _layer_spec(path, variable, rules, manager, place)
         if len(spec) and paths.is_stacked(path):
             spec = PartitionSpec(None, *spec)
         name = paths.canonical(path)[0]
@@ -155,7 +155,7 @@ def partition_rules(
     omitted = None if fully_sharded else manager.axis.fully_sharded_data_parallel_axis
     rules: dict[str, PartitionSpec] = {}
     for path, variable in _leaves(state):
-        spec = _without(omitted, _layer_spec(path, variable, matcher, manager))
+        spec = _without(omitted, _layer_spec(path, variable, matcher, manager, place))
         for name in paths.canonical(path):
             pattern = "^" + re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) + "$"
             if rules.setdefault(pattern, spec) != spec:
@@ -326,14 +326,21 @@ def _settings(
 
 
 def _layer_spec(
-    path: Path, variable: Any, rules: Rules[PartitionSpec], manager: PartitionManager
+    path: Path,
+    variable: Any,
+    rules: Rules[PartitionSpec],
+    manager: PartitionManager,
+    mesh: Mesh | AbstractMesh,
 ) -> PartitionSpec:
     """Return the spec of one layer's parameter: of its rule, else of its logical axes."""
     spec = rules.at(path)
     if spec is not None:
         return spec
     axes = _axes(variable)
-    return manager.param(axes) if axes is not None else PartitionSpec()
+    if axes is None:
+        return PartitionSpec()
+    shape = tuple(_array(variable).shape)
+    return manager.param(axes, shape[1:] if paths.is_stacked(path) else shape, mesh)
 
 
 def _without(axis: str | None, spec: PartitionSpec) -> PartitionSpec:

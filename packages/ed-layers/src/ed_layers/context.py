@@ -1,6 +1,6 @@
 """What a layer is told about the batch besides its activations.
 
-Legend: b batch, s query length, r rotary dimension.
+Legend: b batch, s query length, r rotary dimension, L layers, p numbers for one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL_LAYERS = "default"
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key"],
+    data_fields=["position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key", "per_layer"],
     meta_fields=["mode", "config"],
 )
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Ctx:
         ragged: the flat batch of a serving step; None otherwise.
         adapter_ids: LoRA adapter of each token, [b, s]; None where no adapter is served.
         key: dropout key; None means deterministic.
+        per_layer: what each layer is told of the tokens besides the stream, [b, s, L, p] (Gemma 4).
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's, for the placement of activations (static).
     """
@@ -55,6 +56,7 @@ class Ctx:
     ragged: RaggedBatch | None = None
     adapter_ids: Int[Array, "b s"] | None = None
     key: jax.Array | None = None
+    per_layer: Float[Array, "b s L p"] | None = None
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
 

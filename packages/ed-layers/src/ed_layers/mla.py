@@ -18,11 +18,13 @@ from jaxtyping import Array, Float
 
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import LayerCacheSpec
+from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
-from ed_layers.linear import Product
+from ed_layers.linear import Linear, Product
 from ed_layers.parts import Parts
 from ed_layers.rotary import apply_rotary
+from ed_layers.sparse_index import Chosen, Indexer, Places, attend_to_places
 
 
 class LatentAttention(nnx.Module):
@@ -51,6 +53,7 @@ class LatentAttention(nnx.Module):
         scaled: queries are multiplied by `(d / a) ** 0.5` and latents by `(d / l) ** 0.5`
             (LongCat-Flash).
         group: of the cache; a layer with two attentions gives each its own.
+        indexer: chooses the keys that a query sees (DeepSeek-V3.2).
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class LatentAttention(nnx.Module):
         norm_eps: float = 1e-6,
         scaled: bool = False,
         group: str = "full",
+        indexer: Indexer | None = None,
     ):
         config = parts.config
         d, h, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
@@ -81,28 +85,35 @@ class LatentAttention(nnx.Module):
         self.interleaved = interleaved
         self.q_scale = math.sqrt(d / q_rank) if scaled else 1.0
         self.kv_scale = math.sqrt(d / rank) if scaled else 1.0
-        self.scale = (plain + turned) ** -0.5 * yarn_factor(
-            getattr(config, "rope_parameters", None) or {}
-        )
+        rope_parameters = getattr(config, "rope_parameters", None) or {}
+        self.scale = (plain + turned) ** -0.5 * yarn_factor(rope_parameters)
+        used = {"value_dim": v != plain + turned, "bias": indexer is not None}
         self.mechanism = Mechanism.resolve(
             config,
-            features=frozenset({"value_dim"} if v != plain + turned else ()),
+            features=frozenset(name for name, value in used.items() if value),
             dropout=config.attention_dropout,
         )
-        self.cache_spec = LayerCacheSpec(
-            1, rank + turned, value_dim=rank, group=group, values_in_keys=True
-        )
+        spec = LayerCacheSpec(1, rank + turned, value_dim=rank, group=group, values_in_keys=True)
+        self.latent_spec = spec
+        self.cache_spec: LayerSpecs = spec
+        if indexer is not None:
+            self.indexer = indexer
+            self.cache_spec = (spec, indexer.cache_spec)
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Attend; returns what is added to the stream, and the cache."""
         x = ctx.named(x, "normed_input")
-        q, latents = self.queries(self.compressed(x, ctx), ctx), self.latents(x, ctx)
+        compressed = self.compressed(x, ctx)
+        q, latents = self.queries(compressed, ctx), self.latents(x, ctx)
+        chosen: Chosen = None
+        if hasattr(self, "indexer"):
+            chosen, cache = self.indexer(x, compressed, ctx, cache, layer)
         if cache is None:
-            out = self.expanded(q, latents, ctx)
+            out = self.expanded(q, latents, ctx, chosen)
         else:
-            out, cache = self.absorbed(q, latents, ctx, cache, layer)
+            out, cache = self.absorbed(q, latents, ctx, chosen, cache, layer)
         out = ctx.named(out, "attn_output")
         return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
 
@@ -131,7 +142,11 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([still, turning], axis=-1)
 
     def expanded(
-        self, q: Float[Array, "b s h n+p"], latents: Float[Array, "b s 1 l+p"], ctx: Ctx
+        self,
+        q: Float[Array, "b s h n+p"],
+        latents: Float[Array, "b s 1 l+p"],
+        ctx: Ctx,
+        chosen: Chosen,
     ) -> Float[Array, "b s h v"]:
         """Attention to the keys and values of all heads."""
         latent, turned = jnp.split(latents[:, :, 0], [self.rank], axis=-1)
@@ -140,13 +155,14 @@ class LatentAttention(nnx.Module):
         k, v = ctx.named(k, "attn_key"), ctx.named(v, "attn_value")
         turned = jnp.broadcast_to(turned[:, :, None], (*k.shape[:-1], self.turned))
         k = jnp.concatenate([k, turned], axis=-1)
-        return self.attend(q, k, v, ctx, None, 0)[0]
+        return self.attend(q, k, v, ctx, chosen, None, 0)[0]
 
     def absorbed(
         self,
         q: Float[Array, "b s h n+p"],
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
+        chosen: Chosen,
         cache: Any,
         layer: Layer,
     ) -> tuple[Float[Array, "b s h v"], Any]:
@@ -156,20 +172,35 @@ class LatentAttention(nnx.Module):
         plain, turned = jnp.split(q, [self.plain], axis=-1)
         plain = jnp.einsum("bshn,lhn->bshl", plain, of_keys, precision=precision)
         q = jnp.concatenate([plain, turned], axis=-1)
-        out, cache = self.attend(q, latents, latents[..., : self.rank], ctx, cache, layer)
+        if isinstance(chosen, Places) and ctx.ragged is not None:
+            kv = latents, None
+            cache, pages = cache.update(layer, kv, ragged=ctx.ragged, group=self.latent_spec.group)
+            out = attend_to_places(q[0], chosen, pages, ctx.ragged, self.scale)[None]
+        else:
+            values = latents[..., : self.rank]
+            out, cache = self.attend(q, latents, values, ctx, chosen, cache, layer)
         return jnp.einsum("bshl,lhv->bshv", out, of_values, precision=precision), cache
 
     def expansion(self, dtype: Any) -> Float[Array, "l h n+v"]:
-        """The matrix of `kv_b_proj` by heads."""
-        weight = self.kv_b_proj.weight
-        if isinstance(weight, Product):
-            weight = weight.product(jnp.eye(self.rank, dtype=dtype))
+        """The matrix of `kv_b_proj` by heads; of a layer that took its place (quantized, with an
+        adapter) what it makes of the unit vectors."""
+        layer, weight = self.kv_b_proj, self.kv_b_proj.weight
+        if type(layer) is not Linear or isinstance(weight, Product):
+            weight = layer(jnp.eye(self.rank, dtype=dtype)[None])[0]
         return weight.astype(dtype).reshape(self.rank, self.heads, -1)
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Ctx, cache: Any, layer: Layer
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        ctx: Ctx,
+        chosen: Chosen,
+        cache: Any,
+        layer: Layer,
     ) -> tuple[jax.Array, Any]:
         """`ed_layers.attention.attend` as this layer calls it."""
+        assert not isinstance(chosen, Places), "places are in pages, which `absorbed` reads"
         return attend(
             q,
             k,
@@ -178,8 +209,9 @@ class LatentAttention(nnx.Module):
             cache=cache,
             layer=layer,
             ragged=ctx.ragged,
-            group=self.cache_spec.group,
+            group=self.latent_spec.group,
             scale=self.scale,
+            bias=chosen,
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )

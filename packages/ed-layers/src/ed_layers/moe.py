@@ -5,6 +5,7 @@ Legend: b batch, s sequence, d hidden, e experts, k experts of a token, g groups
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from ed_layers.updated import Updated
 
 #: Metrics that layers report for the loss of `balance`; vectors [e], no figures of a log.
 LOAD, PROBABILITY = "router_load", "router_probability"
+#: Metric: which part of the visits of tokens to experts was over the experts' capacity.
+DROPPED = "router_dropped"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,12 @@ class Router(nnx.Module):
     - `losses["router_z"]`: mean square of `logsumexp(logits)` (Zoph et al. 2022), times
       `router_z_loss_coef` of the configuration;
     - for `balance`: how many tokens chose each expert, and the sum of its probabilities;
-    - `updates`: tokens of each expert, for the selection bias.
+    - `updates`: tokens of each expert, for the selection bias;
+    - with `expert_capacity_factor`, `metrics["router_dropped"]`: the share of visits beyond it.
+
+    With `expert_capacity_factor` of the configuration, in training, an expert takes
+    `ceil(factor * s * k / e)` tokens of a row, the first ones that choose it (Lepikhin et al. 2020,
+    whose groups are rows here: so the result depends on no other row, and on no mesh).
 
     Args:
         parts: says initialisation and dtype of the parameters.
@@ -88,6 +96,7 @@ class Router(nnx.Module):
         self.per_token, self.score, self.normalize, self.scale = per_token, score, normalize, scale
         self.groups, self.groups_chosen, self.group_score = groups, groups_chosen, group_score
         self.z_loss: float = config.router_z_loss_coef
+        self.capacity_factor: float | None = config.expert_capacity_factor
         self.balanced = getattr(config, "output_router_logits", False)
 
     def __call__(
@@ -105,6 +114,8 @@ class Router(nnx.Module):
         if ctx.mode == "train":
             counted = jnp.ones(x.shape[:2], bool) if real is None else real
             report = self.report(logits, chosen, counted)
+            if self.capacity_factor is not None:
+                chosen, report.metrics[DROPPED] = self.admitted(chosen, counted, logits.shape[-1])
         if real is not None:
             chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
         return chosen, weights, report
@@ -144,6 +155,20 @@ class Router(nnx.Module):
         best = jax.lax.top_k(of_group, self.groups_chosen)[1]
         kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
         return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def admitted(
+        self, chosen: Int[Array, "b s k"], real: Bool[Array, "b s"], experts: int
+    ) -> tuple[Int[Array, "b s k"], Metric]:
+        """The choices within the capacity of the experts, e for others; and the share of those."""
+        assert self.capacity_factor is not None
+        share = chosen.shape[1] * self.per_token / experts
+        visits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.int32), axis=2)
+        before = jnp.cumsum(visits * real[..., None], axis=1)
+        place = jnp.take_along_axis(before, chosen, axis=-1)
+        dropped = (place > math.ceil(self.capacity_factor * share)) & real[..., None]
+        count = jnp.sum(real, dtype=jnp.float32) * self.per_token
+        metric = Metric(jnp.sum(dropped, dtype=jnp.float32), count)
+        return jnp.where(dropped, experts, chosen), metric
 
     def report(
         self, logits: Float[Array, "b s e"], chosen: Int[Array, "b s k"], real: Bool[Array, "b s"]

@@ -34,6 +34,8 @@ class Parts:
         dtype: what activations are computed in.
         param_dtype: what parameters are stored in.
         precision: of matrix products; None = the backend's default.
+        norm_of_family: makes the norm that a family has everywhere, from the shape of its weights;
+            None = `norm`.
     """
 
     config: Any  # a family reads its own architecture fields from it
@@ -41,6 +43,7 @@ class Parts:
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     precision: jax.lax.PrecisionLike = None
+    norm_of_family: Callable[..., nnx.Module] | None = None
 
     @property
     def initializer(self) -> Initializer:
@@ -69,6 +72,10 @@ class Parts:
         """
         eps = self.config.rms_norm_eps if eps is None else eps
         return RMSNorm(features, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
+
+    def own_norm(self, *shape: int) -> nnx.Module:
+        """The family's norm, of the stream or of heads."""
+        return (self.norm_of_family or self.norm)(*shape)
 
     def layer_norm(self, *shape: int, eps: float, **form: Any) -> LayerNorm:
         """Layer norm; `form` are `weight`, `bias` and `offset` of `LayerNorm`."""

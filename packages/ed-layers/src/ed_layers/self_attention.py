@@ -25,10 +25,9 @@ from ed_layers.rotary import apply_rotary
 class SelfAttention(nnx.Module):
     """Grouped-query self-attention; Hugging Face's names: `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
-    Sizes come from the configuration: `num_attention_heads`, `num_key_value_heads`, `head_dim`.
-
     Args:
         parts: makes the projections.
+        kv_heads, head_dim: g and k; None = the configuration's `num_key_value_heads`, `head_dim`.
         bias: of the projections of queries, keys and values.
         out_bias: of the output projection; None = as `bias`.
         qk_norm: makes the norm of queries and that of keys (`q_norm`, `k_norm`) from the shape of
@@ -54,6 +53,8 @@ class SelfAttention(nnx.Module):
         self,
         parts: Parts,
         *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
         qk_norm: Callable[..., nnx.Module] | None = None,
@@ -71,8 +72,8 @@ class SelfAttention(nnx.Module):
         gated: bool = False,
     ):
         config = parts.config
-        d, h, g = config.hidden_size, config.num_attention_heads, kv_heads_of(config)
-        self.head_dim = k = getattr(config, "head_dim", None) or d // h
+        d, h, g = config.hidden_size, config.num_attention_heads, kv_heads or kv_heads_of(config)
+        self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
         self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
@@ -99,6 +100,7 @@ class SelfAttention(nnx.Module):
             dropout=getattr(config, "attention_dropout", 0.0),
         )
         self.cache_spec = LayerCacheSpec(g, k, window=window)
+        self.group = self.cache_spec.group
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
@@ -108,10 +110,27 @@ class SelfAttention(nnx.Module):
         q, k, v = self.projected(x, ctx)
         if self.rope is not None:
             turn = ctx.rope[self.rope]
-            q, k = (apply_rotary(y, turn, interleaved=self.interleaved) for y in (q, k))
+            q = apply_rotary(q, turn, interleaved=self.interleaved)
+            k = k if k is None else apply_rotary(k, turn, interleaved=self.interleaved)
         if self.normed is not None and self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, cache = attend(
+        out, cache = self.attended(q, k, v, ctx, cache, layer)
+        if self.gated:
+            out = out * jax.nn.sigmoid(self.g_proj(x, ctx)).reshape(out.shape)
+        out = ctx.named(out, "attn_output")
+        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+
+    def attended(
+        self,
+        q: Float[Array, "b s h k"],
+        k: Float[Array, "b s g k"] | None,
+        v: Float[Array, "b s g k"] | None,
+        ctx: Ctx,
+        cache: Any,
+        layer: Layer,
+    ) -> tuple[Float[Array, "b s h k"], Any]:
+        """The weighted sums of values, and the cache."""
+        return attend(
             q,
             k,
             v,
@@ -119,7 +138,7 @@ class SelfAttention(nnx.Module):
             cache=cache,
             layer=layer,
             ragged=ctx.ragged,
-            group=self.cache_spec.group,
+            group=self.group,
             window=self.window,
             chunk=self.chunk,
             soft_cap=self.soft_cap,
@@ -129,10 +148,6 @@ class SelfAttention(nnx.Module):
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )
-        if self.gated:
-            out = out * jax.nn.sigmoid(self.g_proj(x, ctx)).reshape(out.shape)
-        out = ctx.named(out, "attn_output")
-        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
 
     def projected(
         self, x: Float[Array, "b s d"], ctx: Ctx

@@ -110,9 +110,8 @@ class Stack(nnx.Module):
         hidden: list[jax.Array] = []
         reports: list[Report] = []
         apply = partial(apply_layer, ctx=ctx)
-        training = cache is None and ctx.mode == "train"
-        remat = self.remat if training else Remat()
-        remat.check(self.names(apply, x))
+        remat = self.remat if ctx.mode == "train" else Remat()
+        remat.check(self.names(apply, x, cache))
 
         def alone(static: Static, state: Any, x: jax.Array, cache: Any):
             hidden.append(x)
@@ -155,17 +154,22 @@ class Stack(nnx.Module):
         for run in self.runs if self.layout == "stacked" else ():
             yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
 
-    def names(self, apply: Callable[..., Any], x: jax.Array) -> Iterator[set[str]]:
+    def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
         """Names that `ed_layers.named` gives in each kind of layer; a kind is traced when asked."""
+        trace = jax.make_jaxpr(apply, return_shape=True)
+        for layer, graphdef, state in self.kinds():
+            jaxpr, (_, cache, _) = trace(Static(graphdef, layer), state, x, cache)
+            yield names_in(jaxpr)
+
+    def kinds(self) -> Iterator[tuple[int, nnx.GraphDef, nnx.State]]:
+        """The first layer of each kind, in order: its number, and what it is made of, in shapes."""
         if self.layout == "leaves":
             for i in range(self.num_layers):
-                graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
-                yield names_in(jax.make_jaxpr(apply)(Static(graphdef, i), state, x, None))
+                yield i, *nnx.split(getattr(self, f"layer_{i}"))
         for run, units in self.stored():
             for slot, (graphdef, state) in enumerate(units):
-                state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state)
-                static = Static(graphdef, run.start + slot)
-                yield names_in(jax.make_jaxpr(apply)(static, state, x, None))
+                shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state)
+                yield run.start + slot, graphdef, shapes
 
     def to_layout(self, layout: Layout) -> None:
         """Change the storage in place: separate leaves for a CPU engine, stacks for training."""

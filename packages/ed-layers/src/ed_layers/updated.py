@@ -29,12 +29,17 @@ def storage_name(path: tuple[Any, ...]) -> str:
     return "/".join(str(part) for part in paths.normalize(path))
 
 
-def apply_updates(state: nnx.State, updates: Mapping[str, jax.Array]) -> nnx.State:
+def apply_updates(
+    state: nnx.State, updates: Mapping[str, jax.Array], trained: nnx.State | None = None
+) -> nnx.State:
     """Return the state with each reported variable changed by its rule; traceable.
 
     Args:
         state: the variables of a model, or those of them that are no parameters.
         updates: storage name -> sum over the step, [...] or [layers, ...] of stacked layers.
+        trained: the parameters that learn. A variable of a module none of whose own parameters
+            learns stays as it is: the bias of a frozen router belongs to the router that was
+            loaded, and adapters that are saved alone could not say how it moved. None = all learn.
 
     Raises:
         KeyError: an update names no `Updated` variable of the state.
@@ -42,9 +47,10 @@ def apply_updates(state: nnx.State, updates: Mapping[str, jax.Array]) -> nnx.Sta
     if not updates:
         return state
     flat, left = [], dict(updates)
+    learning = None if trained is None else {path[:-1] for path, _ in nnx.to_flat_state(trained)}
     for path, variable in nnx.to_flat_state(state):
         reported = left.pop(storage_name(path), None)
-        if reported is not None:
+        if reported is not None and (learning is None or path[:-1] in learning):
             rule: Any = variable.get_metadata()["rule"]
             rule = jax.vmap(rule) if paths.is_stacked(path) else rule
             variable = variable.replace(rule(variable.get_value(), reported))

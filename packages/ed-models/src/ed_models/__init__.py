@@ -6,22 +6,32 @@ from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
     from ed_models.auto import AutoEasyDeLConfig as AutoEasyDeLConfig
+    from ed_models.auto import AutoEasyDeLModel as AutoEasyDeLModel
     from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
+    from ed_models.auto import AutoEasyDeLModelForEmbedding as AutoEasyDeLModelForEmbedding
+    from ed_models.auto import AutoEasyDeLModelForReward as AutoEasyDeLModelForReward
+    from ed_models.auto import (
+        AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
+    )
     from ed_models.bridge import EasyBridgeMixin as EasyBridgeMixin
     from ed_models.generation import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.generation import GenerateOutput as GenerateOutput
     from ed_models.module import EasyDeLBaseModule as EasyDeLBaseModule
-    from ed_models.sampling import TokenChoice as TokenChoice
+    from ed_models.token_choice import TokenChoice as TokenChoice
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "AutoEasyDeLConfig": "ed_models.auto",
         "AutoEasyDeLModelForCausalLM": "ed_models.auto",
+        "AutoEasyDeLModel": "ed_models.auto",
+        "AutoEasyDeLModelForEmbedding": "ed_models.auto",
+        "AutoEasyDeLModelForReward": "ed_models.auto",
+        "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
         "EasyBridgeMixin": "ed_models.bridge",
         "EasyDeLBaseModule": "ed_models.module",
         "EasyGenerationMixin": "ed_models.generation",
         "GenerateOutput": "ed_models.generation",
-        "TokenChoice": "ed_models.sampling",
+        "TokenChoice": "ed_models.token_choice",
     },
 )

@@ -10,16 +10,21 @@ import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.errors import ConfigError
+from ed_infra.errors import CheckpointError, ConfigError
 from flax import nnx
 from jax.typing import DTypeLike
 
 from ed_models import hub
+from ed_models.checkpoint_checks import task_of
+from ed_models.classification import SequenceClassifier
+from ed_models.embedding import Embedder
 from ed_models.heads import CausalLM
 from ed_models.loading import float_dtype
 from ed_models.module import EasyDeLBaseModule
+from ed_models.pooling import Pooling
 
 ModelT = TypeVar("ModelT", bound=EasyDeLBaseModule)
+_OF_HUB = frozenset(hub.HubOptions.__annotations__)
 
 
 class AutoEasyDeLConfig:
@@ -45,9 +50,8 @@ class AutoEasyDeLConfig:
             CheckpointError: no readable config.json.
             RegistryError: nobody has registered its model type.
         """
-        of_hub = hub.HubOptions.__annotations__
-        changes = {name: value for name, value in options.items() if name not in of_hub}
-        where = {name: value for name, value in options.items() if name in of_hub}
+        changes = {name: value for name, value in options.items() if name not in _OF_HUB}
+        where = {name: value for name, value in options.items() if name in _OF_HUB}
         directory = hub.resolve(name_or_path, weights=False, **where)
         return hub.read_config(directory, **changes)
 
@@ -119,3 +123,101 @@ class AutoEasyDeLModelForCausalLM(_AutoModel[CausalLM]):
     """Decoder language models."""
 
     task = TaskType.CAUSAL_LM
+
+
+class AutoEasyDeLModel(_AutoModel[EasyDeLBaseModule]):
+    """Bodies without a head: tokens to hidden states."""
+
+    task = TaskType.BASE_MODULE
+
+
+class AutoEasyDeLModelForSequenceClassification(_AutoModel[SequenceClassifier]):
+    """Bodies with a head that classifies whole sequences; `num_labels` is the configuration's."""
+
+    task = TaskType.SEQUENCE_CLASSIFICATION
+
+
+class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
+    """Reward models: classifiers with one label, whose logit [b, 1] is the reward.
+
+    A checkpoint of another task gets a head of one label; a classifier with several labels is
+    refused.
+    """
+
+    task = TaskType.SEQUENCE_CLASSIFICATION
+
+    @classmethod
+    def from_config(
+        cls, config: EasyDeLBaseConfig, *args: Any, **options: Any
+    ) -> SequenceClassifier:
+        """Make a reward model with random parameters; arguments as for other tasks."""
+        if isinstance(config, EasyDeLBaseConfig):
+            config = config.replace(num_labels=1)
+        return super().from_config(config, *args, **options)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> SequenceClassifier:
+        """Load a directory or a hub repository; options: see `ed_models.hub.from_pretrained`."""
+        where = {name: options[name] for name in _OF_HUB if name in options}
+        directory = hub.resolve(name_or_path, weights=False, **where)
+        if task_of(directory) == cls.task:
+            labels = hub.read_config(directory).num_labels
+            if labels != 1:
+                raise CheckpointError(
+                    f"{directory} is a classifier with {labels} labels; a reward model has one "
+                    "(AutoEasyDeLModelForSequenceClassification loads it)"
+                )
+        changes = {**(options.pop("config_kwargs", None) or {}), "num_labels": 1}
+        return super().from_pretrained(name_or_path, config_kwargs=changes, **options)
+
+
+class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
+    """Bodies that turn whole sequences into vectors, as sentence-transformers does."""
+
+    task = TaskType.EMBEDDING
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EasyDeLBaseConfig,
+        *args: Any,
+        pooling_mode: str = "mean",
+        normalize: bool = False,
+        **options: Any,
+    ) -> Embedder:
+        """Make an embedding model with random parameters.
+
+        Args:
+            config, args, options: as for other tasks.
+            pooling_mode, normalize: see `ed_models.pooling.Pooling`.
+        """
+        pooling = Pooling.of(pooling_mode, normalize)
+        model = super().from_config(config, *args, **options)
+        model.pooling = pooling
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        pooling_mode: str | None = None,
+        normalize: bool | None = None,
+        **options: Any,
+    ) -> Embedder:
+        """Load a directory or a hub repository.
+
+        Args:
+            name_or_path, options: see `ed_models.hub.from_pretrained`.
+            pooling_mode, normalize: instead of what the checkpoint says; where neither says
+                anything, the mean of the tokens, not normalized.
+        """
+        if pooling_mode is not None:
+            Pooling.of(pooling_mode)  # a wrong name is said before anything is loaded
+        model = super().from_pretrained(name_or_path, **options)
+        stored = model.pooling
+        model.pooling = Pooling.of(
+            stored.mode if pooling_mode is None else pooling_mode,
+            stored.normalize if normalize is None else normalize,
+        )
+        return model

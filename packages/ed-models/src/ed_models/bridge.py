@@ -1,24 +1,44 @@
-"""Methods that tie a module to Hugging Face directories and the hub."""
+"""Methods that tie a module to Hugging Face directories, the hub, and torch."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import huggingface_hub
 import jax
+import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
 from jax.typing import DTypeLike
 
-from ed_models import hub
+from ed_models import generation_options, hub
+from ed_models.pieces import Shape
 from ed_models.saving import Tokenizer, save
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: The class of `transformers` that loads what a module of a task saves.
+TORCH_CLASSES: Mapping[TaskType, str] = {
+    TaskType.CAUSAL_LM: "AutoModelForCausalLM",
+    TaskType.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    TaskType.BASE_MODULE: "AutoModel",
+    TaskType.EMBEDDING: "AutoModel",
+}
 
 
 class EasyBridgeMixin:
     """`from_pretrained`, `save_pretrained` and `push_to_hub` of a module that has a config."""
 
     config: EasyDeLBaseConfig
+    #: What config.json calls the class; None = the class's own name.
+    architecture: ClassVar[str | None] = None
     # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
     generation_json: str | None = None
 
@@ -29,6 +49,26 @@ class EasyBridgeMixin:
         `ed_models.hub.from_pretrained` lists the options and errors.
         """
         return hub.from_pretrained(name_or_path, cls, **options)
+
+    @classmethod
+    def read_settings(cls, directory: Path) -> dict[str, object]:
+        """What a module takes from the files beside config.json and the weights: its attributes."""
+        return {"generation_json": generation_options.read_settings(directory)}
+
+    @classmethod
+    def new_tensors(
+        cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
+    ) -> Mapping[str, np.ndarray]:
+        """Values of tensors that a checkpoint of another task cannot hold; none by default."""
+        return {}
+
+    def write_settings(self, directory: Path) -> None:
+        """Write the files beside config.json and the weights."""
+        text = self.generation_json
+        if text is None:
+            tokens = generation_options.special_tokens(self.config)
+            text = json.dumps(tokens, indent=2, sort_keys=True) + "\n"
+        (directory / generation_options.FILE_NAME).write_text(text)
 
     def save_pretrained(
         self,
@@ -43,6 +83,31 @@ class EasyBridgeMixin:
         See `ed_models.saving.save` for the arguments.
         """
         save(self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype)
+
+    def to_torch(self) -> PreTrainedModel:
+        """The same model as a class of `transformers`, on torch's CPU, weights in their dtype.
+
+        Raises:
+            ConfigError: torch is not installed, or `transformers` has no such model.
+        """
+        if find_spec("torch") is None:
+            raise ConfigError(
+                "to_torch needs torch, which is not installed: install it, or write a directory "
+                "with save_pretrained and load that with transformers elsewhere"
+            )
+        import transformers
+
+        task = getattr(type(self), "model_task", None)
+        auto: Any = getattr(transformers, TORCH_CLASSES.get(task, ""), None)  # type: ignore[arg-type]
+        known, model_type = transformers.CONFIG_MAPPING, self.config.model_type
+        if auto is None or model_type not in known or known[model_type] not in auto._model_mapping:
+            raise ConfigError(
+                f"transformers has no {task or 'registered task'} of model type {model_type!r}, so "
+                f"{type(self).__name__} has no counterpart in torch"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return auto.from_pretrained(folder, dtype="auto").eval()
 
     def push_to_hub(
         self,

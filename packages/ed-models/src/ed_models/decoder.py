@@ -5,13 +5,14 @@ Legend: b batch, s sequence, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from ed_infra import rope
-from ed_infra.outputs import BaseModelOutput
+from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.rope import RopeSettings
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
@@ -47,6 +48,7 @@ class Decoder(EasyDeLBaseModule):
     ):
         super().__init__(config, dtype, param_dtype, precision)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
+        parts = replace(parts, norm_of_family=self.norm_of(parts))
         self.embed_tokens = self.embedding(parts)
         self.layers = parts.stack(
             type(self).layer_class, self.depth(config), kinds=self.layer_kinds(config)
@@ -70,9 +72,14 @@ class Decoder(EasyDeLBaseModule):
         return parts.embed(parts.config.vocab_size, parts.config.hidden_size)
 
     @staticmethod
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Makes the family's norm, in its layers and after them, from the shape of its weights."""
+        return parts.norm
+
+    @staticmethod
     def final_norm(parts: Parts) -> nnx.Module:
         """The norm after the last layer."""
-        return parts.norm(parts.config.hidden_size)
+        return parts.own_norm(parts.config.hidden_size)
 
     def add_parts(self, parts: Parts) -> None:
         """What else the body has, such as learned positions: for `enter` and `leave`."""
@@ -80,6 +87,18 @@ class Decoder(EasyDeLBaseModule):
     def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """What is done to the stream before the first layer: a scale, learned positions."""
         return x
+
+    def through(
+        self,
+        x: Float[Array, "b s d"],
+        ctx: Ctx,
+        cache: Any,
+        input_ids: Int[Array, "b s"] | None,
+        *,
+        keep_hidden: bool,
+    ) -> tuple[Float[Array, "b s d"], Any, Report, tuple[jax.Array, ...] | None]:
+        """Run the layers; see `ed_layers.stack.Stack`."""
+        return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
 
     def leave(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What is done to the stream after the last layer."""
@@ -109,8 +128,8 @@ class Decoder(EasyDeLBaseModule):
         ctx, cache = layer_context(
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
         )
-        x, cache, report, hidden = self.layers(
-            self.enter(x, ctx), ctx, cache, keep_hidden=output_hidden_states
+        x, cache, report, hidden = self.through(
+            self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
         )
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
@@ -127,3 +146,10 @@ class Decoder(EasyDeLBaseModule):
     def cache_specs(self) -> list[LayerSpecs]:
         """What each layer keeps in a cache."""
         return self.layers.cache_specs()
+
+
+class ScaledDecoder(Decoder):
+    """A body whose embeddings are multiplied by the root of the hidden size (Gemma)."""
+
+    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

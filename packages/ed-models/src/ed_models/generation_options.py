@@ -2,34 +2,36 @@
 
 For every option the first that says something counts: the call's arguments, the
 `generation_config` of the call, the checkpoint's generation_config.json and config.json (special
-tokens only), the default.
+tokens only), the default. An option is an entry in one of two tables: `PROCESSORS`, of what changes
+logits, and `SETTINGS`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any
 
+import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
-from ed_models.sampling import TokenChoice
+from ed_models.generation_settings import SETTINGS, SPECIAL, Beams, Drafts
+from ed_models.option_values import token_ids
+from ed_models.processors import PROCESSORS
+from ed_models.stop_strings import Decoder, StopStrings
+from ed_models.token_choice import TokenChoice
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 FILE_NAME = "generation_config.json"
 DEFAULT_NEW_TOKENS = 128
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_DRAWING = ("temperature", "top_k", "top_p", "min_p")  # only where tokens are drawn
-_CHOICE = (*_DRAWING, "repetition_penalty")
-_KNOWN = ("max_new_tokens", "max_length", "do_sample", *_CHOICE, *_SPECIAL)
 # Entries of a GenerationConfig that say nothing about which tokens come out here.
-_NEUTRAL = {"transformers_version", "_from_model_config", "use_cache", "return_dict_in_generate"}
+_NEUTRAL = {"transformers_version", "_from_model_config"}
+_KNOWN = (*SETTINGS, *PROCESSORS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class GenerationOptions:
         pad_token_id: fills rows that ended.
         pad_is_known: somebody named the padding token; otherwise it is a stand-in.
         choice: how tokens are chosen.
+        stops: strings that end a row.
+        num_return_sequences: for each prompt.
+        beams: how to search; None = no beams.
+        drafts: how to draft; None = not at all.
+        outputs: what is kept of each step: some of "scores", "logits" and "logprobs".
     """
 
     max_new_tokens: int
@@ -49,6 +56,11 @@ class GenerationOptions:
     pad_token_id: int
     pad_is_known: bool
     choice: TokenChoice
+    stops: StopStrings | None = None
+    num_return_sequences: int = 1
+    beams: Beams | None = None
+    drafts: Drafts | None = None
+    outputs: frozenset[str] = frozenset()
 
     @classmethod
     def resolve(
@@ -59,6 +71,8 @@ class GenerationOptions:
         checkpoint: str | None,
         model_config: EasyDeLBaseConfig,
         prompt_length: int,
+        tokenizer: Decoder | None = None,
+        assisted: bool = False,
     ) -> GenerationOptions:
         """Merge the sources.
 
@@ -66,23 +80,25 @@ class GenerationOptions:
             arguments: of the call; None means that the caller left it out.
             generation_config: with the names of `transformers.GenerationConfig`.
             checkpoint: text of generation_config.json, or None.
-            model_config: gives special tokens where nothing else does.
-            prompt_length: turns a `max_length` into new tokens.
+            model_config: gives special tokens where nothing else does, and the vocabulary's size.
+            prompt_length: turns a `max_length` into new tokens, and a `min_length`.
+            tokenizer: what stop strings need.
+            assisted: there is an assistant model.
 
         Raises:
             ConfigError: an option is unknown, unsupported, out of range or without effect.
         """
         arguments = {name: value for name, value in arguments.items() if value is not None}
+        _refuse_unknown("generate got", arguments)
         options = _entries(generation_config) | arguments
-        do_sample = options.get("do_sample", False)
-        if not isinstance(do_sample, bool):
-            raise ConfigError(f"do_sample is {do_sample!r}; it must be True or False")
-        idle = [name for name in _DRAWING if name in arguments and not do_sample]
-        if idle:
-            raise ConfigError(
-                f"{', '.join(idle)} has no effect while the likeliest token is taken; "
-                "pass do_sample=True, or leave it out"
-            )
+        settings = {
+            name: setting.read(name, options[name])
+            for name, setting in SETTINGS.items()
+            if name in options
+        }
+        on = {n for n, v in settings.items() if isinstance(v, int) and v != SETTINGS[n].off}
+        on |= {"assistant_model"} if assisted else set()
+        do_sample = settings.get("do_sample", False)
         stored = json.loads(checkpoint) if checkpoint else {}
 
         def special(name: str) -> tuple[int, ...]:
@@ -93,28 +109,37 @@ class GenerationOptions:
 
         eos = special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
-        values = {name: options[name] for name in _CHOICE if name in options}
+        stops = None
+        if tokenizer is not None and "stop_strings" not in options:
+            raise ConfigError("tokenizer has no effect without stop_strings; leave it out")
+        if "stop_strings" in options:
+            stops = StopStrings.read("stop_strings", options["stop_strings"], tokenizer)
+        _refuse_idle(arguments, on, ends=bool(eos))
+        new_tokens = _new_tokens(settings, prompt_length)
+        values: dict[str, Any] = {n: options[n] for n in PROCESSORS if n in options}
         values["top_k"] = values.get("top_k") or None  # Hugging Face writes 0 for "no limit"
-        return cls(
-            max_new_tokens=_new_tokens(options, prompt_length),
+        if not eos:
+            values = {n: v for n, v in values.items() if not PROCESSORS[n].needs_end}
+        elif settings.get("min_length", 0) > prompt_length:
+            fewest = settings["min_length"] - prompt_length
+            values["min_new_tokens"] = max(fewest, int(values.get("min_new_tokens") or 0))
+        choice = TokenChoice(do_sample=do_sample, **values)
+        _check_choice(choice, new_tokens, model_config)
+        outputs = frozenset(n for n in ("scores", "logits", "logprobs") if f"output_{n}" in on)
+        resolved = cls(
+            max_new_tokens=new_tokens,
             eos_token_id=eos,
             pad_token_id=[*pad, *eos, 0][0],
             pad_is_known=bool(pad),
-            choice=TokenChoice(do_sample=do_sample, **values),  # type: ignore[arg-type]
+            choice=choice,
+            stops=stops,
+            num_return_sequences=settings.get("num_return_sequences", 1),
+            beams=_beams(settings),
+            drafts=_drafts(settings, assisted),
+            outputs=outputs,
         )
-
-
-def token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Read a special token of a configuration: a token id, several, or None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    ids = tuple(int(token) for token in several if _is_whole(token))
-    if len(ids) < len(several):
-        raise ConfigError(f"{name} is {value!r}; it must be a token id, or several in a list")
-    return ids
+        _refuse_together(resolved)
+        return resolved
 
 
 def read_settings(directory: Path) -> str | None:
@@ -131,7 +156,7 @@ def read_settings(directory: Path) -> str | None:
         settings = json.loads(text)
         if not isinstance(settings, dict):
             raise ConfigError("it is no JSON object")
-        for name in _SPECIAL:
+        for name in SPECIAL:
             token_ids(name, settings.get(name))
     except ValueError as error:
         raise CheckpointError(
@@ -143,7 +168,7 @@ def read_settings(directory: Path) -> str | None:
 
 def special_tokens(model_config: EasyDeLBaseConfig) -> dict[str, object]:
     """The generation_config.json of a model that came without one."""
-    tokens = {name: getattr(model_config, name, None) for name in _SPECIAL}
+    tokens = {name: getattr(model_config, name, None) for name in SPECIAL}
     return {name: value for name, value in tokens.items() if value is not None}
 
 
@@ -162,31 +187,134 @@ def _entries(
             f"{type(generation_config).__name__}"
         )
     entries = {k: v for k, v in entries.items() if v is not None and k not in _NEUTRAL}
-    if entries.get("num_beams") == 1:
-        del entries["num_beams"]
-    for name, value in entries.items():
-        if name not in _KNOWN:
-            raise ConfigError(
-                f"generation_config has {name}={value!r}, which generate does not support"
-                f"{did_you_mean(name, _KNOWN)} (supported: {', '.join(_KNOWN)})"
-            )
+    _refuse_unknown("generation_config has", entries)
     return entries
 
 
-def _new_tokens(options: Mapping[str, object], prompt_length: int) -> int:
-    name = "max_new_tokens" if "max_new_tokens" in options else "max_length"
-    count = options.get(name, prompt_length + DEFAULT_NEW_TOKENS)
-    if not _is_whole(count) or count < 1:
-        raise ConfigError(f"{name} is {count!r}; it must be a whole number of at least 1")
-    if name == "max_new_tokens":
-        return int(count)
+def _refuse_unknown(subject: str, entries: Mapping[str, object]) -> None:
+    for name, value in entries.items():
+        if name not in _KNOWN:
+            raise ConfigError(
+                f"{subject} {name}={value!r}, which generate does not support"
+                f"{did_you_mean(name, _KNOWN)} (supported: {', '.join(sorted(_KNOWN))})"
+            )
+
+
+def _refuse_idle(arguments: Iterable[str], on: set[str], *, ends: bool) -> None:
+    """Refuse arguments without effect; in a configuration they may stand for other calls."""
+    drawing = [n for n in arguments if n in PROCESSORS and PROCESSORS[n].drawing]
+    if drawing and "do_sample" not in on:
+        raise ConfigError(
+            f"{', '.join(drawing)} has no effect while the likeliest token is taken; "
+            "pass do_sample=True, or leave it out"
+        )
+    for name in arguments:
+        needs_end = name == "min_length" or (name in PROCESSORS and PROCESSORS[name].needs_end)
+        if needs_end and not ends:
+            raise ConfigError(
+                f"{name} has no effect on rows that no token ends; give eos_token_id, or leave "
+                "it out"
+            )
+        needs = SETTINGS[name].needs if name in SETTINGS else None
+        if needs is not None and needs not in on:
+            raise ConfigError(f"{name} has no effect without {needs}; give that, or leave it out")
+
+
+def _new_tokens(settings: Mapping[str, Any], prompt_length: int) -> int:
+    if "max_new_tokens" in settings:
+        return settings["max_new_tokens"]
+    count = settings.get("max_length", prompt_length + DEFAULT_NEW_TOKENS)
     if count <= prompt_length:
         raise ConfigError(
             f"max_length={count} counts the prompt, which has {prompt_length} tokens already; "
             "raise it, or give max_new_tokens"
         )
-    return int(count) - prompt_length
+    return count - prompt_length
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfig) -> None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None) or 2**31
+    for name, value in choice.values.items():
+        arrays = jax.tree.leaves(value) if PROCESSORS[name].token_ids else []
+        ids = [x for x in arrays if x.dtype.kind == "i"]
+        largest = max((int(x.max(initial=-1)) for x in ids), default=-1)
+        if largest >= size:
+            raise ConfigError(
+                f"{name} has token {largest}, but the model's vocabulary has {size} tokens; was "
+                "the tokenizer made for another model?"
+            )
+    fewest = choice.min_new_tokens
+    if fewest is not None and fewest > new_tokens:
+        raise ConfigError(
+            f"a row must have at least {fewest} new tokens (min_new_tokens, min_length), but at "
+            f"most {new_tokens} (max_new_tokens, max_length); lower the one or raise the other"
+        )
+    if choice.forced_bos_token_id is not None and choice.begin_suppress_tokens is not None:
+        raise ConfigError(
+            "forced_bos_token_id says what the first token is, so begin_suppress_tokens has no "
+            "effect; leave one of them out"
+        )
+
+
+def _beams(settings: Mapping[str, Any]) -> Beams | None:
+    size, groups = settings.get("num_beams", 1), settings.get("num_beam_groups", 1)
+    if size == 1:
+        return None
+    if size % groups:
+        raise ConfigError(
+            f"num_beams={size} beams do not divide into num_beam_groups={groups}; choose a divisor"
+        )
+    names = ("length_penalty", "early_stopping", "diversity_penalty")
+    return Beams(size, groups, **{n: settings[n] for n in names if n in settings})
+
+
+def _drafts(settings: Mapping[str, Any], assisted: bool) -> Drafts | None:
+    lookup = settings.get("prompt_lookup_num_tokens")
+    if assisted and lookup:
+        raise ConfigError(
+            "assistant_model and prompt_lookup_num_tokens are two ways to draft; choose one"
+        )
+    if lookup:
+        return Drafts(lookup, settings.get("max_matching_ngram_size", 2))
+    return Drafts(settings.get("num_assistant_tokens", 5)) if assisted else None
+
+
+def _refuse_together(options: GenerationOptions) -> None:
+    """Refuse what does not go together."""
+    beams, count = options.beams, options.num_return_sequences
+    sampled = options.choice.do_sample
+    refusals = (
+        (
+            beams is None and not sampled and count > 1,
+            f"num_return_sequences={count} would be {count} times the same row; pass "
+            "do_sample=True or num_beams",
+        ),
+        (
+            beams is not None and count > beams.size,
+            f"num_return_sequences={count} is more than the beams there are; raise num_beams",
+        ),
+        (
+            beams is not None and options.drafts is not None,
+            "beams cannot be drafted; leave out num_beams, or assistant_model and "
+            "prompt_lookup_num_tokens",
+        ),
+        (
+            beams is not None and beams.groups > 1 and sampled,
+            "groups of beams differ by diversity_penalty, not by drawing; leave out do_sample or "
+            "num_beam_groups",
+        ),
+        (
+            beams is not None and "logprobs" in options.outputs,
+            "output_logprobs is of rows without beams; sequences_scores and "
+            "compute_transition_scores say how likely beams are",
+        ),
+        (
+            options.drafts is not None and bool(options.outputs),
+            "output_scores, output_logits and output_logprobs are of one token a step; leave them "
+            "out, or assistant_model and prompt_lookup_num_tokens",
+        ),
+    )
+    for applies, refusal in refusals:
+        if applies:
+            raise ConfigError(refusal)

@@ -5,7 +5,7 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
@@ -14,31 +14,27 @@ import numpy as np
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
-from ed_layers.cache.spec import LayerSpecs
 from ed_layers.head import Head
 from ed_layers.linear import Weight
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.named import named
 from ed_layers.parts import Parts
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_models.module import EasyDeLBaseModule
-from ed_models.weights import STANDARD
+from ed_models.derived import DERIVED
+from ed_models.headed import Headed
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
-class CausalLM(EasyDeLBaseModule):
+class CausalLM(Headed):
     """A decoder body under `model`, and a head that is the embedding's transpose where tied.
 
-    Subclasses set `body_class`; its `__call__` takes the inputs below (except `logits_at`) and
-    returns a BaseModelOutput.
+    Subclasses set `body_class`.
     """
 
-    body_class: ClassVar[type[EasyDeLBaseModule]]
-    WEIGHTS = STANDARD
+    DERIVED = DERIVED
     #: Whether a head of its own has a bias.
     head_bias: ClassVar[bool] = False
     #: Tiny configurations that exercise what is special about the family, by name: fields that
@@ -50,22 +46,14 @@ class CausalLM(EasyDeLBaseModule):
     #: turns padding into input of a recurrence it does not, and rows are compared without padding.
     PADDED_IN_TRANSFORMERS: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(config, dtype, param_dtype, precision)
-        self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
+    def add_head(self, parts: Parts) -> None:
+        """A matrix of its own, where the embedding is not the head."""
         if not self.is_tied:
-            parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-            vocab_size, features = self.model.embed_tokens.embedding.shape
             self.lm_head = parts.linear(
-                features, vocab_size, axes=("embed", "vocab"), bias=self.head_bias
+                self.features,
+                self.model.embed_tokens.embedding.shape[0],
+                axes=("embed", "vocab"),
+                bias=self.head_bias,
             )
 
     def __call__(
@@ -124,14 +112,6 @@ class CausalLM(EasyDeLBaseModule):
             aux=body.aux,
             updates={f"model/{path}": value for path, value in body.updates.items()},
         )
-
-    def cache_specs(self) -> Sequence[LayerSpecs]:
-        """What the body keeps."""
-        return self.model.cache_specs()
-
-    def prompt_class(self, prompt_len: int) -> int:
-        """Class of prompt lengths; see `Decoder.prompt_class`."""
-        return self.model.prompt_class(prompt_len)
 
     @property
     def is_tied(self) -> bool:

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, TypeVar, Unpack, cast
+from typing import Protocol, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.axes import PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.enums import TaskType
-from ed_infra.errors import CheckpointError
+from ed_infra.enums import TaskType, canonical_task
+from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -28,22 +27,34 @@ from huggingface_hub.errors import (
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ed_models.generation_options import read_settings
+from ed_models.checkpoint_checks import check_config, check_tokenizer, read_json, task_of
 from ed_models.loading import load
-from ed_models.saving import Saved
+from ed_models.pickled_files import PICKLED, open_tensors
+from ed_models.pooling import MODULES_NAME
 
 #: Files of a repository that a model is made of; other copies of the weights stay where they are.
 SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 WEIGHTS = ("*.safetensors",)
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
 
-ModuleT = TypeVar("ModuleT", bound=Saved)
+
+class Loadable(Protocol):
+    """A module class, as far as loading goes."""
+
+    @classmethod
+    def read_settings(cls, directory: Path) -> dict[str, object]:
+        """What a module takes from the files beside config.json and the weights."""
+        ...
+
+
+ModuleT = TypeVar("ModuleT", bound=Loadable)
 
 
 class HubOptions(TypedDict, total=False):
     """Which files of the hub, and how to reach them: options of `huggingface_hub`."""
 
     revision: str | None
+    subfolder: str | None
     token: str | bool | None
     cache_dir: str | Path | None
     local_files_only: bool
@@ -54,7 +65,9 @@ def resolve(
     name_or_path: str | Path,
     *,
     weights: bool = True,
+    allow_pickle: bool = False,
     revision: str | None = None,
+    subfolder: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
@@ -65,6 +78,8 @@ def resolve(
     Args:
         name_or_path: a directory, or a hub repository (`"org/name"`).
         weights: fetch weights too, not only settings and tokenizer.
+        allow_pickle: fetch `pytorch_model.bin` where the repository has no safetensors files.
+        subfolder: where the model is in the directory or repository, if not at the top.
         revision, token, cache_dir, local_files_only, force_download: of the hub.
 
     Raises:
@@ -72,12 +87,14 @@ def resolve(
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path
+        return _within(path, subfolder)
     name = str(name_or_path)
     if path.is_file() or path.is_absolute() or name.startswith((".", "~")):
         kind = "a file" if path.is_file() else "not there"
         raise CheckpointError(f"{name} is {kind}; give the directory that holds config.json")
-    try:
+    under = f"{subfolder.strip('/')}/" if subfolder else ""
+
+    def fetch(patterns: Sequence[str], never: Sequence[str]) -> Path:
         folder = snapshot_download(
             name,
             revision=revision,
@@ -85,9 +102,17 @@ def resolve(
             cache_dir=cache_dir,
             local_files_only=local_files_only,
             force_download=force_download,
-            allow_patterns=[*SETTINGS, *(WEIGHTS if weights else ())],
-            ignore_patterns=list(_NEVER),
+            allow_patterns=[under + pattern for pattern in patterns],
+            ignore_patterns=[under + pattern for pattern in never],
         )
+        return _within(Path(folder), subfolder)
+
+    try:
+        folder = fetch([*SETTINGS, *(WEIGHTS if weights else ())], _NEVER)
+        if (folder / MODULES_NAME).is_file():
+            fetch(["*_Pooling/config.json"], [])
+        if weights and allow_pickle and not any(folder.glob("*.safetensors")):
+            fetch([f"{Path(PICKLED).stem}*.bin"], ["*/*"])
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise CheckpointError(
             f"{name!r} is neither a directory here nor a repository on the hub that this token may "
@@ -100,7 +125,20 @@ def resolve(
             f"{name!r} is no directory here and not in the hub's local cache, and the hub cannot "
             "be asked (offline, or local_files_only); download it first, or give a directory"
         ) from error
-    return Path(folder)
+    return folder
+
+
+def _within(folder: Path, subfolder: str | None) -> Path:
+    if not subfolder:
+        return folder
+    inner = folder / subfolder
+    if not inner.is_dir():
+        there = sorted(p.name for p in folder.iterdir() if p.is_dir())
+        raise CheckpointError(
+            f"{folder} has no subfolder {subfolder!r}{did_you_mean(subfolder, there)} "
+            f"(there are: {', '.join(there) or 'none'})"
+        )
+    return inner
 
 
 def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
@@ -111,19 +149,21 @@ def read_config(directory: Path, **changes: object) -> EasyDeLBaseConfig:
         changes: fields to set instead of the file's values; unknown names are errors.
 
     Raises:
-        CheckpointError: no readable config.json.
+        CheckpointError: no readable config.json, or one that contradicts itself.
         RegistryError: nobody has registered its model type.
+        ConfigError: a change is unknown or wrong.
     """
     path = directory / "config.json"
-    try:
-        model_type = json.loads(path.read_text()).get("model_type")
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no config.json, so it holds no model") from None
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a JSON object ({error})") from error
-    if not model_type:
+    stored = read_json(path)
+    model_type = stored.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f'{path} does not say its "model_type"')
-    config = registry.get_config(model_type).from_pretrained(directory)
+    cls = registry.get_config(model_type)
+    try:
+        config = cls.from_pretrained(directory)
+    except (ConfigError, ArithmeticError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} describes no model: {error}") from error
+    check_config(path, stored, config)
     return config.replace(**changes) if changes else config
 
 
@@ -132,6 +172,8 @@ def from_pretrained(
     module_class: type[ModuleT] | None = None,
     task: TaskType | str = TaskType.CAUSAL_LM,
     *,
+    variant: str | None = None,
+    allow_pickle: bool = False,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     precision: jax.lax.PrecisionLike = None,
@@ -151,7 +193,11 @@ def from_pretrained(
     Args:
         name_or_path: a directory or a hub repository.
         module_class: what to build; None = what the registry has for `task` and the model type.
-        task: where `module_class` is None.
+        task: where `module_class` is None; "auto-bind" takes the checkpoint's own, which the class
+            in its `architectures` names.
+        variant: of the weights: "fp16" reads `model.fp16.safetensors`.
+        allow_pickle: read `pytorch_model.bin` where there are no safetensors files. No code of the
+            file is run: whatever is not a tensor is refused.
         dtype, param_dtype: of computation and of stored parameters, floating-point; the file's
             dtype does not matter, values are converted once.
         precision: of matrix products.
@@ -167,7 +213,7 @@ def from_pretrained(
         CheckpointError: the files are not there, are damaged, or do not fit the model.
         ConfigError: a field is unknown or wrong, or the mesh does not fit the devices.
     """
-    directory = resolve(name_or_path, **hub)
+    directory = resolve(name_or_path, allow_pickle=allow_pickle, **hub)
     changes = {
         "sharding_dcn_axis_dims": sharding_dcn_axis_dims,
         "sharding_axis_names": sharding_axis_names,
@@ -179,15 +225,39 @@ def from_pretrained(
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
     config = read_config(directory, **changes)
-    settings = read_settings(directory)
+    check_tokenizer(directory, getattr(config, "vocab_size", None))
+    cls = _class_for(module_class, task, config, directory)
+    settings = cls.read_settings(directory)
+    files = open_tensors(directory, variant=variant, allow_pickle=allow_pickle)
     module = load(
-        cast("type[ModuleT]", module_class or registry.get_module(task, config.model_type)),
+        cls,
         config,
-        directory,
+        files,
         dtype=dtype,
         param_dtype=param_dtype,
         precision=precision,
         shard=auto_shard_model,
     )
-    module.generation_json = settings
+    for name, value in settings.items():
+        setattr(module, name, value)
     return module
+
+
+def _class_for(
+    module_class: type[ModuleT] | None,
+    task: TaskType | str,
+    config: EasyDeLBaseConfig,
+    directory: Path,
+) -> type[ModuleT]:
+    if module_class is not None:
+        own = getattr(module_class, "model_type", None)
+        if own not in (None, config.model_type):
+            raise CheckpointError(
+                f"{directory} holds a model of type {config.model_type!r}, and "
+                f"{module_class.__name__} is of type {own!r}; AutoEasyDeLModelForCausalLM and the "
+                "other classes like it take the class that fits"
+            )
+        return module_class
+    task = canonical_task(task)
+    task = task_of(directory) if task == TaskType.AUTO_BIND else task
+    return registry.get_module(task, config.model_type)

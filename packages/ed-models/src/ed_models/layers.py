@@ -48,7 +48,7 @@ class DecoderLayer(nnx.Module):
         parts: makes the norms.
         self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
         mlp: `(x, ctx) -> x`, or `(x, ctx) -> (x, report)`.
-        norm: makes a norm from the number of features; default: `parts.norm`.
+        norm: makes a norm from the number of features; default: the family's.
         dropout: in training, of what attention and feed-forward add to the stream.
         factor: on what attention and feed-forward add to the stream (Granite).
         name: of the first part, where it is no attention: `mamba` in a hybrid.
@@ -69,7 +69,7 @@ class DecoderLayer(nnx.Module):
         factor: float = 1.0,
         name: str = "self_attn",
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         setattr(self, name, self_attn)
         self.post_attention_layernorm = norm(d)
@@ -100,7 +100,7 @@ class SandwichLayer(DecoderLayer):
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
@@ -112,8 +112,12 @@ class SandwichLayer(DecoderLayer):
         """Return the stream after the layer, the cache, and what the layer reports."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
-        out, report = self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
+        out, report = self.branch(x, ctx)
         return x + self.post_feedforward_layernorm(out), cache, report
+
+    def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
+        """The feed-forward layer of the stream, between its two norms."""
+        return self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
 
 
 class PostNormLayer(DecoderLayer):
@@ -122,7 +126,7 @@ class PostNormLayer(DecoderLayer):
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(d)
         self.mlp = mlp
@@ -154,7 +158,7 @@ class ParallelLayer(DecoderLayer):
         norms: int = 1,
         dropout: float = 0.0,
     ):
-        norm, d = norm or parts.norm, parts.config.hidden_size
+        norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
         self.self_attn = self_attn
         if norms == 2:
@@ -180,13 +184,13 @@ class MixerLayer(nnx.Module):
     Args:
         parts: makes the norm.
         mixer: called as attention is, with a `cache_spec`; or as a feed-forward layer, without one.
-        norm: makes a norm from the number of features; default: `parts.norm`.
+        norm: makes a norm from the number of features; default: the family's.
     """
 
     def __init__(
         self, parts: Parts, *, mixer: Attention | FeedForward, norm: MakeNorm | None = None
     ):
-        self.norm = (norm or parts.norm)(parts.config.hidden_size)
+        self.norm = (norm or parts.own_norm)(parts.config.hidden_size)
         self.mixer: Any = mixer
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any, Report]:

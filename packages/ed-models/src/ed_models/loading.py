@@ -1,14 +1,15 @@
 """Fill a module from safetensors files: each device reads its own slice, nothing is read twice.
 
 The module is built without values (`nnx.eval_shape`), so that shapes are compared before a byte is
-read, and no host ever holds more than one parameter besides its own shards.
+read, and no host ever holds more than one tensor besides its own shards.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 
 from ed_models.packed_tensors import unpacked
 from ed_models.pieces import Shape
-from ed_models.tensor_files import TensorFiles
+from ed_models.tensor_files import TensorFiles, arrays
 from ed_models.weight_map import WeightMap, window_of
 from ed_models.weights import STANDARD, TIED, renamer
 
@@ -33,6 +34,7 @@ ModuleT = TypeVar("ModuleT")
 
 logger = get_logger(__name__)
 _BLOCK = 2**22  # elements of a head that are compared at a time
+_LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 
 
 class Draft(NamedTuple):
@@ -46,25 +48,28 @@ class Draft(NamedTuple):
 def load(
     cls: type[ModuleT],
     config: EasyDeLBaseConfig,
-    directory: str | Path,
+    files: TensorFiles,
     *,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     shard: bool = True,
 ) -> ModuleT:
-    """Build `cls(config)` with the weights of a local directory in Hugging Face's layout.
+    """Build `cls(config)` with weights in Hugging Face's layout.
 
     A head that `config` says is tied, but that the files hold with other values than the
     embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
-    does the same. A body that was saved alone loads although its names lack the first part. Packed
-    tensors (`ed_models.packed_tensors`) become plain ones, and the module's config says so.
+    does the same. A body that was saved alone loads although its names lack the first part, and a
+    body alone loads from the files of a model with a head. Packed tensors
+    (`ed_models.packed_tensors`) become plain ones, and the module's config says so.
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
-            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.renamer`), and
-            its `TIED_WEIGHTS` which head is which embedding.
+            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.renamer`), its
+            `TIED_WEIGHTS` which head is which embedding, and its `new_tensors` which tensors start
+            random because files of this kind lack them.
         config: its configuration; gives the mesh and the sharding.
+        files: where the tensors lie.
         dtype: what the module computes in.
         param_dtype: what parameters are kept in, whatever the file's dtype; None = `dtype`. Values
             are converted once, directly.
@@ -86,10 +91,13 @@ def load(
             graphdef, state = nnx.split(nnx.eval_shape(build))
         return Draft(graphdef, state, weight_map(cls, state, config))
 
-    files, config = unpacked(TensorFiles.open(directory), config)
+    files, config = unpacked(files, config)
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
     files = _with_our_names(cls, files, made.weights.hf_shapes)
+    if hasattr(cls, "new_tensors"):
+        new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
+        files = files.joined(arrays(files, new)) if new else files
     if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)
@@ -97,13 +105,14 @@ def load(
         if merged is None:
             once(
                 logger,
-                f"{directory}: tie_word_embeddings is true, but the files hold a head that differs "
-                "from the embedding; it is loaded as a head of its own (tie_word_embeddings=False)",
+                f"{files.directory}: tie_word_embeddings is true, but the files hold a head that "
+                "differs from the embedding; it is loaded as a head of its own "
+                "(tie_word_embeddings=False)",
             )
             made, config = other, untied
         files = merged or files
     graphdef, state, weights = made
-    check(weights, state, files, directory)
+    check(weights, state, files)
 
     variables = nnx.to_flat_state(state)
     if shard:
@@ -146,7 +155,7 @@ def weight_map(cls: type, state: nnx.State, config: EasyDeLBaseConfig) -> Weight
     return WeightMap(getattr(cls, "WEIGHTS", STANDARD), shapes, config)
 
 
-def check(weights: WeightMap, state: nnx.State, files: TensorFiles, directory: str | Path) -> None:
+def check(weights: WeightMap, state: nnx.State, files: TensorFiles) -> None:
     """Compare what the model wants with what the files hold.
 
     Raises:
@@ -180,8 +189,8 @@ def check(weights: WeightMap, state: nnx.State, files: TensorFiles, directory: s
     )
     if parts:
         raise CheckpointError(
-            f"the weights in {directory} do not fit the model that its configuration describes "
-            f"({len(wanted)} tensors):\n" + "\n".join(parts)
+            f"the weights in {files.directory} do not fit the model that its configuration "
+            f"describes ({len(wanted)} tensors):\n" + "\n".join(parts)
         )
 
 
@@ -202,14 +211,19 @@ def _listing(what: str, entries: list[str], limit: int = 12) -> list[str]:
 
 
 def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
-    """Put the model's first part before all names where none has it: `h.0.…`, `transformer.h.0.…`.
+    """Add or drop the first part of all names: `h.0.…` and `transformer.h.0.…`.
 
-    Such are the files of a body that was saved without its head; `transformers` reads them too.
+    A body that was saved without its head lacks that part, and a body alone wants names without
+    it; `transformers` reads both.
     """
     ((prefix, _),) = Counter(name.partition(".")[0] for name in wanted).most_common(1)
-    if any(name.startswith(f"{prefix}.") for name in files):
+    if not files or any(name.startswith(f"{prefix}.") for name in files):
         return files
-    return files.renamed({n: f"{prefix}.{n}" for n in files if f"{prefix}.{n}" in wanted})
+    ((other, _),) = Counter(name.partition(".")[0] for name in files).most_common(1)
+    longer = {n: f"{prefix}.{n}" for n in files}
+    shorter = {n: n.removeprefix(f"{other}.") for n in files}
+    fitting = ({n: new for n, new in m.items() if new in wanted} for m in (longer, shorter))
+    return files.renamed(max(fitting, key=len))
 
 
 def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
@@ -272,21 +286,64 @@ def _fill(
 ) -> jax.Array:
     """Make one parameter (a stack of layers, or one tensor) from its slices."""
     names = paths.canonical(path)
-    stacked = paths.is_stacked(path)
+    if not paths.is_stacked(path):
+        return _placed(
+            leaf.shape,
+            placement,
+            lambda window, out: weights.load(names[0], window, files.read, out),
+            leaf.dtype,
+        )
+    by_layer = _of_a_layer(placement)
+    if by_layer is None or math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE:
+
+        def fill(window: list[range], out: np.ndarray) -> None:
+            for row, layer in enumerate(window[0]):
+                weights.load(names[layer], window[1:], files.read, out[row, ...])
+
+        return _placed(leaf.shape, placement, fill, leaf.dtype)
+    # Layer by layer into the stack on the devices: the host has one layer at a time.
+    stack = jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=placement)()
+    put = jax.jit(_with_row, donate_argnums=0, out_shardings=placement)
+    for row, name in enumerate(names):
+        layer = _placed(
+            leaf.shape[1:],
+            by_layer,
+            lambda window, out, name=name: weights.load(name, window, files.read, out),
+            leaf.dtype,
+        )
+        stack = jax.block_until_ready(put(stack, layer, np.int32(row)))
+    return stack
+
+
+def _with_row(stack: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, row, 0)
+
+
+def _of_a_layer(placement: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+    """Where one layer of a stack lies; None where the layers themselves are divided."""
+    if not isinstance(placement, jax.sharding.NamedSharding):
+        return placement
+    first, *rest = (*placement.spec, None)
+    spec = jax.sharding.PartitionSpec(*rest[: len(placement.spec)])
+    return jax.sharding.NamedSharding(placement.mesh, spec) if first is None else None
+
+
+def _placed(
+    shape: Shape,
+    placement: jax.sharding.Sharding,
+    fill: Callable[[list[range], np.ndarray], None],
+    dtype: np.dtype,
+) -> jax.Array:
+    """Make an array on the devices; `fill(window, out)` writes a slice of it, each slice once."""
     slices: dict[tuple, np.ndarray] = {}  # replicas ask for the same slice
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        window = window_of(index, leaf.shape)
+        window = window_of(index, shape)
         key = tuple((w.start, w.stop) for w in window)
         if key not in slices:
-            out = np.empty([len(w) for w in window], leaf.dtype)
-            if stacked:
-                for row, layer in enumerate(window[0]):
-                    weights.load(names[layer], window[1:], files.read, out[row, ...])
-            else:
-                weights.load(names[0], window, files.read, out)
-            slices[key] = out
+            slices[key] = np.empty([len(w) for w in window], dtype)
+            fill(window, slices[key])
         return slices[key]
 
-    return jax.make_array_from_callback(leaf.shape, placement, read)
+    return jax.make_array_from_callback(shape, placement, read)

@@ -21,7 +21,7 @@ import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, did_you_mean
 
-from ed_models.tensor_files import TensorEntry, TensorFiles
+from ed_models.tensor_files import Computed, Index, TensorEntry, TensorFiles
 
 #: Values of a 4-bit number E2M1: sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,33 +47,11 @@ class Packed:
     parts: tuple[str, ...]
     read: Callable[[Slices], np.ndarray]
 
-
-class UnpackedFiles(TensorFiles):
-    """Tensor files in which some tensors are unpacked when they are read.
-
-    Args:
-        entries: all tensors, as they look unpacked.
-        packed: name -> how to read a tensor that is none of the files'.
-    """
-
-    def __init__(self, entries: Mapping[str, TensorEntry], packed: Mapping[str, Packed]):
-        super().__init__(entries)
-        self._packed = dict(packed)
-
-    def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
-        """The same files, with other names for some tensors; None drops a tensor."""
-        moved = {names.get(name, name): tensor for name, tensor in self._packed.items()}
-        kept = {name: tensor for name, tensor in moved.items() if name is not None}
-        return UnpackedFiles(dict(super().renamed(names)), kept)
-
-    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
-        """Return `tensor[index]`: a view of the file, or unpacked values."""
-        if name not in self._packed:
-            return super().read(name, index)
-        tensor = self._packed[name]
-        rest = len(tensor.entry.shape) - len(index)
+    def at(self, index: Index) -> np.ndarray:
+        """Its values at an index."""
+        rest = len(self.entry.shape) - len(index)
         slices = [slice(i, i + 1) if isinstance(i, int) else i for i in index]
-        values = tensor.read((*slices, *(slice(None),) * rest))
+        values = self.read((*slices, *(slice(None),) * rest))
         return values[tuple(0 if isinstance(i, int) else slice(None) for i in index)]
 
 
@@ -101,9 +79,9 @@ def unpacked(
         )
     packed = {tensor.name: tensor for tensor in READERS[method](files, settings)}
     hidden = {part for tensor in packed.values() for part in tensor.parts}
-    entries = {name: entry for name, entry in files.items() if name not in hidden}
-    entries |= {name: tensor.entry for name, tensor in packed.items()}
-    return UnpackedFiles(entries, packed), config.replace(quantization_config=None)
+    plain = files.renamed(dict.fromkeys(hidden))
+    computed = {n: Computed(tensor.entry, tensor.at) for n, tensor in packed.items()}
+    return plain.joined(computed), config.replace(quantization_config=None)
 
 
 def fp8_blocks(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:

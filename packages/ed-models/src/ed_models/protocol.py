@@ -60,6 +60,17 @@ class LanguageModel(Protocol):
         """An empty contiguous cache."""
         ...
 
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: jax.Array,
+        max_length: int,
+        pad_token_id: int | None = None,
+        *,
+        attention_mask: jax.Array | None = None,
+    ) -> dict[str, Any]:
+        """What `generate` calls the model with beside a prompt."""
+        ...
+
     def init_paged_cache(
         self,
         num_pages: int | Mapping[str, int],

@@ -1,133 +1,24 @@
-"""Choose the next token: greedy, or drawn after the filters that Hugging Face's `generate` has.
+"""Functions on logits that `generate` and the engine share: penalties, bans, filters, draws.
 
-The order is Hugging Face's (`transformers/generation/logits_process.py`): repetition penalty,
-temperature, top-k, top-p, min-p. The draw for a token depends on its row's key and its position
-alone: never on the batch, the padding or how far other rows have come.
+Each is pure, and its numbers are one for all rows or `[b, 1]`. `ed_models.processors` says by which
+options of `generate` they are called.
 
-Legend: b rows, v vocabulary, c candidates.
+Tokens of rows come as `ids` [b, t], right-aligned: the latest token is the last, and what lies to
+the left of a row's first token is -1.
+
+Legend: b rows, v vocabulary, c candidates, t tokens of a row, m sequences, n tokens of a sequence.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from numbers import Integral, Real
-
 import jax
 import jax.numpy as jnp
-from ed_infra.errors import ConfigError
 from jaxtyping import Array, Bool, Float, Int, Key
-
-#: Values that change nothing; a `TokenChoice` keeps None for them.
-_OFF = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_DRAWING = ("temperature", "top_k", "top_p", "min_p")
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """How the next token is chosen.
-
-    A pytree: the numbers are leaves, so that a compiled function takes any temperature. What makes
-    another program is static: `do_sample`, `top_k`, and which filters there are at all. A filter
-    that changes nothing is None, and so are temperature and filters where nothing is drawn.
-
-    Attributes:
-        do_sample: draw; otherwise the likeliest token is taken.
-        temperature: logits are divided by it; above 0.
-        top_k: draw among the k likeliest; None = all.
-        top_p: draw among the fewest likeliest whose probabilities reach it; 1 = all.
-        min_p: drop what is less likely than `min_p` times the likeliest; 0 = nothing.
-        repetition_penalty: see `penalize_repetition`; 1 = off. It also holds for greedy decoding.
-
-    Raises:
-        ConfigError: a value is no number or out of range.
-    """
-
-    do_sample: bool = False
-    temperature: float | None = 1.0
-    top_k: int | None = None
-    top_p: float | None = 1.0
-    min_p: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        limits = {
-            "temperature": (lambda x: x > 0, "above 0 (for the likeliest token: do_sample=False)"),
-            "top_k": (lambda x: x >= 1, "a whole number of at least 1, or None for all"),
-            "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-            "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
-            "repetition_penalty": (lambda x: x > 0, "above 0; 1 is no penalty"),
-        }
-        for name, (fits, constraint) in limits.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            kind, convert = (Integral, int) if name == "top_k" else (Real, float)
-            number = isinstance(value, kind) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and fits(value)):
-                raise ConfigError(f"{name} is {value!r}; it must be {constraint}")
-            idle = name in _DRAWING and not self.do_sample
-            off = idle or value == _OFF.get(name)
-            object.__setattr__(self, name, None if off else convert(value))  # type: ignore[arg-type]
-
-
-def _flatten(choice: TokenChoice) -> tuple[list[float | None], tuple[bool, int | None]]:
-    return [getattr(choice, name) for name in _NUMBERS], (choice.do_sample, choice.top_k)
-
-
-def _unflatten(static: tuple[bool, int | None], numbers: list[float | None]) -> TokenChoice:
-    choice = object.__new__(TokenChoice)  # traced numbers cannot be checked, and need not be
-    fields = {"do_sample": static[0], "top_k": static[1]}
-    for name, value in (fields | dict(zip(_NUMBERS, numbers, strict=True))).items():
-        object.__setattr__(choice, name, value)
-    return choice
-
-
-jax.tree_util.register_pytree_node(TokenChoice, _flatten, _unflatten)
 
 
 def row_keys(seed: Int[Array, ""] | int, rows: int) -> Key[Array, " b"]:
     """A key for each row: the row folded into the seed, so that seeds share no row."""
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-
-
-def next_token(
-    logits: Float[Array, "b v"],
-    choice: TokenChoice,
-    *,
-    keys: Key[Array, " b"] | None = None,
-    positions: Int[Array, " b"] | None = None,
-    seen: Bool[Array, "b v"] | None = None,
-) -> Int[Array, " b"]:
-    """Return one token for each row.
-
-    Args:
-        keys, positions: of each row; together they fix the draw, and only drawing needs them.
-        seen: tokens that the row holds already; needed for the repetition penalty only.
-    """
-    logits = logits.astype(jnp.float32)
-    if choice.repetition_penalty is not None:
-        assert seen is not None, "the repetition penalty needs to know the row"
-        logits = penalize_repetition(logits, seen, choice.repetition_penalty)
-    if not choice.do_sample:
-        return first_argmax(logits)
-    assert keys is not None, "drawing needs a key for each row"
-    assert positions is not None, "drawing needs the position of each row"
-    if choice.temperature is not None:
-        logits = logits / choice.temperature
-    ids = None
-    if choice.top_k is not None and choice.top_k < logits.shape[-1]:
-        logits, ids = jax.lax.top_k(logits, choice.top_k)
-    if choice.top_p is not None:
-        logits = jnp.where(in_nucleus(jax.nn.softmax(logits), choice.top_p), logits, -jnp.inf)
-    if choice.min_p is not None:
-        logits = jnp.where(likely_enough(logits, choice.min_p), logits, -jnp.inf)
-    keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    drawn = jax.vmap(jax.random.categorical)(keys, logits)
-    if ids is not None:
-        drawn = jnp.take_along_axis(ids, drawn[:, None], axis=-1)[:, 0]
-    return drawn.astype(jnp.int32)
 
 
 def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
@@ -174,22 +65,140 @@ def in_nucleus(
     """Mark the fewest likeliest candidates whose probabilities sum to at least `top_p`.
 
     A candidate is in if what is likelier than it weighs less than `top_p` (Holtzman et al., 2019).
-    The least probability that is in is found by bisection over the bits of float32 (31 passes,
-    exact), which on a CPU costs an eighth of a sort of the vocabulary.
 
     Args:
         top_p: above 0; one number, or [b, 1].
     """
     # Non-negative floats are ordered as their bits are.
     bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
+    return _first_to_reach(top_p, probs, jnp.max(bits, axis=-1, keepdims=True) - bits)
+
+
+def is_typical(
+    logits: Float[Array, "b c"], mass: Float[Array, "*b_1"] | float
+) -> Bool[Array, "b c"]:
+    """Mark the most typical candidates whose probabilities sum to at least `mass`.
+
+    Typical is what surprises about as much as the distribution does on average (Meister et al.,
+    2022).
+
+    Args:
+        mass: above 0; one number, or [b, 1].
+    """
+    logprobs = jax.nn.log_softmax(logits)
+    distance = jnp.abs(-logprobs - entropy(logprobs))
+    order = jax.lax.bitcast_convert_type(distance, jnp.int32)
+    return _first_to_reach(mass, jnp.exp(logprobs), order)
+
+
+def above_epsilon(
+    logits: Float[Array, "b c"], epsilon: Float[Array, "*b_1"] | float
+) -> Bool[Array, "b c"]:
+    """Mark probabilities of at least `epsilon`, and the largest (Hewitt et al., 2022)."""
+    best = logits >= jnp.max(logits, axis=-1, keepdims=True)
+    return best | (jax.nn.softmax(logits) >= epsilon)
+
+
+def above_eta(
+    logits: Float[Array, "b c"], epsilon: Float[Array, "*b_1"] | float
+) -> Bool[Array, "b c"]:
+    """Mark probabilities of at least `min(epsilon, sqrt(epsilon) * exp(-entropy))`, and the
+    largest: the flatter the distribution, the lower the bar (Hewitt et al., 2022)."""
+    bar = jnp.sqrt(epsilon) * jnp.exp(-entropy(jax.nn.log_softmax(logits)))
+    return above_epsilon(logits, jnp.minimum(epsilon, bar))
+
+
+def entropy(logprobs: Float[Array, "b c"]) -> Float[Array, "b 1"]:
+    """Entropy in nats; what is impossible adds nothing."""
+    terms = jnp.where(logprobs > -jnp.inf, jnp.exp(logprobs) * logprobs, 0.0)
+    return -jnp.sum(terms, axis=-1, keepdims=True)
+
+
+def among_largest(scores: Float[Array, "b c"], count: int) -> Bool[Array, "b c"]:
+    """Mark the `count` largest, and what equals the least of them."""
+    count = min(count, scores.shape[-1])
+    return scores >= jax.lax.top_k(scores, count)[0][:, -1:]
+
+
+def _first_to_reach(
+    mass: Float[Array, "*b_1"] | float, probs: Float[Array, "b c"], order: Int[Array, "b c"]
+) -> Bool[Array, "b c"]:
+    """Mark a candidate if those before it in `order` (0 or more, the least first) weigh less than
+    `mass`.
+
+    The last order that is in is found by bisection over 31 bits (exact), which on a CPU costs an
+    eighth of a sort of the vocabulary.
+    """
 
     def halve(_, bounds):
         low, high = bounds  # the answer lies in [low, high]
-        middle = low + (high - low) // 2
-        likelier = jnp.sum(jnp.where(bits > middle, probs, 0.0), axis=-1, keepdims=True)
-        fits = likelier < top_p
-        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
+        middle = high - (high - low) // 2
+        before = jnp.sum(jnp.where(order < middle, probs, 0.0), axis=-1, keepdims=True)
+        fits = before < mass
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
-    start = jnp.zeros((probs.shape[0], 1), jnp.int32), jnp.max(bits, axis=-1, keepdims=True)
-    _, least = jax.lax.fori_loop(0, 31, halve, start)
-    return bits >= least
+    start = jnp.zeros((probs.shape[0], 1), jnp.int32), jnp.max(order, axis=-1, keepdims=True)
+    last, _ = jax.lax.fori_loop(0, 31, halve, start)
+    return order <= last
+
+
+def held(ids: Int[Array, "b t"], vocab_size: int) -> Bool[Array, "b v"]:
+    """Mark the tokens that a row holds; ids of -1 are none."""
+    return counted(ids, vocab_size) > 0
+
+
+def counted(ids: Int[Array, "b t"], vocab_size: int) -> Int[Array, "b v"]:
+    """How often a row holds each token; ids of -1 are none."""
+    rows = jnp.arange(ids.shape[0])[:, None]
+    places = jnp.where(ids < 0, vocab_size, ids)
+    counts = jnp.zeros((ids.shape[0], vocab_size), jnp.int32)
+    return counts.at[rows, places].add(1, mode="drop")
+
+
+def repeated_ngrams(ids: Int[Array, "b t"], size: int, vocab_size: int) -> Bool[Array, "b v"]:
+    """Mark the tokens that would complete an n-gram of `size` tokens which the row holds already
+    (Paulus et al., 2017)."""
+    width = ids.shape[1]
+    if width < size:
+        return jnp.zeros((ids.shape[0], vocab_size), bool)
+    starts = width - size + 1
+    same = jnp.ones((ids.shape[0], starts), bool)
+    for i in range(size - 1):
+        latest = ids[:, starts + i, None]
+        same &= (ids[:, i : i + starts] == latest) & (latest >= 0)
+    return held(jnp.where(same, ids[:, size - 1 :], -1), vocab_size)
+
+
+def sequence_bias(
+    ids: Int[Array, "b t"],
+    prefixes: Int[Array, "m n-1"],
+    last: Int[Array, " m"],
+    bias: Float[Array, " m"],
+    vocab_size: int,
+) -> Float[Array, "b v"]:
+    """The sum of biases of sequences that the next token would complete.
+
+    Args:
+        prefixes: all but the last token of each sequence, right-aligned; -1 where it is shorter.
+        last: the last tokens.
+        bias: of each sequence; -inf bans it.
+    """
+    n = prefixes.shape[1]
+    shortfall = max(n - ids.shape[1], 0)
+    latest = jnp.pad(ids, ((0, 0), (shortfall, 0)), constant_values=-1)
+    latest = latest[:, latest.shape[1] - n :]
+    same = (prefixes[None] == latest[:, None]) | (prefixes[None] < 0)
+    biases = jnp.where(jnp.all(same, axis=-1), bias, 0.0)
+    rows = jnp.arange(ids.shape[0])[:, None]
+    return jnp.zeros((ids.shape[0], vocab_size), jnp.float32).at[rows, last[None]].add(biases)
+
+
+def without(logits: Float[Array, "b v"], tokens: Int[Array, " m"]) -> Float[Array, "b v"]:
+    """The logits with these tokens impossible; ids of -1 are none."""
+    places = jnp.where(tokens < 0, logits.shape[-1], tokens)
+    return logits.at[:, places].set(-jnp.inf, mode="drop")
+
+
+def only(logits: Float[Array, "b v"], tokens: Int[Array, " m"]) -> Float[Array, "b v"]:
+    """The logits with nothing else possible: 0 for these tokens, -inf for others."""
+    return jnp.full_like(logits, -jnp.inf).at[:, tokens].set(0.0)

@@ -6,11 +6,10 @@ last, so that a directory that has one is whole.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -20,18 +19,23 @@ from ed_infra.errors import CheckpointError
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ed_models import generation_options
 from ed_models.loading import float_dtype, weight_map
 from ed_models.tensor_writer import TensorSpec, write_order, write_tensors
 
-_WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
+# Files of the model that was in the directory before.
+_REPLACED = ("model*.safetensors", "model.safetensors.index.json", "modules.json", "*_Pooling")
 
 
 class Saved(Protocol):
-    """A module, as far as saving goes: its config, and the generation_config.json it came with."""
+    """A module, as far as saving goes."""
 
     config: EasyDeLBaseConfig
-    generation_json: str | None
+    #: What config.json calls the class; None = the class's own name.
+    architecture: ClassVar[str | None]
+
+    def write_settings(self, directory: Path) -> None:
+        """Write the files beside config.json and the weights."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -88,7 +92,8 @@ def save(
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
             write_tensors(staging, specs, read, max_shard_size=max_shard_size)
-            _write_settings(module, staging, specs)
+            _write_config(module, staging, specs)
+            module.write_settings(staging)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staging)
             _publish(staging, directory)
@@ -130,17 +135,11 @@ def _stored_dtype(own: np.dtype, wanted: np.dtype | None) -> np.dtype:
     return own if wanted is None or not jax.numpy.issubdtype(own, jax.numpy.floating) else wanted
 
 
-def _write_settings(module: Saved, directory: Path, specs: dict[str, TensorSpec]) -> None:
-    """Write config.json and generation_config.json."""
+def _write_config(module: Saved, directory: Path, specs: dict[str, TensorSpec]) -> None:
     floats = [s.dtype for s in specs.values() if jax.numpy.issubdtype(s.dtype, jax.numpy.floating)]
     widest = max(floats, key=lambda d: d.itemsize).name if floats else "float32"
-    config = module.config.replace(architectures=[type(module).__name__], dtype=widest)
-    config.save_pretrained(directory)
-    text = module.generation_json
-    if text is None:
-        tokens = generation_options.special_tokens(module.config)
-        text = json.dumps(tokens, indent=2, sort_keys=True) + "\n"
-    (directory / generation_options.FILE_NAME).write_text(text)
+    name = module.architecture or type(module).__name__
+    module.config.replace(architectures=[name], dtype=widest).save_pretrained(directory)
 
 
 def _publish(staging: Path, directory: Path) -> None:
@@ -152,9 +151,9 @@ def _publish(staging: Path, directory: Path) -> None:
     # Without config.json the directory is no model; an interruption from here on cannot leave one
     # that mixes old and new.
     (directory / "config.json").unlink(missing_ok=True)
-    for pattern in _WEIGHT_PATTERNS:
+    for pattern in _REPLACED:
         for old in directory.glob(pattern):
-            old.unlink()
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
     for new in sorted(staging.iterdir(), key=lambda p: p.name == "config.json"):
         target = directory / new.name
         if target.is_dir() and not target.is_symlink():

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import operator
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 from ed_infra.errors import CheckpointError, did_you_mean
+
+#: What part of a tensor is read.
+Index = tuple[int | slice, ...]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -49,6 +54,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 PACKED_BITS = {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # elements are packed, low bits first
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_KEPT = 2**25  # bytes of a file's pages that stay in memory after they were read
 
 
 @dataclass(frozen=True)
@@ -74,22 +80,33 @@ class TensorFiles(Mapping[str, TensorEntry]):
 
     def __init__(self, entries: Mapping[str, TensorEntry]):
         self._entries = dict(entries)
-        self._maps: dict[Path, np.memmap] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._touched = 0
 
     @classmethod
-    def open(cls, directory: str | Path) -> TensorFiles:
+    def open(cls, directory: str | Path, variant: str | None = None) -> TensorFiles:
         """Open `model.safetensors`, the files of `model.safetensors.index.json`, or every
         `*.safetensors` of the directory where neither is there.
+
+        Args:
+            directory: a local directory.
+            variant: the same for `model.<variant>.safetensors` and its index; these must be there.
 
         Raises:
             CheckpointError: there are no weights, a file of the index is not there, or a header
                 is damaged or does not hold what the index says.
         """
         directory = Path(directory)
-        if (directory / INDEX_NAME).is_file():
-            return cls(_read_index(directory))
-        single = directory / SINGLE_NAME
+        index = directory / with_variant(INDEX_NAME, variant)
+        if index.is_file():
+            return cls(_read_index(index))
+        single = directory / with_variant(SINGLE_NAME, variant)
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if variant is not None and files != [single]:
+            raise CheckpointError(
+                f"{directory} has no weights of variant {variant!r} (neither {single.name} nor "
+                f"{index.name}; there are: {', '.join(f.name for f in files) or 'none'})"
+            )
         if not files:
             raise CheckpointError(_no_weights(directory))
         entries: dict[str, TensorEntry] = {}
@@ -117,7 +134,16 @@ class TensorFiles(Mapping[str, TensorEntry]):
         new = ((names.get(name, name), entry) for name, entry in self._entries.items())
         return TensorFiles({name: entry for name, entry in new if name is not None})
 
-    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+    def joined(self, computed: Mapping[str, Computed]) -> TensorFiles:
+        """The same files, and computed tensors; those of equal names are read in their place."""
+        return JoinedFiles(self, computed)
+
+    @property
+    def directory(self) -> Path:
+        """Where the first file is, for messages."""
+        return next((entry.file.parent for entry in self._entries.values()), Path())
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Return `tensor[index]` as a read-only view of the mapped file (no bytes are read yet).
 
         Packed formats (float4, float6) are unpacked whole first: a copy.
@@ -128,6 +154,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         if entry.start == entry.stop:
             return np.zeros(entry.shape, entry.dtype)[index]
         data = self._map(entry.file)[entry.start : entry.stop]
+        self._forget(entry.stop - entry.start)
         bits = PACKED_BITS.get(entry.format)
         if bits is None:
             flat = data.view(entry.dtype)
@@ -137,9 +164,59 @@ class TensorFiles(Mapping[str, TensorEntry]):
 
     def _map(self, file: Path) -> np.ndarray:
         if file not in self._maps:
-            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
-        # A plain view: arithmetic on np.memmap subclasses is slower and keeps the subclass alive.
-        return self._maps[file].view(np.ndarray)
+            with file.open("rb") as stream:
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._maps[file], np.uint8)
+
+    def _forget(self, size: int) -> None:
+        """Let go of pages that were read before, so that a process does not hold whole files.
+
+        Views stay valid: what they show is read again when it is asked for.
+        """
+        self._touched += size
+        if self._touched > _KEPT and hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+            self._touched = size
+
+
+class Computed(NamedTuple):
+    """A tensor that no file holds as it is: what it looks like, and its values at an index."""
+
+    entry: TensorEntry
+    read: Callable[[Index], np.ndarray]
+
+
+class JoinedFiles(TensorFiles):
+    """Tensor files, and computed tensors beside theirs or in place of theirs."""
+
+    def __init__(self, files: TensorFiles, computed: Mapping[str, Computed]):
+        super().__init__({**files, **{name: tensor.entry for name, tensor in computed.items()}})
+        self._files, self._computed = files, dict(computed)
+
+    def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
+        """The same tensors, with other names for some; None drops a tensor."""
+        moved = ((names.get(name, name), tensor) for name, tensor in self._computed.items())
+        computed = {name: tensor for name, tensor in moved if name is not None}
+        return JoinedFiles(self._files.renamed(names), computed)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Return `tensor[index]`."""
+        own = self._computed.get(name)
+        return self._files.read(name, index) if own is None else own.read(index)
+
+
+def arrays(files: TensorFiles, values: Mapping[str, np.ndarray]) -> dict[str, Computed]:
+    """Values in memory, of tensors that the files lack."""
+    formats = {dtype: name for name, dtype in DTYPES.items()}
+    return {
+        name: Computed(
+            TensorEntry(files.directory, formats[value.dtype], value.shape, 0, value.nbytes),
+            value.__getitem__,
+        )
+        for name, value in values.items()
+        if name not in files
+    }
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -196,20 +273,44 @@ def _entry(file: Path, offset: int, value: Mapping) -> TensorEntry:
     return TensorEntry(file, value["dtype"], shape, offset + start, offset + stop)
 
 
-def _read_index(directory: Path) -> dict[str, TensorEntry]:
-    path = directory / INDEX_NAME
+def with_variant(name: str, variant: str | None) -> str:
+    """`model.safetensors` -> `model.fp16.safetensors`, as `transformers` names variants."""
+    if variant is None:
+        return name
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{variant}.{ending}"
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Read an index: tensor name -> file name, each file beside the index.
+
+    Raises:
+        CheckpointError: the index is damaged, names a file elsewhere, or one that is not there.
+    """
+    if index.stat().st_size > _MAX_HEADER:
+        raise CheckpointError(f"{index} is larger than {_MAX_HEADER} bytes; that is no index")
     try:
-        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         names = sorted(set(weight_map.values()))
-        absent = [name for name in names if not (directory / name).is_file()]
+        foreign = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r})") from error
+        raise CheckpointError(f"{index} is damaged ({error!r})") from error
+    if foreign:
+        raise CheckpointError(
+            f"{index} names files outside its folder, which are not read: {', '.join(foreign[:5])}"
+        )
+    absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{path} names {len(names)} files, of which {len(absent)} are not there: "
+            f"{index} names {len(names)} files, of which {len(absent)} are not there: "
             f"{', '.join(absent[:5])}; download or save the model again"
         )
-    headers = {name: read_header(directory / name) for name in names}
+    return weight_map
+
+
+def _read_index(path: Path) -> dict[str, TensorEntry]:
+    weight_map = read_weight_map(path)
+    headers = {name: read_header(path.parent / name) for name in sorted(set(weight_map.values()))}
     lost = [name for name, file in weight_map.items() if name not in headers[file]]
     if lost:
         raise CheckpointError(
@@ -231,8 +332,9 @@ def _no_weights(directory: Path) -> str:
     )
     if pickled:
         return (
-            f"{directory} holds only pickled weights ({pickled[0]}), which are not read because a "
-            "pickle can run code; convert them once with transformers: "
+            f"{directory} holds only pickled weights ({pickled[0]}), which are not read unasked "
+            "because a pickle can run code: allow_pickle=True reads pytorch_model.bin and runs "
+            "nothing of it; or convert it once with transformers: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
     return f"no *.safetensors file in {directory}"

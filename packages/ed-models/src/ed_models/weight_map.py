@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, takewhile
 
 import numpy as np
 from ed_infra.errors import ConfigError
 
 from ed_models.pieces import Piece, Shape, positions_between
+from ed_models.tensor_files import Index
 from ed_models.weights import Rule
 
-Index = tuple[int | slice, ...]
+_MOST_THREADS = 8
+_OF_A_THREAD = 2**21  # bytes that are worth a thread
 
 
 class WeightMap:
@@ -126,20 +130,40 @@ class WeightMap:
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, converted; several times faster for transposed matrices.
 
-    Sixteen columns at a time: what is read lies together, and each write fills a cache line. Types
-    that numpy knows only through ml_dtypes are moved as integers of their size.
+    Large arrays are copied in parts, by several threads.
     """
-    if source.ndim < 2 or abs(source.strides[-1]) <= abs(source.strides[-2]):
+    if source.dtype == target.dtype:  # the same bits: numpy copies integers without its lock
+        bits = f"u{target.dtype.itemsize}"
+        target, source = target.view(bits), source.view(bits)
+    parts = min(os.cpu_count() or 1, _MOST_THREADS, source.nbytes // _OF_A_THREAD)
+    if parts < 2:
+        _copy(target, source)
+        return
+    axis = source.ndim - 1 if _is_transposed(source) else 0
+    cuts = [source.shape[axis] * i // parts for i in range(parts + 1)]
+    before = (slice(None),) * axis
+    with ThreadPoolExecutor(parts) as pool:
+        windows = [(*before, slice(*ends)) for ends in pairwise(cuts)]
+        list(pool.map(lambda at: _copy(target[at], source[at]), windows))
+
+
+def _is_transposed(source: np.ndarray) -> bool:
+    return source.ndim > 1 and abs(source.strides[-1]) > abs(source.strides[-2])
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Sixteen columns of a transposed matrix at a time: what is read lies together, and each write
+    fills a cache line. Types that numpy knows only through ml_dtypes are moved as integers of
+    their size.
+    """
+    if not _is_transposed(source):
         target[...] = source
         return
     bits = f"u{target.dtype.itemsize}"
     for start in range(0, source.shape[-1], 16):
         band = source[..., start : start + 16].swapaxes(-1, -2).astype(target.dtype)
-        columns = target[..., start : start + 16]
-        if target.flags.c_contiguous:
-            columns = target.view(bits)[..., start : start + 16]
-            band = band.view(bits)
-        columns[...] = band.swapaxes(-1, -2)
+        columns = target.view(bits)[..., start : start + 16]
+        columns[...] = band.view(bits).swapaxes(-1, -2)
 
 
 def window_of(index: Sequence[slice], shape: Shape) -> list[range]:

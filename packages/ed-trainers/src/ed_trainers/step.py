@@ -160,7 +160,8 @@ def build_train_step(
             "grad_norm": global_norm(grads),
         }
         new = current.apply_gradients(grads=grads)
-        new = new.replace(graphother=updated.apply_updates(new.graphother, loss.updates))
+        other = updated.apply_updates(new.graphother, loss.updates, trained=new.graphstate)
+        new = new.replace(graphother=other)
         return tuple(jax.tree.leaves(new)), report
 
     out = (shardings, replicated(shardings[0]))

@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-import uuid
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import fsspec
 
+from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import Row
 from ed_data.sources.formats import SourceFile, read_file
+from ed_data.sources.lines import START, Record, Spot
 
+log = logging.getLogger("ed_data")
 _GLOB = "*?["
+
+
+@dataclass(frozen=True)
+class FileCache:
+    """How remote files are read.
+
+    Attributes:
+        folder: where copies of them are kept; None reads them where they are.
+        retries: further attempts after one that fails.
+        delay: seconds before the first of them; each waits twice as long as the one before.
+        expiry: seconds after which a copy is fetched again; None keeps it until the file changes.
+    """
+
+    folder: str | None
+    retries: int = 0
+    delay: float = 1.0
+    expiry: float | None = None
 
 
 class FileSource:
     """The files of an inform, one after the other in sorted order of their pattern."""
 
-    def __init__(self, inform: Inform, file_cache: str | None = None) -> None:
+    def __init__(self, inform: Inform, file_cache: FileCache | str | None = None) -> None:
         self._inform = inform
-        self._cache = file_cache
+        self._cache = file_cache if isinstance(file_cache, FileCache) else FileCache(file_cache)
         self.files = [
             file for pattern in inform.files for file in resolve_files(pattern, inform.label)
+        ]
+        self.shards = [file.size for file in self.files]
+        #: Names and sizes: equal for a copy elsewhere.
+        self.outline = [
+            [os.path.basename(file.path), file.size or file.identity] for file in self.files
         ]
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
@@ -37,8 +65,36 @@ class FileSource:
         Raises:
             DataError: a file is not of its type; the message names file and line.
         """
-        for file in self.files:
-            yield from read_file(self._inform, local_copy(file, self._cache), columns)
+        for shard in range(len(self.files)):
+            for record in self.records(shard, columns):
+                if isinstance(record.row, DataError):
+                    raise record.row
+                yield record.place, record.row
+
+    def records(
+        self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
+    ) -> Iterator[Record]:
+        """Yield the records of one file; where a connection breaks, reading goes on there."""
+        file = local_copy(self.files[shard], self._cache)
+        failures = 0
+        while True:
+            try:
+                for record in read_file(self._inform, file, columns, start):
+                    yield record
+                    start, failures = record.after, 0
+                return
+            except DataError as error:
+                broken = isinstance(error.__cause__, OSError) and not is_local(file.fs)
+                if not broken or failures >= self._cache.retries:
+                    raise
+                _wait(failures, self._cache, error)
+                failures += 1
+
+
+def _wait(failures: int, cache: FileCache, error: Exception) -> None:
+    seconds = cache.delay * 2**failures
+    log.warning("%s; trying again in %.1f s", error, seconds)
+    time.sleep(seconds)
 
 
 def resolve_files(pattern: str, label: str) -> list[SourceFile]:
@@ -65,35 +121,54 @@ def resolve_files(pattern: str, label: str) -> list[SourceFile]:
         raise DataError(f"inform {label!r}: cannot open {pattern!r}: {error}") from error
     if not paths:
         raise DataError(f"inform {label!r}: no file matches {pattern!r}{_nearby(fs, path)}")
-    return [
-        SourceFile(fs, p, _identity(fs, p), p if is_local(fs) else str(fs.unstrip_protocol(p)))
-        for p in paths
-    ]
+    return [_source_file(fs, p) for p in paths]
 
 
-def local_copy(file: SourceFile, cache: str | None) -> SourceFile:
-    """Return a copy of a remote file under `cache` (made once); the file itself otherwise."""
-    if cache is None or is_local(file.fs):
-        return file
-    key = hashlib.sha256(f"{file.address}\0{file.identity}".encode()).hexdigest()[:24]
-    target = os.path.join(cache, key, os.path.basename(file.path))
-    if not os.path.exists(target):
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        part = f"{target}.{uuid.uuid4().hex}.part"
-        try:
-            file.fs.get_file(file.path, part)
-            os.replace(part, target)
-        finally:
-            if os.path.exists(part):
-                os.unlink(part)
-    return SourceFile(fsspec.filesystem("file"), target, file.identity, file.address)
-
-
-def _identity(fs: fsspec.AbstractFileSystem, path: str) -> str:
+def _source_file(fs: fsspec.AbstractFileSystem, path: str) -> SourceFile:
     if is_local(fs):
         stat = os.stat(path)
-        return f"{stat.st_size}:{stat.st_mtime_ns}"
-    return str(fs.ukey(path))
+        return SourceFile(fs, path, f"{stat.st_size}:{stat.st_mtime_ns}", path, stat.st_size)
+    about = fs.info(path)
+    # Some (http) have a `ukey` of the address alone, and tell a change by one of these.
+    changes = [str(about[key]) for key in _CHANGES if about.get(key) is not None]
+    identity = ":".join([str(fs.ukey(path)), *changes])
+    return SourceFile(
+        fs, path, identity, str(fs.unstrip_protocol(path)), int(about.get("size") or 0)
+    )
+
+
+_CHANGES = ("ETag", "etag", "LastModified", "last_modified", "mtime")
+
+
+def local_copy(file: SourceFile, cache: FileCache) -> SourceFile:
+    """Return a copy of a remote file (made once, until it expires); the file itself otherwise.
+
+    Raises:
+        DataError: it cannot be fetched, after all retries.
+    """
+    if cache.folder is None or is_local(file.fs):
+        return file
+    key = hashlib.sha256(f"{file.address}\0{file.identity}".encode()).hexdigest()[:24]
+    target = Path(cache.folder, key, os.path.basename(file.path))
+    fresh = target.exists() and (
+        cache.expiry is None or time.time() - target.stat().st_mtime < cache.expiry
+    )
+    if not fresh:
+        remove_abandoned(target.parent)
+        with new_file(target) as part:
+            _fetch(file, part, cache)
+    return replace(file, fs=fsspec.filesystem("file"), path=os.fspath(target))
+
+
+def _fetch(file: SourceFile, target: Path, cache: FileCache) -> None:
+    for failures in range(cache.retries + 1):
+        try:
+            file.fs.get_file(file.path, os.fspath(target))
+            return
+        except Exception as error:  # each file system raises its client's own
+            if failures == cache.retries:
+                raise DataError(f"{file.address}: cannot be fetched: {error}") from error
+            _wait(failures, cache, error)
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:

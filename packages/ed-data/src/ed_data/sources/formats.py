@@ -1,15 +1,16 @@
-"""The formats of files: json and jsonl, csv and tsv, txt, parquet, arrow. Each yields rows."""
+"""The formats of files: json and jsonl, csv and tsv, txt, parquet, arrow. Each yields records."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import json
+import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
 from fsspec.utils import infer_compression
@@ -17,12 +18,12 @@ from fsspec.utils import infer_compression
 from ed_data.errors import DataError
 from ed_data.inform import COMPRESSIONS, Inform
 from ed_data.schema import Row
+from ed_data.sources.lines import START, Lines, Record, Spot, decoded
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: (place, row), as `ed_data.sources.Source` yields them.
-PlacedRows = Iterator[tuple[str, Row]]
+Records = Iterator[Record]
 _ARROW_ROWS = 1024  # rows converted to Python at a time
 
 
@@ -35,12 +36,14 @@ class SourceFile:
         path: its path there.
         identity: changes when the file is rewritten.
         address: the path as messages show it; of a copy, that of the original.
+        size: its bytes, 0 where the file system does not say.
     """
 
     fs: fsspec.AbstractFileSystem
     path: str
     identity: str
     address: str
+    size: int = 0
 
     def open(self, *, decompress: bool = True) -> IO[bytes]:
         """Open for reading bytes; compression is told from the suffix."""
@@ -54,95 +57,154 @@ class SourceFile:
         return fsspec.core.OpenFile(self.fs, self.path, "rb", compression=compression).open()
 
 
-def read_file(inform: Inform, file: SourceFile, columns: Sequence[str] | None) -> PlacedRows:
-    """Yield the rows of one file of an inform.
+def read_file(
+    inform: Inform, file: SourceFile, columns: Sequence[str] | None, start: Spot = START
+) -> Records:
+    """Yield the records of one file of an inform.
 
     Args:
         inform: its `kind` chooses the reader, `content_field` names a text of a txt file, and
             `sample_by` cuts such a file into rows.
         file: the file.
         columns: the fields that are needed, or None for all; a hint for columnar formats.
+        start: where to begin: the `at` or `after` of a record that was read before.
 
     Raises:
-        DataError: the file is not of that kind.
+        DataError: the file is not of that kind, or is cut short.
     """
     try:
-        yield from READERS[inform.kind](file, inform, columns)
-    except UnicodeDecodeError as error:
+        yield from READERS[inform.kind](file, inform, columns, start)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(
-            f"{file.address}: not UTF-8 text: {error}; convert the file, for example with iconv"
+            f"{file.address}: cannot be read: {error}; if the file is cut short or damaged, "
+            "fetch it again"
         ) from error
-    except (OSError, EOFError) as error:
-        raise DataError(f"{file.address}: cannot be read: {error}") from error
 
 
-def _text(file: SourceFile, newline: str | None = None) -> io.TextIOWrapper:
-    return io.TextIOWrapper(file.open(), encoding="utf-8-sig", newline=newline)
+def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
+    with file.open() as stream:
+        # The rows of a list have no offset.
+        lines = Lines(stream, file.address, start if start.offset else START)
+        begins = start.offset == 0
+        while True:
+            at = lines.spot
+            place = f"{file.address}:{at.row + 1}"
+            try:
+                line = next(lines, None)
+                if line is None:
+                    return
+                if not line.strip():
+                    continue
+                if begins and line.lstrip().startswith("["):
+                    text = "\n" * at.row + line + decoded(lines.rest(), file.address)
+                    yield from _json_list(file, text, start.row)
+                    return
+                row: Row | DataError = _json_row(place, line)
+            except DataError as error:
+                row = error
+            begins = False
+            yield Record(place, row, at, lines.spot)
 
 
-def _json(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
-    with _text(file) as stream:
-        number, line = 1, stream.readline()
-        while line and not line.strip():
-            number, line = number + 1, stream.readline()
-        if line.lstrip().startswith("["):
-            yield from _json_array(file, "\n" * (number - 1) + line + stream.read())
-            return
-        while line:
-            if line.strip():
-                yield f"{file.address}:{number}", _json_row(file, number, line)
-            number, line = number + 1, stream.readline()
-
-
-def _json_array(file: SourceFile, text: str) -> PlacedRows:
+def _json_list(file: SourceFile, text: str, first: int) -> Records:
     try:
-        items = json.loads(text)
+        items = _JSON.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{file.address}:{error.lineno}: not JSON: {error.msg}") from error
-    for index, item in enumerate(items):
-        place = f"{file.address}, item {index}"
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file.address}: not JSON: {error}") from error
+    for index in range(first, len(items)):
+        place, item = f"{file.address}, item {index}", items[index]
         if not isinstance(item, dict):
-            raise DataError(f"{place} is a {type(item).__name__}; a row is an object {{…}}")
-        yield place, item
+            item = DataError(f"{place} is a {type(item).__name__}; a row is an object {{…}}")
+        yield Record(place, item, Spot(index), Spot(index + 1))
 
 
-def _json_row(file: SourceFile, number: int, line: str) -> Row:
+def _json_row(place: str, line: str) -> Row:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = _JSON.decode(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise DataError(
-            f"{file.address}:{number}: not JSON: {error.msg}; a json file holds one object a line, "
+            f"{place}: not JSON: {reason}; a json file holds one object a line, "
             "or one list of objects: correct or delete the line"
         ) from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{file.address}:{number}: a {type(row).__name__}; a row is an object {{…}}: correct "
-            "or delete the line"
+            f"{place}: a {type(row).__name__}; a row is an object {{…}}: correct or delete the line"
         )
     return row
 
 
-def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
+def _fields(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field {twice!r} is there twice")
+    return row
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no value of JSON (write null)")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_fields, parse_constant=_no_number)
+
+
+def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
     delimiter = "," if inform.kind == "csv" else "\t"
-    with _text(file, newline="") as stream, _large_fields():
-        reader = csv.DictReader(stream, delimiter=delimiter, restval=_ABSENT)
-        try:
-            for row in reader:
-                place = f"{file.address}:{reader.line_num}"
-                short = next((name for name, value in row.items() if value is _ABSENT), None)
-                if None in row or short is not None:
-                    raise DataError(
-                        f"{place}: {'more' if short is None else 'fewer'} values than the "
-                        f"{len(reader.fieldnames or ())} columns of the first line"
-                        + (f" ({short!r} has none)" if short is not None else "")
-                        + f"; put a value that holds {delimiter!r} in quotes, or correct the line"
-                    )
-                yield place, row
-        except csv.Error as error:
-            raise DataError(f"{file.address}:{reader.line_num}: {error}") from error
+    with _large_fields(), file.open() as stream, contextlib.ExitStack() as opened:
+        lines = Lines(stream, file.address)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        names = _header(reader, file)
+        if names is None:
+            return
+        if start.offset:
+            lines = Lines(opened.enter_context(file.open()), file.address, start)
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        while True:
+            at = lines.spot
+            place = f"{file.address}:{at.row + 1}"
+            try:
+                values = next(reader, None)
+                if values is None:
+                    return
+                if not values:
+                    continue
+                row: Row | DataError = dict(zip(names, values, strict=False))
+                if len(values) != len(names):
+                    row = _misfit(place, names, values, delimiter)
+            except csv.Error as error:
+                row = DataError(
+                    f"{place}: {error} (the row begins here, and was read up to line "
+                    f"{lines.spot.row}); close its quotes, and double each quote inside a value"
+                )
+            except DataError as error:
+                row = error
+            yield Record(place, row, at, lines.spot)
 
 
-_ABSENT = "".join(["absent"])  # told from a value of the file by identity
+def _header(reader: Iterator[list[str]], file: SourceFile) -> list[str] | None:
+    """The names of the columns; None in an empty file."""
+    try:
+        names = next((values for values in reader if values), None)
+    except csv.Error as error:
+        raise DataError(f"{file.address}:1: the names of the columns: {error}") from error
+    twice = next((name for name in names or () if (names or []).count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{file.address}:1: two columns are named {twice!r}: rename one")
+    return names
+
+
+def _misfit(place: str, names: list[str], values: list[str], delimiter: str) -> DataError:
+    short = len(values) < len(names)
+    return DataError(
+        f"{place}: {'fewer' if short else 'more'} values than the {len(names)} columns of the "
+        "first line"
+        + (f" ({names[len(values)]!r} has none)" if short else "")
+        + f"; put a value that holds {delimiter!r} in quotes, or correct the line"
+    )
 
 
 @contextlib.contextmanager
@@ -155,47 +217,72 @@ def _large_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
+def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
     field = inform.content_field
-    with _text(file) as stream:
+    with file.open() as stream:
+        lines = Lines(stream, file.address, start)
         if inform.sample_by == "document":
-            yield file.address, {field: stream.read()}
+            if start == START:
+                text = decoded(lines.rest(), file.address).removeprefix("\ufeff")
+                text = text.replace("\r\n", "\n").replace("\r", "\n")
+                yield Record(file.address, {field: text}, START, Spot(1, 1))
             return
-        first, lines = 1, list[str]()
-        for number, line in enumerate(stream, 1):
-            if inform.sample_by == "line":
-                yield f"{file.address}:{number}", {field: line.rstrip("\r\n")}
-            elif line.strip():
-                first = first if lines else number
-                lines.append(line)
-            elif lines:
-                yield f"{file.address}:{first}", {field: "".join(lines).rstrip("\r\n")}
-                lines = []
-        if lines:
-            yield f"{file.address}:{first}", {field: "".join(lines).rstrip("\r\n")}
+        alone = inform.sample_by == "line"
+        at, kept, wrong = lines.spot, list[str](), None
+        while True:
+            begin = lines.spot
+            try:
+                line = next(lines, None)
+            except DataError as error:
+                line, wrong = "wrong", wrong or error
+            ends = alone or not (line or "").strip()
+            if line is not None and (alone or not ends):
+                at = at if kept else begin
+                kept.append(line)
+            if kept and ends:
+                row = wrong or {field: "".join(kept).rstrip("\r\n")}
+                yield Record(f"{file.address}:{at.row + 1}", row, at, lines.spot)
+                kept, wrong = [], None
+            if line is None:
+                return
 
 
-def _parquet(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
+def _parquet(
+    file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
+) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with file.open(decompress=False) as stream:
         try:
             table = pq.ParquetFile(stream)
+            sizes = [
+                table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)
+            ]
+            first, before = 0, 0
+            while first < len(sizes) and before + sizes[first] <= start.row:
+                before += sizes[first]
+                first += 1
+            groups = range(first, len(sizes))
             names = _present(columns, table.schema_arrow.names)
-            yield from _numbered(file, table.iter_batches(_ARROW_ROWS, columns=names))
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{file.address}: not a parquet file: {error}") from error
+            batches = table.iter_batches(_ARROW_ROWS, row_groups=groups, columns=names)
+            yield from _numbered(file, batches, before, start.row)
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{file.address}: not a parquet file, or one that is cut short: {error}"
+            ) from error
 
 
-def _arrow(file: SourceFile, inform: Inform, columns: Sequence[str] | None) -> PlacedRows:
+def _arrow(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:
     import pyarrow as pa
 
     with file.open() as stream:
         try:
-            yield from _numbered(file, _arrow_batches(stream, columns))
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{file.address}: not an arrow file: {error}") from error
+            yield from _numbered(file, _arrow_batches(stream, columns), 0, start.row)
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{file.address}: not an arrow file, or one that is cut short: {error}"
+            ) from error
 
 
 def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
@@ -215,12 +302,18 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
             yield chosen.slice(start, _ARROW_ROWS)
 
 
-def _numbered(file: SourceFile, batches: Iterator[pa.RecordBatch]) -> PlacedRows:
-    number = 0
+def _numbered(
+    file: SourceFile, batches: Iterator[pa.RecordBatch], number: int, start: int
+) -> Records:
+    """The rows of tables, of which the first has a number, from `start` on."""
     for batch in batches:
-        for row in batch.to_pylist():
-            yield f"{file.address}, row {number}", row
-            number += 1
+        if number + batch.num_rows <= start:
+            number += batch.num_rows
+            continue
+        for row in batch.slice(max(start - number, 0)).to_pylist():
+            at = max(start, number)
+            yield Record(f"{file.address}, row {at}", row, Spot(at), Spot(at + 1))
+            number = at + 1
 
 
 def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
@@ -230,7 +323,7 @@ def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] |
     return list(columns)
 
 
-Reader = Callable[[SourceFile, Inform, Sequence[str] | None], PlacedRows]
+Reader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], Records]
 READERS: dict[str, Reader] = {
     "json": _json,
     "csv": _csv,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import Row
+from ed_data.sources.lines import START, Record, Spot
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -17,18 +18,29 @@ if TYPE_CHECKING:
 class HubSource:
     """A dataset of the hub, of the local hub cache, or one written by `save_to_disk`."""
 
-    def __init__(self, inform: Inform, file_cache: str | None = None) -> None:
+    def __init__(self, inform: Inform, file_cache: object = None) -> None:
         self._name = str(inform.dataset_id)
         self._data = _load(inform, self._name)
         self.fingerprint = f"huggingface:{self._data._fingerprint}"
+        self.shards = [int(self._data.data.nbytes)]
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Yield the rows in the order of the dataset."""
+        for record in self.records(0, columns):
+            assert not isinstance(record.row, DataError)
+            yield record.place, record.row
+
+    def records(
+        self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
+    ) -> Iterator[Record]:
+        """Yield the records from one on: the only shard is the whole."""
         data = self._data.with_format(None)
         if columns is not None and set(columns) <= set(data.column_names):
             data = data.select_columns(list(columns))
-        for index, row in enumerate(data):
-            yield f"{self._name}, row {index}", dict(row)
+        if start.row:
+            data = data.select(range(min(start.row, len(data)), len(data)))
+        for index, row in enumerate(data, start.row):
+            yield Record(f"{self._name}, row {index}", dict(row), Spot(index), Spot(index + 1))
 
 
 def _load(inform: Inform, where: str) -> Dataset:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ed_data.errors import DataError, did_you_mean
 from ed_data.inform import Inform
 from ed_data.schema import Row
+from ed_data.sources.lines import START, Record, Spot
 
 
 class PythonSource:
@@ -18,18 +19,30 @@ class PythonSource:
     `data_files: "pydoc_data.topics:topics"` names one that every Python has.
     """
 
-    def __init__(self, inform: Inform, file_cache: str | None = None) -> None:
+    def __init__(self, inform: Inform, file_cache: object = None) -> None:
         self._address = str(inform.data_files)
         self._rows = list(_as_rows(resolve(self._address, inform.label), inform, self._address))
-        digest = hashlib.blake2b(digest_size=16)
+        digest, size = hashlib.blake2b(digest_size=16), 0
         for row in self._rows:
-            digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+            text = json.dumps(row, sort_keys=True, default=repr).encode()
+            digest.update(text)
+            size += len(text)
         self.fingerprint = f"python:{digest.hexdigest()}"
+        self.shards = [size]
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Yield the rows, in the order of the object."""
-        for index, row in enumerate(self._rows):
-            yield f"{self._address}, item {index}", row
+        for record in self.records(0, columns):
+            assert not isinstance(record.row, DataError)
+            yield record.place, record.row
+
+    def records(
+        self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
+    ) -> Iterator[Record]:
+        """Yield the records from one on: the only shard is the whole."""
+        for index in range(start.row, len(self._rows)):
+            place = f"{self._address}, item {index}"
+            yield Record(place, self._rows[index], Spot(index), Spot(index + 1))
 
 
 def resolve(address: str, label: str) -> object:

@@ -6,7 +6,7 @@ of tokens free the pages behind it, so they are a group with a pool of their own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,13 +52,19 @@ class PageTables:
     Args:
         groups: by name; none for a model whose layers are all recurrent.
         page_size: tokens of a page.
+        at_once: most tokens of a sequence in one step.
         prefix_caching: whether equal prefixes share pages.
     """
 
     def __init__(
-        self, groups: Mapping[str, PageGroup], page_size: int, *, prefix_caching: bool
+        self,
+        groups: Mapping[str, PageGroup],
+        page_size: int,
+        at_once: int,
+        *,
+        prefix_caching: bool,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.at_once = page_size, at_once
         self.windows = {name: g.window for name, g in groups.items() if g.window is not None}
         self.prefixes: PrefixCache | None = None
         if prefix_caching and groups:
@@ -95,11 +101,24 @@ class PageTables:
             request.pages[name] = [FREED if page is None else page for page in pages]
             request.num_computed = len(pages) * self.page_size
 
-    def reserve(self, request: Request, count: int, spare: int = 0) -> dict[str, list[int]] | None:
-        """Give a request pages for `count` more tokens.
+    def hold_out(self, lengths: Sequence[tuple[Request, int]], others: Sequence[Request]) -> bool:
+        """Whether the free pages, and those of `others`, are enough for these requests to grow to
+        these lengths."""
+        for name, pool in self.pools.items():
+            window, missing = self.windows.get(name), 0
+            for request, length in lengths:
+                pages = request.pages[name]
+                if window is None:
+                    missing += max(0, -(-length // self.page_size) - len(pages))
+                else:
+                    most = pages_of_sequence(window, length, self.at_once, self.page_size)
+                    missing += max(0, most - len(pages) + pages.count(FREED))
+            if missing > pool.num_free + sum([len(other.pages[name]) for other in others]):
+                return False
+        return True
 
-        Args:
-            spare: pages that must stay free in each pool afterwards.
+    def reserve(self, request: Request, count: int) -> dict[str, list[int]] | None:
+        """Give a request pages for `count` more tokens.
 
         Returns:
             the new pages by group, or None, and no change, if a pool has too few.
@@ -107,16 +126,14 @@ class PageTables:
         if self.windows:
             self._free_behind(request)
         total = -(-(request.num_computed + count) // self.page_size)
+        if total <= min([len(held) for held in request.pages.values()], default=total):
+            return {}
         new: dict[str, list[int]] = {}
         for name, held in request.pages.items():
             needed = total - len(held)
-            pool = self.pools[name]
-            if spare and pool.num_free - max(needed, 0) < spare:
-                pages = None
-            elif needed <= 0:
+            if needed <= 0:
                 continue
-            else:
-                pages = pool.allocate(needed)
+            pages = self.pools[name].allocate(needed)
             if pages is None:
                 for other, taken in new.items():
                     self.pools[other].release(taken)

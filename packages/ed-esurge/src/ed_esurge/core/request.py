@@ -10,6 +10,18 @@ from ed_esurge.outputs import FinishReason
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
+class RequestError(Exception):
+    """The engine's own work for one sequence failed (the cause says how); others can go on.
+
+    Attributes:
+        request_id: whose.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"sequence {request_id!r} failed")
+        self.request_id = request_id
+
+
 class Status(enum.Enum):
     """Where a request is: in the queue (new or preempted), in the running set, or done."""
 

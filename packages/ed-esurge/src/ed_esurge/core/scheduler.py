@@ -12,6 +12,9 @@ from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import Request, Status
 from ed_esurge.outputs import FinishReason
 
+# Simulated in too few pages, at most 1.2 tokens are computed for a useful one.
+TOKENS_PER_STEP_AHEAD = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -75,13 +78,15 @@ class Scheduler:
                     "pages or lower max_model_len"
                 )
         self.limits = limits
-        self.pages = PageTables(groups, page_size, prefix_caching=prefix_caching)
+        self.pages = PageTables(groups, page_size, at_once, prefix_caching=prefix_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._step = 0
         self.num_preemptions = 0
+        self._usual_output = 0.0
+        """Tokens of an output, over the requests that ended lately."""
 
     # ---- the queue
 
@@ -117,16 +122,19 @@ class Scheduler:
         rows: dict[str, PlanRow] = {}
         started: list[NewSequence] = []
         preempted: list[str] = []
-        budget = self.limits.token_budget
+        budget, chunk = self.limits.token_budget, self.limits.chunk
         decoding: list[tuple[Request, int]] = []
         prefilling: list[tuple[Request, int]] = []
         for request in self.running:
-            missing = request.num_tokens - request.num_computed
+            # As `num_tokens` says; every decode of every step comes by here.
+            missing = len(request.prompt) + len(request.output) - request.num_computed
             (decoding if missing == 1 else prefilling).append((request, missing))
         for request, missing in decoding + prefilling:
             if request.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            count = min(missing, self.limits.chunk or missing, budget)
+            count = missing if missing == 1 else min(missing, chunk or missing)
+            if count > budget:
+                count = budget
             if count <= 0:
                 continue
             while (pages := self.pages.reserve(request, count)) is None:
@@ -140,8 +148,11 @@ class Scheduler:
             else:
                 rows[request.request_id] = _row(request, count, pages)
                 budget -= count
+        size = self.pages.page_size
         for row in rows.values():
-            self.pages.share(self.requests[row.request_id], row.start, row.stop)
+            stop = row.start + len(row.token_ids)
+            if stop // size != row.start // size:  # only whole pages are shared
+                self.pages.share(self.requests[row.request_id], row.start, stop)
         # Whoever was just preempted heads the queue: admitting it now would only undo that.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
@@ -204,9 +215,7 @@ class Scheduler:
         self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
-        # Each running sequence will soon want a page: an admission that leaves none for them only
-        # leads to preemption.
-        if self.pages.reserve(request, count, spare=len(self.running)) is None:
+        if not self._worthwhile(request) or self.pages.reserve(request, count) is None:
             self.pages.release(request)
             return None
         if request.num_cached is None:
@@ -220,6 +229,25 @@ class Scheduler:
         insort(self.running, request, key=self._order)
         return _row(request, count, {name: tuple(held) for name, held in request.pages.items()})
 
+    def _worthwhile(self, request: Request) -> bool:
+        """Whether the pages last until the tokens of a new sequence have paid for themselves.
+
+        If it ran until the pool is dry, whoever is preempted then has its tokens computed twice. So
+        there must be pages for the whole prompt of each, and for some steps of decoding: until half
+        the usual length, and more for a sequence that costs more or was preempted before. Those
+        that come after it in order would give their pages up. A sequence alone always fits.
+        """
+        ahead = 1 + request.num_tokens // TOKENS_PER_STEP_AHEAD
+        ahead *= 4 ** min(request.num_preemptions, 8)
+        usual, place = int(self._usual_output / 2), self._order(request)
+        before = [one for one in self.running if self._order(one) < place]
+        lengths = []
+        for one in (*before, request) if before else ():
+            done = len(one.output)
+            more = min(max(ahead, usual - done), one.max_tokens - done)
+            lengths.append((one, one.num_tokens + more))
+        return self.pages.hold_out(lengths, self.running[len(before) :])
+
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._let_go(request)
@@ -232,6 +260,7 @@ class Scheduler:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self._let_go(request)
         request.status = Status.FINISHED
+        self._usual_output += (len(request.output) - self._usual_output) / 8
         del self.requests[request.request_id]
 
     def _let_go(self, request: Request) -> None:
@@ -246,6 +275,10 @@ def _row(request: Request, count: int, pages: Mapping[str, Sequence[int]]) -> Pl
     stop = start + count
     slot = request.slot
     assert slot is not None, "a running request has a slot"
+    edge = len(request.prompt)
+    if start >= edge and stop == edge + len(request.output):  # a decode, the usual row
+        output = request.output
+        return PlanRow(request.request_id, slot, start, output[start - edge :], pages, 1)
     return PlanRow(
         request.request_id,
         slot,

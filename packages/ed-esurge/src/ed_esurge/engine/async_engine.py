@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +17,7 @@ from ed_infra.logging import get_logger
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, UpdateWeights
 from ed_esurge.engine.intake import Params, Prompt
 from ed_esurge.engine.surge import eSurge
@@ -27,28 +28,57 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
+Item = RequestOutput | BaseException
+
+
 class _Follower:
-    """Where the outputs of one request go: a queue on the loop of the coroutine that waits."""
+    """Where the outputs of one request go: to the loop of the coroutine that waits."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self._items: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self.over = False
         """Nothing follows: the last output or an error was read."""
 
-    def put(self, item: RequestOutput | BaseException) -> None:
-        """Hand over an output; called by the engine's thread."""
+    def put(self, item: Item) -> None:
+        """Take an output; called in the loop."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        """What is new since the last time: several steps in one, if the reader is slower."""
+        while not self._items:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, RequestOutput):
+            while self._items and isinstance(following := self._items[0], RequestOutput):
+                item.add(following)
+                self._items.popleft()
+            self.over = item.finished
+            return item
+        self.over = True
+        raise item
+
+
+def _hand_over(items: Iterable[tuple[_Follower, Item]]) -> None:
+    """Give outputs to their followers, from the engine's thread: one call for each loop, because
+    each wakes it."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Follower, Item]]] = {}
+    for follower, item in items:
+        by_loop.setdefault(follower.loop, []).append((follower, item))
+    for loop, batch in by_loop.items():
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            loop.call_soon_threadsafe(_put, batch)
         except RuntimeError:
             logger.debug("the loop of a request has closed: its output is dropped")
 
-    async def get(self) -> RequestOutput:
-        item = await self._queue.get()
-        self.over = isinstance(item, BaseException) or item.finished
-        if isinstance(item, BaseException):
-            raise item
-        return item
+
+def _put(batch: list[tuple[_Follower, Item]]) -> None:
+    for follower, item in batch:
+        follower.put(item)
 
 
 class AsyncEngine:
@@ -76,6 +106,10 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
 
     @property
     def model_name(self) -> str:
@@ -206,8 +240,7 @@ class AsyncEngine:
                 self._beat = time.monotonic()
                 self._read_inbox()
                 if self.engine.has_unfinished_requests:
-                    for output in self.engine.step():
-                        self._give(output)
+                    self._give(self.engine.step())
                 if not self.engine.has_unfinished_requests or self.engine.paused:
                     # The beat goes on while there is nothing to do.
                     self._wake.wait(min(0.2, self.stuck_after / 4))
@@ -233,12 +266,15 @@ class AsyncEngine:
             elif waiting is not None and isinstance(command, Add):
                 self._followers[command.request_id] = waiting
 
-    def _give(self, output: RequestOutput) -> None:
-        follower = self._followers.get(output.request_id)
-        if follower is not None:
-            follower.put(output)
-        if output.finished:
-            self._followers.pop(output.request_id, None)
+    def _give(self, outputs: list[RequestOutput]) -> None:
+        batch: list[tuple[_Follower, Item]] = []
+        for output in outputs:
+            follower = self._followers.get(output.request_id)
+            if follower is not None:
+                batch.append((follower, output))
+            if output.finished:
+                self._followers.pop(output.request_id, None)
+        _hand_over(batch)
 
     def _end(self, error: BaseException) -> None:
         """Nobody is left waiting."""
@@ -257,4 +293,4 @@ def _refuse(waiting: _Follower | Future[None], error: BaseException) -> None:
     if isinstance(waiting, Future):
         waiting.set_exception(error)
     else:
-        waiting.put(error)
+        _hand_over([(waiting, error)])

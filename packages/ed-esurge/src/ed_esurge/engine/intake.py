@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Add
+from ed_esurge.fitting import fit
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
 
@@ -53,6 +55,8 @@ class Intake:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
         self.prompt_class = prompt_class
+        # A request of many prompts brings the same words with each.
+        self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
 
     def prepare(
         self,
@@ -68,6 +72,12 @@ class Intake:
         Raises:
             ConfigError: the request can never run as it is.
         """
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+            raise ConfigError(
+                f"priority {priority!r} is not a whole number of 32 bits: 0 is usual, smaller first"
+            )
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise ConfigError(f"cache_salt {cache_salt!r} is no text: give one, or None")
         sampling = params if isinstance(params, SamplingParams) else None
         if sampling is not None:
             self._check(sampling)
@@ -105,7 +115,7 @@ class Intake:
                 "allowed_token_ids are all end or stop tokens, which min_tokens forbids: allow "
                 "another, or drop min_tokens"
             )
-        words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else ()
+        words = self._words(params.bad_words) if params.bad_words else ()
         gives_text = self.tokenizer is not None and params.detokenize
         return {
             "eos_token_ids": eos,
@@ -130,11 +140,11 @@ class Intake:
             self._check_tokens(name, list(getattr(params, name) or ()))
 
     def _check_tokens(self, name: str, ids: list[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ConfigError(
-                    f"{name} has token id {token}, outside the vocabulary of {self.vocab_size}"
-                )
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise ConfigError(
+                f"{name} has token id {wrong}, outside the vocabulary of {self.vocab_size}"
+            )
 
 
 def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
@@ -165,59 +175,3 @@ def seeds_of(params: Params, engine_seed: int, arrival: int) -> list[int]:
         for index in range(params.n)
     )
     return [int.from_bytes(digest, "big") for digest in digests]
-
-
-def fit(
-    prompt: list[int], max_tokens: int | None, config: EngineConfig, max_model_len: int
-) -> tuple[list[int], int]:
-    """Cut the prompt and lower `max_tokens` until both fit the context, as the options say.
-
-    Args:
-        prompt: token ids.
-        max_tokens: asked for; None is "as many as fit", 0 needs no room beside the prompt.
-        config: the policy.
-        max_model_len: the context, prompt and completion together.
-
-    Returns:
-        the prompt to use, and the number of tokens to generate: at least 1, or 0 as asked.
-
-    Raises:
-        ConfigError: it does not fit, and the options forbid to change what does not.
-    """
-    if not prompt:
-        raise ConfigError("the prompt has no tokens: give at least one")
-    room = 0 if max_tokens == 0 else max(1, config.reserve_tokens or 1)
-    if not config.prefer_preserve_prompt and max_tokens is not None:
-        room = max(room, min(max_tokens, max_model_len - 1))
-    longest = max_model_len - room
-    least = 1 if max_tokens is None else max_tokens
-    if len(prompt) > longest and len(prompt) + least > max_model_len:
-        if config.strict_context or not config.auto_truncate_prompt:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, but max_model_len {max_model_len} leaves "
-                f"{longest} beside {room} to generate: shorten it, or allow auto_truncate_prompt "
-                "(and not strict_context)"
-            )
-        prompt = truncate(prompt, longest, config.truncate_mode)
-    free = max_model_len - len(prompt)
-    if max_tokens is None:
-        return prompt, free
-    if max_tokens > free:
-        if config.strict_context or not config.auto_cap_new_tokens:
-            raise ConfigError(
-                f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens exceeds "
-                f"max_model_len {max_model_len}: ask for at most {free}, or allow "
-                "auto_cap_new_tokens (and not strict_context)"
-            )
-        max_tokens = free
-    return prompt, max_tokens
-
-
-def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
-    """Throw away the left, the right or the middle of a prompt."""
-    if mode == "left":
-        return prompt[-length:]
-    if mode == "right":
-        return prompt[:length]
-    head = length - length // 2
-    return prompt[:head] + prompt[len(prompt) - length // 2 :]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.logging import get_logger
 
 from ed_esurge.core.commands import (
     Abort,
@@ -13,14 +14,18 @@ from ed_esurge.core.commands import (
     Resume,
     UpdateWeights,
 )
+from ed_esurge.core.plan import PlanRow
+from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.intake import seeds_of
 from ed_esurge.outputs import CompletionOutput, RequestOutput
 from ed_esurge.runner.model_runner import ModelRunner
-from ed_esurge.runner.result import StepResult
+from ed_esurge.runner.result import NotFinite, StepResult
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Tokenizer
 from ed_esurge.transcript import OpenRequest
+
+logger = get_logger(__name__)
 
 
 class EngineLoop:
@@ -51,6 +56,7 @@ class EngineLoop:
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
         self._pending: StepResult | None = None
+        self._spoilt = False  # pages hold numbers that are not finite
         self._arrivals = self._steps = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -112,7 +118,19 @@ class EngineLoop:
         if opened is not None:
             for name in opened.sequences:
                 self.scheduler.finish(name, "abort")
-            self.backlog.append(self._close(opened, opened.abort()))
+            self.backlog.append(self._close(opened, opened.end("abort")))
+
+    def _fail(self, opened: OpenRequest, error: BaseException | None) -> RequestOutput:
+        """End a request whose own work failed; the others go on."""
+        name = opened.add.request_id
+        logger.error("request %r failed", name, exc_info=error)
+        self._spoilt |= isinstance(error, NotFinite)
+        for sequence in opened.sequences:
+            self.scheduler.finish(sequence, "error")
+        said = str(error) if isinstance(error, NotFinite) else repr(error)
+        return self._close(
+            opened, opened.end("error", f"the engine failed on this request: {said}")
+        )
 
     def _settle(self) -> None:
         """Finish the step in flight, send everybody back to the queue, drop cached prefixes."""
@@ -120,25 +138,35 @@ class EngineLoop:
             result, self._pending = self._pending, None
             taken = self.scheduler.advance(result.plan, result.tokens())
             self.backlog += self._deliver(result, taken)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.scheduler.preempt_all()
         self.scheduler.pages.forget_prefixes()
 
     # ---- steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step for everybody, and return what is new (`RequestOutput.delta`)."""
+        """Run one step for everybody, and return what is new (`RequestOutput.delta`).
+
+        A request that fails by itself ends with an error. What is raised concerns all of them.
+
+        Raises:
+            EasyDeLError: the weights are gone, or are not finite numbers.
+        """
+        if not self.paused:
+            result = self._pending or self._start()
+            self._pending = None
+            if result is not None:
+                taken = self.scheduler.advance(result.plan, self._finite(result))
+                if self._overlap and not self._spoilt:
+                    # The device works on the next step while this one's text is made.
+                    self._pending = self._start()
+                self.backlog += self._deliver(result, taken)
+            if self._spoilt:
+                self._renew_pages()
         outputs, self.backlog = self.backlog, []
-        if self.paused:
-            return outputs
-        result = self._pending or self._start()
-        self._pending = None
-        if result is None:
-            return outputs
-        taken = self.scheduler.advance(result.plan, result.tokens())
-        if self._overlap:
-            # The device works on the next step while this one's text is made.
-            self._pending = self._start()
-        return outputs + self._deliver(result, taken)
+        return outputs
 
     def _start(self) -> StepResult | None:
         plan = self.scheduler.schedule()
@@ -147,7 +175,37 @@ class EngineLoop:
         self._steps += 1
         for new in plan.started:
             self._owner[new.request_id].mark_scheduled()
-        return self.runner.run(plan)
+        try:
+            return self.runner.run(plan)
+        except RequestError as error:
+            # Nothing of the plan was computed, but the scheduler counts on all of it.
+            self.backlog.append(self._fail(self._owner[error.request_id], error.__cause__))
+            self._begin_anew()
+            return None
+
+    def _finite(self, result: StepResult) -> dict[str, list[int]]:
+        """The sampled tokens of a step; a request whose logits are no numbers has ended."""
+        tokens = result.tokens()
+        for name, sampled in tokens.items():
+            if sampled[0] < 0 and name in self._owner:
+                self.backlog.append(self._fail(self._owner[name], NotFinite()))
+        return tokens
+
+    def _renew_pages(self) -> None:
+        """After numbers that are not finite: masked attention to them gives such numbers again.
+
+        Raises:
+            EasyDeLError: they came from the weights, so that every request would end so.
+        """
+        self._spoilt = False
+        if not self.runner.weights_are_finite():
+            raise EasyDeLError(
+                "the served weights are not finite numbers (NaN or infinity), so no answer is of "
+                "use: call update_model_weights(model) with others"
+            )
+        self._settle()
+        self.runner.free()
+        self.runner.allocate()
 
     def _deliver(self, result: StepResult, taken: dict[str, int]) -> list[RequestOutput]:
         """Turn a step's result into deltas; a stop string that appears ends its request."""
@@ -157,27 +215,40 @@ class EngineLoop:
             opened = self._owner.get(row.request_id)
             if opened is None:
                 continue  # ended while the step ran
-            params = opened.add.params
-            if row.scores and isinstance(params, SamplingParams):
-                opened.take_prompt(row.start, result.prompt(index, params.prompt_logprobs or 0))
-            count = taken.get(row.request_id)
-            if count is None:
+            try:
+                out = self._read(result, index, row, opened, taken.get(row.request_id))
+            except Exception as error:
+                outputs.append(self._fail(opened, error))
                 continue
-            if not isinstance(params, SamplingParams):
-                outputs.append(self._close(opened, opened.pooled(result.pooled(index))))
-                continue
-            transcript = opened.transcripts[row.request_id]
-            if transcript.finish_reason is not None:
-                continue
-            scores = result.sampled(index, params.logprobs)[:count] if count else []
-            out = transcript.take(scores)
-            if out.finish_reason is not None:
-                self.scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
-            changed.setdefault(opened.add.request_id, []).append(out)
+            if isinstance(out, RequestOutput):
+                outputs.append(self._close(opened, out))
+            elif out is not None:
+                changed.setdefault(opened.add.request_id, []).append(out)
         for name, outs in changed.items():
-            opened = self._open[name]
-            outputs.append(self._close(opened, opened.delta(outs)))
+            opened = self._open.get(name)
+            if opened is not None:  # another of its sequences may have failed
+                outputs.append(self._close(opened, opened.delta(outs)))
         return outputs
+
+    def _read(
+        self, result: StepResult, index: int, row: PlanRow, opened: OpenRequest, count: int | None
+    ) -> CompletionOutput | RequestOutput | None:
+        """What row `index` of a step gave: tokens (`count` of them) or a vector."""
+        params = opened.add.params
+        if row.scores and isinstance(params, SamplingParams):
+            opened.take_prompt(row.start, result.prompt(index, params.prompt_logprobs or 0))
+        if count is None:
+            return None
+        if not isinstance(params, SamplingParams):
+            return opened.pooled(result.pooled(index))
+        transcript = opened.transcripts[row.request_id]
+        if transcript.finish_reason is not None:
+            return None
+        scores = result.sampled(index, params.logprobs)[:count] if count else []
+        out = transcript.take(scores)
+        if out.finish_reason is not None:
+            self.scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
+        return out
 
     def _close(self, opened: OpenRequest, delta: RequestOutput) -> RequestOutput:
         """Forget a request with its last output."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
@@ -30,7 +32,8 @@ from ed_esurge.model import eos_token_ids, served_model
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
-from ed_esurge.tokenizer import Tokenizer, render_chat
+from ed_esurge.template import ChatTemplate
+from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -89,8 +92,10 @@ class eSurge:
             max_logprobs=runner.max_logprobs,
             prompt_class=runner.model.prompt_class,
         )
-        self._names = 0
+        self._names = itertools.count(1)
         self._lock = threading.RLock()
+        # Where the outputs of requests go that a `generate` or a `stream` follows.
+        self._boxes: dict[str, deque[RequestOutput]] = {}
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
                 runner.compile_all(bar)
@@ -183,11 +188,18 @@ class eSurge:
     def step(self) -> list[RequestOutput]:
         """Run one step for everybody, and return what is new (`RequestOutput.delta`).
 
+        What `generate` or `stream` waits for, in other threads or between two reads, goes there. A
+        request that fails by itself ends with the finish reason "error"; what is raised concerns
+        all of them.
+
         Raises:
-            EasyDeLError: the weights are gone; see `weights`.
+            EasyDeLError: the weights are gone (see `weights`), or are not finite numbers.
         """
         with self._lock:
-            return self.loop.step()
+            others = []
+            for output in self.loop.step():
+                self._boxes.get(output.request_id, others).append(output)
+            return others
 
     # ---- the simple interface
 
@@ -198,7 +210,7 @@ class eSurge:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Run prompts to their ends, all at once.
+        """Run prompts to their ends, all at once; any number of threads may do so.
 
         Args:
             prompts: one prompt or many, each text or token ids.
@@ -238,12 +250,11 @@ class eSurge:
         self, prompts: Sequence[Prompt], params: Sequence[Params], use_tqdm: bool
     ) -> list[RequestOutput]:
         names = [self._name() for _ in prompts]
-        for command in [self.prepare(*args) for args in zip(names, prompts, params, strict=True)]:
-            self.execute(command)
+        adds = [self.prepare(*args) for args in zip(names, prompts, params, strict=True)]
         whole: dict[str, RequestOutput] = {}
         with _bar("prompts", quiet=not use_tqdm) as bar:
             bar.total = len(names)
-            for delta in self._follow(set(names)):
+            for delta in self._follow(adds):
                 if delta.request_id in whole:
                     whole[delta.request_id].add(delta)
                 else:
@@ -255,10 +266,11 @@ class eSurge:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Deltas of one request as they come; leaving the loop aborts it."""
-        name = self._name()
-        self.add_request(name, prompt, sampling_params)
-        return self._follow({name})
+        """Deltas of one request as they come. It is queued with the first read; leaving the loop
+        aborts it."""
+        return self._follow(
+            [self.prepare(self._name(), prompt, sampling_params or SamplingParams())]
+        )
 
     def chat(
         self,
@@ -270,34 +282,46 @@ class eSurge:
 
         Args:
             messages: `{"role": …, "content": …}`.
-            template: for the tokenizer's `apply_chat_template` (`tools`, …).
+            template: for the tokenizer's `apply_chat_template` (`tools`, …), and
+                `chat_template`: Jinja text instead of the tokenizer's own.
         """
-        return self.generate(render_chat(self.tokenizer, messages, **template), sampling_params)[0]
+        chat = ChatTemplate(self.tokenizer, template.pop("chat_template", None))
+        return self.generate(chat.token_ids(messages, **template), sampling_params)[0]
 
-    def _follow(self, names: set[str]) -> Iterator[RequestOutput]:
-        """Step until these requests are done, keeping other requests' outputs for `step`."""
-        waiting = set(names)
+    def _follow(self, adds: Sequence[Add]) -> Iterator[RequestOutput]:
+        """Queue requests and step until they are done, keeping others' outputs for `step`."""
+        box: deque[RequestOutput] = deque()
+        waiting = {add.request_id for add in adds}
         try:
+            with self._lock:
+                for add in adds:
+                    self._boxes[add.request_id] = box
+                    self.loop.execute(add)
             while waiting:
-                if self.loop.paused:
-                    raise EasyDeLError("the engine is paused: call resume() first")
-                others = []
-                for output in self.step():
-                    if output.request_id not in names:
-                        others.append(output)
-                        continue
+                with self._lock:
+                    # Another thread's step may have had something for this one.
+                    if not box:
+                        if self.loop.paused:
+                            raise EasyDeLError("the engine is paused: call resume() first")
+                        self.loop.backlog = self.step() + self.loop.backlog
+                    ready = [*box]
+                    box.clear()
+                for output in ready:
                     if output.finished:
                         waiting.discard(output.request_id)
                     yield output
-                self.loop.backlog = others + self.loop.backlog
         finally:
-            for name in waiting:
-                self.abort_request(name)
-            self.loop.backlog = [out for out in self.loop.backlog if out.request_id not in names]
+            with self._lock:
+                for name in waiting:
+                    self.loop.execute(Abort(name))
+                mine = {add.request_id for add in adds}
+                kept = [out for out in self.loop.backlog if out.request_id not in mine]
+                self.loop.backlog = kept
+                for name in mine:
+                    self._boxes.pop(name, None)
 
     def _name(self) -> str:
-        self._names += 1
-        return f"eSurge-{self._names}"
+        return f"eSurge-{next(self._names)}"
 
     # ---- weights and memory
 

@@ -72,6 +72,7 @@ class ModelRunner:
         self._graphdef, state = nnx.split(cast(nnx.Module, model))
         leaves, self._treedef = jax.tree.flatten(state)
         self._leaves: list[jax.Array] | None = leaves
+        self._finite: bool | None = None  # not known before somebody asks
         self._like = abstract(leaves)
         # The model without its arrays, so that weights that are replaced are freed.
         self.model = self._merged(self._like)
@@ -135,28 +136,22 @@ class ModelRunner:
 
         Raises:
             EasyDeLError: there are no weights to run with.
+            RequestError: one sequence cannot be prepared; nothing was computed, and all of the
+                plan's sequences must start anew.
         """
         leaves, slots = self._present_leaves(), self._slots
-        for new in plan.started:
-            slots.start(new)
-        adjusted = []
-        scored = pooled = False
-        for row in plan.rows:
-            slots.grow(row)
-            scored |= row.scores
-            pooled |= row.pools
-            adjustment = slots.adjustment(row.slot) if row.samples else None
-            if adjustment is not None:
-                adjusted.append((adjustment, row.samples))
-                line = adjustment.update()
-                if line is not None:
-                    self._state = self._function(PUT)(self._state, *line)
+        adjusted = slots.take(plan)
+        for _, _, line in adjusted:
+            if line is not None:
+                self._state = self._function(PUT)(self._state, *line)
+        scored = True in [row.scores for row in plan.rows]
+        pooled = True in [row.pools for row in plan.rows]
         shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
         buffer = self._builder.build(plan, shape)
         packed, hidden, self._cache, self._state = self._function(shape)(
             leaves, self._cache, self._state, buffer
         )
-        for adjustment, count in adjusted:
+        for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
         scores = vectors = None
         if scored:
@@ -226,6 +221,14 @@ class ModelRunner:
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
         self._leaves = [place(*pair) for pair in zip(self._like, leaves, strict=True)]
+        self._finite = None
+
+    def weights_are_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; computed once for the weights that are served."""
+        if self._finite is None:
+            floats = [x for x in self._present_leaves() if jnp.issubdtype(x.dtype, jnp.inexact)]
+            self._finite = all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
+        return self._finite
 
     def drop_weights(self) -> None:
         """Let go of the weights."""

@@ -11,7 +11,14 @@ import numpy as np
 from ed_esurge.core.plan import StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+class NotFinite(ArithmeticError):
+    """A request's numbers are NaN or infinite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's numbers are not finite (NaN or infinity)")
+
+
+@dataclass(slots=True)
 class TokenScores:
     """Log-probabilities at one position.
 
@@ -50,15 +57,16 @@ class StepResult:
             "scores": scores,
             "vectors": vectors,
         }
+        self._tokens: list[int] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
-        return {"plan": self.plan, "_arrays": arrays}
+        return {"plan": self.plan, "_arrays": arrays, "_tokens": self._tokens}
 
     def tokens(self) -> dict[str, list[int]]:
-        """request id -> sampled tokens, for the rows that sample."""
-        column = self._host("packed")[:, 0].tolist()
-        rows = zip(self.plan.rows, column, strict=False)
+        """request id -> sampled tokens, for the rows that sample; -1 where the logits are not
+        finite."""
+        rows = zip(self.plan.rows, self._column(), strict=False)
         return {row.request_id: [token] for row, token in rows if row.samples}
 
     def sampled(self, index: int, count: int | None) -> list[TokenScores]:
@@ -67,14 +75,21 @@ class StepResult:
         Args:
             count: alternatives wanted; None wants no log-probabilities either.
         """
-        line = self._host("packed")[index]
-        return [TokenScores(int(line[0]), 0.0, 0, []) if count is None else read(line, count)]
+        if count is None:
+            return [TokenScores(self._column()[index], 0.0, 0, [])]
+        return [read(self._host("packed")[index], count)]
 
     def prompt(self, index: int, count: int) -> Sequence[TokenScores]:
-        """The same for the tokens after each position that row `index` of the plan passed."""
+        """The same for the tokens after each position that row `index` of the plan passed.
+
+        Raises:
+            NotFinite: a log-probability is NaN.
+        """
         start = sum(len(row.token_ids) for row in self.plan.rows[:index])
         stop = start + len(self.plan.rows[index].token_ids)
         lines = self._host("scores")[start:stop]
+        if np.isnan(np.ascontiguousarray(lines[:, 1]).view(np.float32)).any():
+            raise NotFinite
         if count:
             return [read(line, count) for line in lines]
         columns = (lines[:, 0], np.ascontiguousarray(lines[:, 1]).view(np.float32), lines[:, 2])
@@ -82,8 +97,21 @@ class StepResult:
         return [TokenScores(token, logprob, rank, []) for token, logprob, rank in values]
 
     def pooled(self, index: int) -> np.ndarray:
-        """The vector of row `index` of the plan, whose prompt ends there; float32 [d]."""
-        return self._host("vectors")[self.plan.rows[index].slot].copy()
+        """The vector of row `index` of the plan, whose prompt ends there; float32 [d].
+
+        Raises:
+            NotFinite: a number of it is NaN or infinite.
+        """
+        vector = self._host("vectors")[self.plan.rows[index].slot].copy()
+        if not np.isfinite(vector).all():
+            raise NotFinite
+        return vector
+
+    def _column(self) -> list[int]:
+        if self._tokens is None:
+            column: list[int] = self._host("packed")[:, 0].tolist()
+            self._tokens = column
+        return self._tokens
 
     def _host(self, name: str) -> np.ndarray:
         array = self._arrays[name]

@@ -76,7 +76,7 @@ class Sampled:
     """What a step gives back.
 
     Attributes:
-        tokens: [n].
+        tokens: [n]; -1 where a logit of the row is NaN or all are infinite.
         logprob, rank: of the chosen token under the model itself; [n]. Zeros when no row asked.
         top_ids, top_logprobs: the most probable tokens, best first; [n, l].
     """
@@ -128,7 +128,8 @@ def sample(
 
     scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
     seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
-    return Sampled(tokens, *scores), SamplerState(state.bias, seen)
+    finite = jnp.isfinite(jnp.max(logits, axis=-1))
+    return Sampled(jnp.where(finite, tokens, -1), *scores), SamplerState(state.bias, seen)
 
 
 def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Array:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ed_esurge.core.plan import NewSequence, PlanRow
+from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
+from ed_esurge.core.request import RequestError
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 # Numbers of a slot, int32 (floats by their bits). The first two belong to the sequence, the rest to
@@ -64,6 +65,32 @@ class Slots:
             repetition_penalty=1.0,
         )
 
+    def take(self, plan: StepPlan) -> list[tuple[Adjustment, int, Line | None]]:
+        """Take what is new in a plan.
+
+        Returns:
+            of each row that samples and is adjusted: how, how many tokens it samples, and the line
+            that must be written before.
+
+        Raises:
+            RequestError: one sequence cannot be prepared.
+        """
+        adjusted: list[tuple[Adjustment, int, Line | None]] = []
+        name = ""
+        try:
+            for new in plan.started:
+                name = new.request_id
+                self.start(new)
+            for row in plan.rows:
+                name = row.request_id
+                self.grow(row)
+                adjustment = self._adjusted[row.slot] if row.samples else None
+                if adjustment is not None:
+                    adjusted.append((adjustment, row.samples, adjustment.update()))
+        except Exception as error:
+            raise RequestError(name) from error
+        return adjusted
+
     def start(self, new: NewSequence) -> None:
         """Let a sequence take its slot, whoever had it before."""
         slot, params = new.slot, new.params
@@ -102,15 +129,17 @@ class Slots:
         for group, pages in row.pages.items():
             start = self._filled[group][row.slot]
             self._filled[group][row.slot] = stop = start + len(pages)
-            # A page behind the window has no number; nobody will read it.
-            self.page_table[group][row.slot, start:stop] = np.maximum(pages, 0)
+            table = self.page_table[group][row.slot]
+            if not start:
+                # Attention reads more pages than count, and masks them, which does not remove NaN:
+                # what stands in for a page (behind the window, too) is one of the sequence's own.
+                own = max(0, *pages)
+                table[:] = own
+                pages = [own if page < 0 else page for page in pages]
+            table[start:stop] = pages
         adjustment = self._adjusted[row.slot]
         if adjustment is not None:
             adjustment.grow(row)
-
-    def adjustment(self, slot: int) -> Adjustment | None:
-        """What adjusts the logits of a slot's sequence."""
-        return self._adjusted[slot]
 
     def following(self, row: PlanRow) -> Sequence[int]:
         """The prompt token after each token of a row; one fewer at the end of the prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,10 +14,13 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ed_esurge.server import errors
+from ed_esurge.config import ServerLimits
+from ed_esurge.server import errors, openapi
 from ed_esurge.server.auth import BearerAuth
+from ed_esurge.server.body import read
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
+from ed_esurge.server.door import Door
 from ed_esurge.server.metrics import HTTPMetrics, Metrics
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import (
@@ -36,6 +39,8 @@ def create_app(
     api_key: str | Sequence[str] | None = None,
     chat_template: str | None = None,
     cors_origins: Sequence[str] | None = None,
+    allowed_hosts: Sequence[str] | None = None,
+    limits: ServerLimits | Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """Build the application that serves one engine.
 
@@ -47,6 +52,9 @@ def create_app(
         api_key: a key, or several, one of which each request must bring. None: anybody may.
         chat_template: Jinja text instead of the tokenizer's own template.
         cors_origins: web origins whose pages may call this server (`["*"]`: all). None: no CORS.
+        allowed_hosts: what the `Host` header of a request may name, without ports. None: anything
+            (`serve` allows this machine alone where it listens to this machine alone).
+        limits: see `ServerLimits`; a mapping of its fields is as good.
 
     Raises:
         ConfigError: the engine has no tokenizer.
@@ -56,7 +64,9 @@ def create_app(
         from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
 
         own = engine = AsyncEngine(engine)
-    served = _serve(engine, served_model_name, chat_template)
+    if not isinstance(limits, ServerLimits):
+        limits = ServerLimits(**(limits or {}))
+    served = _serve(engine, served_model_name, chat_template, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +80,7 @@ def create_app(
                 await asyncio.to_thread(own.shutdown)
 
     app = FastAPI(title="ed-esurge", version=_version(), lifespan=lifespan)
+    app.openapi = lambda: openapi.document(_version())
     app.state.served = served
     app.state.draining = False
     errors.install(app)
@@ -87,11 +98,17 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(Door, hosts=allowed_hosts, most=limits.max_concurrent_requests)
     app.add_middleware(HTTPMetrics, metrics=served.metrics)  # outermost: it sees every status
     return app
 
 
-def _serve(engine: Any, names: str | Sequence[str] | None, chat_template: str | None) -> Served:
+def _serve(
+    engine: Any,
+    names: str | Sequence[str] | None,
+    chat_template: str | None,
+    limits: ServerLimits,
+) -> Served:
     """Gather what the endpoints need to know of an engine."""
     if engine.tokenizer is None:
         raise ConfigError(
@@ -101,15 +118,21 @@ def _serve(engine: Any, names: str | Sequence[str] | None, chat_template: str | 
     names = [names] if isinstance(names, str) else list(names or (engine.model_name,))
     prompts = Prompts(
         engine.tokenizer,
+        config=engine.config,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         chat_template=chat_template,
     )
-    return Served(engine, names, prompts, Metrics(names[0], engine.stats))
+    return Served(engine, names, prompts, Metrics(names[0], engine.stats), limits)
 
 
 def _version() -> str:
     return importlib.metadata.version("ed-esurge")
+
+
+def _get(app: FastAPI, path: str) -> Callable[[Any], Any]:
+    """Register what a GET, or a HEAD, of a path gives."""
+    return app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _openai(app: FastAPI, served: Served) -> None:
@@ -125,21 +148,23 @@ def _openai(app: FastAPI, served: Served) -> None:
             "max_model_len": served.prompts.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @_get(app, "/v1/models")
     async def list_models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card(name) for name in served.names]})
 
-    @app.get("/v1/models/{model:path}")
+    @_get(app, "/v1/models/{model:path}")
     async def get_model(model: str) -> JSONResponse:
         served.check_model(model)
         return JSONResponse(card(model))
 
     @app.post("/v1/completions", response_model=None)
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    async def create_completion(request: Request) -> Response:
+        body = await read(request, CompletionRequest, served.limits)
         return await complete(served, body, request)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    async def create_chat_completion(request: Request) -> Response:
+        body = await read(request, ChatRequest, served.limits)
         return await chat(served, body, request)
 
 
@@ -148,14 +173,16 @@ def _tokens(app: FastAPI, served: Served) -> None:
     prompts = served.prompts
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> JSONResponse:
+    async def tokenize(request: Request) -> JSONResponse:
+        body = await read(request, TokenizeRequest, served.limits)
         served.check_model(body.model)
         if body.messages is not None:
-            text = prompts.render(body.messages, add_generation_prompt=body.add_generation_prompt)
-            tokens = await prompts.encode(text, add_special_tokens=False)
+            tokens = await prompts.conversation(
+                body.messages, add_generation_prompt=body.add_generation_prompt
+            )
         else:
-            tokens = await prompts.encode(
-                body.prompt or "", add_special_tokens=body.add_special_tokens
+            (tokens,) = await prompts.encode(
+                [body.prompt or ""], add_special_tokens=body.add_special_tokens
             )
         answer: dict[str, Any] = {
             "count": len(tokens),
@@ -167,11 +194,11 @@ def _tokens(app: FastAPI, served: Served) -> None:
         return JSONResponse(answer)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
+    async def detokenize(request: Request) -> JSONResponse:
+        body = await read(request, DetokenizeRequest, served.limits)
         served.check_model(body.model)
-        if body.tokens:
-            prompts.check_tokens(body.tokens, param="tokens")
-        return JSONResponse({"prompt": prompts.tokenizer.decode(body.tokens)})
+        prompts.check_tokens(body.tokens, param="tokens")
+        return JSONResponse({"prompt": await prompts.decode(body.tokens)})
 
 
 def _health(app: FastAPI, served: Served) -> None:
@@ -188,22 +215,22 @@ def _health(app: FastAPI, served: Served) -> None:
             return JSONResponse({"status": "draining", "reason": "the server is stopping"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/health")
+    @_get(app, "/health")
     async def health() -> JSONResponse:
         return state(draining_is_down=True)
 
-    @app.get("/health/ready")
+    @_get(app, "/health/ready")
     async def ready() -> JSONResponse:
         return state(draining_is_down=True)
 
-    @app.get("/health/live")
+    @_get(app, "/health/live")
     async def live() -> JSONResponse:
         return state(draining_is_down=False)
 
-    @app.get("/metrics")
+    @_get(app, "/metrics")
     async def metrics() -> Response:
         return Response(served.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/version")
+    @_get(app, "/version")
     async def version() -> JSONResponse:
         return JSONResponse({"version": _version()})

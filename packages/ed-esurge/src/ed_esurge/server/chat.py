@@ -12,17 +12,16 @@ from fastapi.responses import Response
 
 from ed_esurge.outputs import CompletionOutput, RequestOutput
 from ed_esurge.server.choices import Tally, collect, finish_reason
-from ed_esurge.server.logprobs import chat_logprobs
+from ed_esurge.server.errors import client_gone
+from ed_esurge.server.logprobs import chat_logprobs, prompt_logprobs
 from ed_esurge.server.protocol import ChatRequest
 from ed_esurge.server.served import Served, new_id
 from ed_esurge.server.stream import (
     Chunks,
     answer,
-    client_gone,
     encode,
     merge,
     respond,
-    until_disconnect,
     usage,
 )
 
@@ -37,41 +36,60 @@ async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
             one, or the engine is down.
     """
     served.check_model(body.model)
-    tokens = await served.prompts.chat(body)
-    wanted = body.max_completion_tokens or body.max_tokens
-    limit = served.prompts.room(len(tokens), wanted, param="messages", default=None)
-    params = served.sampling_params(
-        body, limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    served.check_generations(body.n)
+    queue = served.queue_options(body)
+    whole = await served.prompts.chat(body)
+    tokens, limit = served.prompts.fit(
+        whole,
+        body.max_completion_tokens or body.max_tokens,
+        param="messages",
+        default=None,
+        last=body.truncate_prompt_tokens,
     )
-    request_id = new_id("chatcmpl")
-    deltas = merge([served.generate(tokens, params, request_id)])
+    params = served.sampling_params(
+        body,
+        limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    request_id = new_id("chatcmpl", body.request_id)
+    watch = served.watch(request)
+    deltas = merge([served.generate(tokens, params, request_id, **queue)])
     tally = Tally([tokens])
     if body.stream:
-        return await respond(request, _events(served, body, deltas, tally, request_id), request_id)
-    outputs = await until_disconnect(request.receive, collect(deltas, 1, tally))
+        events = _events(served, body, deltas, tokens, tally, request_id)
+        return await respond(watch, events, request_id)
+    outputs = await watch.over(collect(deltas, 1, tally))
     if outputs is None:
         return client_gone()
-    return answer(
-        {
-            "id": request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": served.name,
-            "choices": [_choice(served, body, out) for out in outputs[0].outputs],
-            "usage": usage(tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens),
-        },
-        request_id,
-    )
+    completion = {
+        "id": request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": served.name,
+        "choices": [_choice(served, body, out) for out in outputs[0].outputs],
+        "usage": usage(tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens),
+    }
+    if body.prompt_logprobs is not None:
+        completion["prompt_logprobs"] = prompt_logprobs(
+            served.texts, outputs[0].prompt_logprobs, body.prompt_logprobs
+        )
+    if body.return_token_ids:
+        completion["prompt_token_ids"] = tokens
+    return answer(completion, request_id)
 
 
 def _choice(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[str, Any]:
     """One entry of `choices`, whole."""
-    return {
+    choice = {
         "index": out.index,
         "message": {"role": "assistant", "content": out.text, "refusal": None},
         "logprobs": _logprobs(served, body, out),
         "finish_reason": finish_reason(out.finish_reason),
     }
+    if body.return_token_ids:
+        choice["token_ids"] = out.token_ids
+    return choice
 
 
 def _logprobs(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[str, Any] | None:
@@ -84,6 +102,7 @@ async def _events(
     served: Served,
     body: ChatRequest,
     deltas: AsyncGenerator[tuple[int, RequestOutput]],
+    tokens: list[int],
     tally: Tally,
     request_id: str,
 ) -> AsyncGenerator[str]:
@@ -92,6 +111,7 @@ async def _events(
         "chat.completion.chunk", request_id, served.name, int(time.time()), body.include_usage
     )
     begun: set[int] = set()
+    prompt = f',"prompt_token_ids":{encode(tokens)}' if body.return_token_ids else ""
     async with aclosing(deltas) as items:
         async for place, delta in items:
             tally.observe(place, delta)
@@ -99,10 +119,12 @@ async def _events(
             for out in delta.outputs:
                 if out.index not in begun:
                     begun.add(out.index)
-                    events.append(chunks.choice(out.index, ROLE, None, None))
+                    events.append(chunks.choice(out.index, ROLE, None, None, prompt))
+                    prompt = ""
                 shown = _logprobs(served, body, out) if out.token_ids else None
-                if out.text or shown is not None:
-                    payload = f'"delta":{{"content":{encode(out.text)}}}'
+                ids = f',"token_ids":{encode(out.token_ids)}' if body.return_token_ids else ""
+                if out.text or shown is not None or (ids and out.token_ids):
+                    payload = f'"delta":{{"content":{encode(out.text)}}}{ids}'
                     events.append(chunks.choice(out.index, payload, shown, None))
                 if out.finish_reason is not None:
                     reason = finish_reason(out.finish_reason)

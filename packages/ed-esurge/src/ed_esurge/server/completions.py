@@ -14,17 +14,16 @@ from fastapi.responses import Response
 from ed_esurge.outputs import CompletionOutput, RequestOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.choices import Tally, collect, finish_reason
-from ed_esurge.server.logprobs import CompletionLogprobs, join
+from ed_esurge.server.errors import client_gone
+from ed_esurge.server.logprobs import CompletionLogprobs, join, prompt_logprobs
 from ed_esurge.server.protocol import CompletionRequest
 from ed_esurge.server.served import Served, new_id
 from ed_esurge.server.stream import (
     Chunks,
     answer,
-    client_gone,
     encode,
     merge,
     respond,
-    until_disconnect,
     usage,
 )
 
@@ -48,19 +47,22 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
         APIError: the prompt does not fit, the model is not this one, or the engine is down.
     """
     served.check_model(body.model)
-    jobs = [await _job(served, body, prompt) for prompt in body.prompt]
-    request_id = new_id("cmpl")
+    served.check_generations(len(body.prompt) * (body.best_of or body.n))
+    queue = served.queue_options(body)
+    jobs = await _jobs(served, body)
+    request_id = new_id("cmpl", body.request_id)
+    watch = served.watch(request)
     streams = [
-        served.generate(job.tokens, job.params, f"{request_id}-{place}")
+        served.generate(job.tokens, job.params, f"{request_id}-{place}", **queue)
         for place, job in enumerate(jobs)
     ]
     deltas = merge(streams)
     tally = Tally([job.tokens for job in jobs])
     if body.stream:
         return await respond(
-            request, _events(served, body, jobs, deltas, tally, request_id), request_id
+            watch, _events(served, body, jobs, deltas, tally, request_id), request_id
         )
-    outputs = await until_disconnect(request.receive, collect(deltas, len(jobs), tally))
+    outputs = await watch.over(collect(deltas, len(jobs), tally))
     if outputs is None:
         return client_gone()
     choices = []
@@ -80,31 +82,47 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
     )
 
 
-async def _job(served: Served, body: CompletionRequest, prompt: str | list[int]) -> _Job:
+async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
+    """The prompts of a request as tokens that fit, and how each is sampled."""
     prompts = served.prompts
-    if isinstance(prompt, str):
-        tokens = await prompts.encode(prompt, add_special_tokens=body.add_special_tokens)
-    else:
-        prompts.check_tokens(prompt, param="prompt")
-        tokens = prompt
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    encoded = iter(await prompts.encode(texts, add_special_tokens=body.add_special_tokens))
     # Scoring alone (max_tokens 0) still runs one sampled position, which is thrown away.
     wanted = None if body.max_tokens is None else max(body.max_tokens, 1)
-    limit = prompts.room(len(tokens), wanted, param="prompt", default=DEFAULT_MAX_TOKENS)
-    logprobs = body.logprobs
-    best_of = body.best_of or body.n
+    best_of, logprobs = body.best_of or body.n, body.logprobs
     if best_of > body.n and logprobs is None:
         logprobs = 0  # to choose by
-    params = served.sampling_params(
-        body,
-        limit,
-        n=best_of,
-        logprobs=logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
-    echo = None
-    if body.echo:
-        echo = prompt if isinstance(prompt, str) else prompts.tokenizer.decode(tokens)
-    return _Job(tokens, echo, params)
+    scored = [body.logprobs] if body.echo else []
+    scored = [count for count in (*scored, body.prompt_logprobs) if count is not None]
+    params: dict[int, SamplingParams] = {}
+    jobs = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            whole = next(encoded)
+        else:
+            prompts.check_tokens(prompt, param="prompt")
+            whole = prompt
+        tokens, limit = prompts.fit(
+            whole,
+            wanted,
+            param="prompt",
+            default=DEFAULT_MAX_TOKENS,
+            last=body.truncate_prompt_tokens,
+        )
+        if limit not in params:
+            params[limit] = served.sampling_params(
+                body,
+                limit,
+                n=best_of,
+                logprobs=logprobs,
+                prompt_logprobs=max(scored, default=None),
+            )
+        echo = None
+        if body.echo:
+            as_sent = isinstance(prompt, str) and tokens == whole
+            echo = str(prompt) if as_sent else await prompts.decode(tokens)
+        jobs.append(_Job(tokens, echo, params[limit]))
+    return jobs
 
 
 def _best(output: RequestOutput, body: CompletionRequest) -> list[CompletionOutput]:
@@ -137,12 +155,20 @@ def _choice(
         if not scoring:
             parts.append(writer.completion(completion.token_ids, completion.logprobs or []))
         logprobs = join(parts)
-    return {
+    choice = {
         "index": index,
         "text": (job.echo or "") + ("" if scoring else completion.text),
         "logprobs": logprobs,
         "finish_reason": "length" if scoring else finish_reason(completion.finish_reason),
     }
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(
+            served.texts, output.prompt_logprobs, body.prompt_logprobs
+        )
+    if body.return_token_ids:
+        choice["prompt_token_ids"] = job.tokens
+        choice["token_ids"] = [] if scoring else completion.token_ids
+    return choice
 
 
 def _usage(body: CompletionRequest, tally: Tally) -> dict[str, Any]:
@@ -174,6 +200,11 @@ async def _events(
             events = []
             for out in delta.outputs:
                 index = place * body.n + out.index
+                ids = ""
+                if body.return_token_ids:
+                    ids = f',"token_ids":{encode([] if scoring else out.token_ids)}'
+                    if index not in writers:
+                        ids += f',"prompt_token_ids":{encode(job.tokens)}'
                 if index not in writers:
                     writers[index] = writer = (
                         None
@@ -188,13 +219,13 @@ async def _events(
                 writer = writers[index]
                 finish = out.finish_reason and finish_reason(out.finish_reason)
                 if scoring:
-                    events.append(chunks.choice(index, '"text":""', None, "length"))
+                    events.append(chunks.choice(index, f'"text":""{ids}', None, "length"))
                     continue
                 shown = None
                 if writer is not None and out.token_ids:
                     shown = writer.completion(out.token_ids, out.logprobs or [])
-                if out.text or finish or shown is not None:
-                    payload = f'"text":{encode(out.text)}'
+                if out.text or finish or ids or shown is not None:
+                    payload = f'"text":{encode(out.text)}{ids}'
                     events.append(chunks.choice(index, payload, shown, finish))
             if events:
                 yield "".join(events)

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import HTTPException, RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 
 class APIError(Exception):
@@ -55,7 +57,11 @@ class APIError(Exception):
 
     def response(self) -> JSONResponse:
         """The whole answer."""
-        headers = {"Retry-After": "1"} if self.status == 503 else None
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = "1"
+        if self.status in (408, 413):  # the rest of the request may still be on its way
+            headers["Connection"] = "close"
         return JSONResponse(self.envelope(), status_code=self.status, headers=headers)
 
 
@@ -127,6 +133,17 @@ def _path(location: Sequence[str | int]) -> str | None:
     return path or None
 
 
+def client_gone() -> Response:
+    """For the log only (nginx's 499): nobody reads it."""
+    return Response(status_code=499)
+
+
+def _with_headers(error: APIError, cause: HTTPException) -> JSONResponse:
+    response = error.response()
+    response.headers.update(cause.headers or {})  # Allow, of a 405
+    return response
+
+
 def install(app: FastAPI) -> None:
     """Register the handlers that answer in the envelope, whatever went wrong."""
 
@@ -144,13 +161,18 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        return APIError(str(error.detail), status=error.status_code).response()
+        return _with_headers(APIError(str(error.detail), status=error.status_code), error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(_: Request, __: ClientDisconnect) -> Response:
+        return client_gone()
 
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def _url(request: Request, error: HTTPException) -> JSONResponse:
         message = f"invalid URL ({request.method} {request.url.path})"
-        return APIError(message, status=error.status_code, code="unknown_url").response()
+        known = APIError(message, status=error.status_code, code="unknown_url")
+        return _with_headers(known, error)
 
     @app.exception_handler(Exception)  # the ASGI server logs the traceback
     async def _unexpected(_: Request, __: Exception) -> JSONResponse:

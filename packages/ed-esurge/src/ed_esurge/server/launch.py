@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,25 +15,45 @@ import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import FastAPI
 
+from ed_esurge.config import ServerLimits
 from ed_esurge.server.app import create_app
+from ed_esurge.server.connections import connection_class
+from ed_esurge.server.door import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Seconds that requests have to tell their clients that they were given up.
+LAST_WORDS = 5
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server that tells when it accepts, and treats a signal as a wish to end well."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        on_ready: Callable[[], None],
+        drain_seconds: float,
+    ) -> None:
         super().__init__(config)
         self._app = app
         self._on_ready = on_ready
+        self._drain_seconds = drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.draining = True
+        give_up = self._app.state.served.stopping.set
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._app.state.draining = True
@@ -83,6 +104,8 @@ def serve(
     api_key: str | Sequence[str] | None = None,
     chat_template: str | None = None,
     cors_origins: Sequence[str] | None = None,
+    allowed_hosts: Sequence[str] | None = None,
+    limits: ServerLimits | Mapping[str, Any] | None = None,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -97,7 +120,10 @@ def serve(
         host: address to listen on. Anything but the loopback address opens the server to others.
         port: 0 takes a free one.
         log_level: uvicorn's; from `"info"` on, every request is logged.
-        drain_seconds: how long running requests may take after the signal.
+        allowed_hosts: see `create_app`; None allows this machine's own names where `host` is its
+            loopback address, and anything elsewhere.
+        drain_seconds: how long running requests may take after the signal; what runs then still is
+            told so.
         ssl_keyfile: PEM file of the private key; needs `ssl_certfile`.
         ssl_certfile: PEM file of the certificate.
 
@@ -118,9 +144,11 @@ def serve(
             "api_key": api_key,
             "chat_template": chat_template,
             "cors_origins": cors_origins,
+            "allowed_hosts": allowed_hosts,
+            "limits": limits,
         },
     )
-    if host not in _LOOPBACK and not api_key:
+    if host not in LOOPBACK and not api_key:
         logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
     try:
         server.run(sockets=[listener])
@@ -163,7 +191,7 @@ def background(
         yield url
     finally:
         server.should_exit = True
-        deadline = time.monotonic() + drain_seconds + 5
+        deadline = time.monotonic() + drain_seconds + LAST_WORDS + 5
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(0.1)
         listener.close()
@@ -182,18 +210,22 @@ def _prepare(
 ) -> tuple[_Server, socket.socket, str]:
     if (tls[0] is None) != (tls[1] is None):
         raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
+    if options.get("allowed_hosts") is None and host in LOOPBACK:
+        options = {**options, "allowed_hosts": LOOPBACK}
     app = create_app(engine, **options)
     listener = _bind(host, port)
     config = uvicorn.Config(
         app,
+        http=connection_class(app.state.served.limits),
         log_level=log_level,
         access_log=log_level in ("info", "debug", "trace"),
         # Clients keep connections in pools; uvicorn's 5 s would cut them just before reuse.
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=drain_seconds,
+        timeout_graceful_shutdown=drain_seconds + LAST_WORDS,
         ws="none",
         server_header=False,
         ssl_keyfile=tls[0],
         ssl_certfile=tls[1],
     )
-    return _Server(config, app, on_ready), listener, _url(host, listener, tls[0] is not None)
+    server = _Server(config, app, on_ready, drain_seconds)
+    return server, listener, _url(host, listener, tls[0] is not None)

@@ -110,6 +110,27 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def prompt_logprobs(
+    texts: TokenTexts, positions: Sequence[PositionLogprobs | None] | None, count: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM spells them: for each token of the prompt but the first, its own
+    entry and those of the `count` most probable, by token id."""
+
+    def entries(position: PositionLogprobs) -> dict[str, Any]:
+        chosen = next(iter(position))
+        return {
+            str(token): {
+                "logprob": max(one.logprob, FLOOR),
+                "rank": one.rank,
+                "decoded_token": texts.text_of(token),
+            }
+            for token, one in position.items()
+            if token == chosen or (one.rank or 0) <= count
+        }
+
+    return [None if position is None else entries(position) for position in positions or []]
+
+
 class CompletionLogprobs:
     """`choices[].logprobs` of the completions endpoint, fed in order, piece by piece.
 

@@ -59,7 +59,7 @@ class Metrics:
         )
         self.success = {
             reason: self._success.labels(model_name, reason)
-            for reason in ("stop", "length", "abort")
+            for reason in ("stop", "length", "abort", "error")
         }
         self.first_token = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN

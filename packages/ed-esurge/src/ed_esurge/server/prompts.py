@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from jinja2 import TemplateError
+from ed_infra.errors import ConfigError
 
+from ed_esurge.config import EngineConfig
+from ed_esurge.fitting import fit
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.protocol import ChatRequest, Message
+from ed_esurge.template import ChatTemplate
+
+T = TypeVar("T")
 
 # Characters beyond which tokenizing would hold up the streams of other clients noticeably
-# (about 10 ms), so that it goes to a thread.
-LONG_TEXT = 20_000
+# (about 5 ms), so that it goes to a thread. Of threads there are few: a tokenizer needs memory.
+LONG_TEXT = 10_000
+THREADS = 2
 
 
 class Prompts:
@@ -21,6 +28,7 @@ class Prompts:
 
     Args:
         tokenizer: Hugging Face tokenizer of the served model.
+        config: the engine's options: what becomes of prompts that do not fit.
         max_model_len: most tokens of a prompt and its completion together.
         vocab_size: token ids that the model knows are below this.
         chat_template: Jinja text that replaces the tokenizer's own template.
@@ -30,33 +38,66 @@ class Prompts:
         self,
         tokenizer: Any,
         *,
+        config: EngineConfig,
         max_model_len: int,
         vocab_size: int,
         chat_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.config = config
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.chat_template = chat_template
+        # No text of more characters has few enough tokens.
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self.most_characters = max_model_len * longest
+        self._template: ChatTemplate | None = None
+        if chat_template or getattr(tokenizer, "chat_template", None):
+            self._template = ChatTemplate(tokenizer, chat_template)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text.
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Token ids of texts.
 
         Raises:
-            APIError: 400, when it is not text.
+            APIError: 400, when one is not text, or so long that it cannot fit.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise APIError(
-                f"the text is not valid Unicode: {error.reason} (character {error.start})"
-            ) from error
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+        for text in texts:
+            self._check_length(len(text), param)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise APIError(
+                    f"the text is not valid Unicode: {error.reason} (character {error.start})"
+                ) from error
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        def work() -> list[list[int]]:
+            return [
+                self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+                for text in texts
+            ]
+
+        return await self._aside(work, sum(map(len, texts)) + len(texts))
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+        return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))
+
+    async def _aside(self, work: Callable[[], T], size: int) -> T:
+        if size < LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self.most_characters:
+            raise APIError(
+                f"this model's maximum context length is {self.max_model_len} tokens; the {param} "
+                f"has {characters} characters, and no text of more than {self.most_characters} "
+                "fits: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def check_tokens(self, tokens: Sequence[int], *, param: str) -> None:
         """Refuse ids that the model has no embedding for.
@@ -64,7 +105,7 @@ class Prompts:
         Raises:
             APIError: 400, naming the first such id.
         """
-        if max(tokens) >= self.vocab_size or min(tokens) < 0:
+        if tokens and (max(tokens) >= self.vocab_size or min(tokens) < 0):
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise APIError(
                 f"token id {wrong} is outside the vocabulary of {self.vocab_size}",
@@ -72,59 +113,75 @@ class Prompts:
                 code="invalid_value",
             )
 
-    def room(self, length: int, wanted: int | None, *, param: str, default: int | None) -> int:
-        """How many tokens may be generated after a prompt.
+    def fit(
+        self,
+        tokens: list[int],
+        wanted: int | None,
+        *,
+        param: str,
+        default: int | None,
+        last: int | None = None,
+    ) -> tuple[list[int], int]:
+        """The part of a prompt that is used, and how many tokens may be generated after it.
+
+        The engine's options say whether a prompt is cut (`auto_truncate_prompt`, `truncate_mode`)
+        and a length lowered (`auto_cap_new_tokens`), or refused (`strict_context`).
 
         Args:
-            length: tokens of the prompt.
+            tokens: of the prompt.
             wanted: what the client asked for, if it did.
             param: the field that holds the prompt, for the error.
             default: what to generate when nothing was asked for; None: as much as fits.
+            last: keep so many tokens of the prompt at most, its last ones; -1: as many as fit.
 
         Raises:
             APIError: 400 `context_length_exceeded`.
         """
-        room = self.max_model_len - length
-        if length == 0:
+        if not tokens:
             raise APIError("the prompt is empty: it has no tokens", param=param)
-        if room < (1 if wanted is None else wanted):
-            asked = length + (wanted or 0)
+        if last is not None:
+            tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
+        try:
+            used, most = fit(tokens, wanted, self.config, self.max_model_len)
+        except ConfigError:
+            room = self.max_model_len - len(tokens)
+            asked = len(tokens) + (wanted or 0)
             ways = "shorten it" if room < 1 else f"shorten it, or ask for at most {room} tokens"
             raise APIError(
                 f"this model's maximum context length is {self.max_model_len} tokens; you asked "
-                f"for {asked} ({length} in the {param}, {wanted or 0} in the completion): {ways}",
+                f"for {asked} ({len(tokens)} in the {param}, {wanted or 0} in the completion): "
+                f"{ways}",
                 param=param,
                 code="context_length_exceeded",
-            )
-        if wanted is not None:
-            return wanted
-        return room if default is None else min(default, room)
+            ) from None
+        if wanted is None and default is not None:
+            most = min(default, most)
+        return used, most
 
     async def chat(self, request: ChatRequest) -> list[int]:
         """Token ids of a conversation, through the chat template."""
-        text = self.render(
+        return await self.conversation(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
         )
-        # The template writes the special tokens itself.
-        return await self.encode(text, add_special_tokens=False)
 
-    def render(
+    async def conversation(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
-    ) -> str:
-        """The text that the chat template makes of a conversation.
+    ) -> list[int]:
+        """Token ids of messages. What is written in them never becomes a special token.
 
         Raises:
             APIError: 400, when there is no template or it refuses the conversation.
         """
-        if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
+        template = self._template
+        if template is None:
             raise APIError(
                 "this model has no chat template, so it cannot take messages: use "
                 "/v1/completions, or start the server with chat_template=",
@@ -138,19 +195,32 @@ class Prompts:
                 f"{taken[0]!r} is not a variable of the template; it has its own request field",
                 param="chat_template_kwargs",
             )
-        try:
-            return self.tokenizer.apply_chat_template(
-                [message.for_template() for message in messages],
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
-            )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise APIError(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
+        texts = [message.for_template() for message in messages]
+        size = sum(len(text) for message in texts for text in message.values())
+        self._check_length(size, "messages")
+
+        def work() -> list[int]:
+            try:
+                text, marks = template.render(
+                    texts,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **variables,
+                )
+            except Exception as error:  # whatever a template may do with what clients send
+                raise APIError(
+                    f"the chat template refuses these messages: {error}", param="messages"
+                ) from error
+            self._check_length(len(text), "messages")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise APIError(
+                    f"the messages are not valid Unicode: {error.reason}", param="messages"
+                ) from error
+            return template.encode(text, marks)
+
+        return await self._aside(work, size + 100 * len(texts) + 100 * len(variables))
 
 
 _RESERVED = {

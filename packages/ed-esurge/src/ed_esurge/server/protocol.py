@@ -13,9 +13,27 @@ from typing import Annotated, Any, Literal
 from ed_infra.options import Options
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
 
 MAX_LOGPROBS = 20
+# Items of a request: each is looked at one by one. The length of a body is limited besides.
+MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
+MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
+
+
+def _few(count: int) -> BeforeValidator:
+    """A limit that is checked before the items of a list or an object are."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise Refusal(f"has {len(value)} items, and this server takes {count} at most")
+        return value
+
+    return BeforeValidator(check)
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 def _unsupported(why: str, *harmless: object) -> Any:
@@ -37,6 +55,8 @@ def _prompts(value: object) -> list[str | list[int]]:
         raise Refusal("must be text, a list of texts, a list of token ids, or a list of those")
     if all(type(item) is int for item in value):
         return [value]
+    if len(value) > MAX_PROMPTS:
+        raise Refusal(f"has {len(value)} items, and this server takes {MAX_PROMPTS} at most")
     for place, item in enumerate(value):
         tokens = isinstance(item, list) and item and all(type(token) is int for token in item)
         if not (isinstance(item, str) or tokens):
@@ -57,9 +77,11 @@ def _bias(value: object) -> object:
     """OpenAI sends token ids as JSON keys, which are strings."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:
+        raise Refusal(f"has {len(value)} items, and this server takes {MAX_BIASES} at most")
     result = {}
     for key, bias in value.items():
-        if not str(key).strip().lstrip("-").isdigit():
+        if not (len(key) < 20 and _is_number(key)):
             raise Refusal(f"{key!r} is not a token id; POST /tokenize gives them")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise Refusal(f"{bias!r} for token {key} is not within [-100, 100]")
@@ -67,7 +89,15 @@ def _bias(value: object) -> object:
     return result or None
 
 
-Stops = Annotated[list[str], BeforeValidator(_stops)]
+def _is_number(key: str) -> bool:
+    try:
+        int(key)
+    except ValueError:
+        return False
+    return True
+
+
+Stops = Annotated[list[Word], BeforeValidator(_stops), _few(MAX_STOPS)]
 Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
 
 
@@ -91,7 +121,7 @@ class GenerationRequest(Options):
     top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_or(1.0))] = 1.0
     n: Annotated[int, Field(ge=1, le=128), BeforeValidator(_or(1))] = 1
     stop: Stops = Field(default_factory=list)
-    seed: int | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_or(0.0))] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_or(0.0))] = 0.0
     logit_bias: Bias = None
@@ -99,14 +129,22 @@ class GenerationRequest(Options):
     stream_options: StreamOptions | None = None
 
     # Extensions.
-    top_k: Annotated[int | None, Field(ge=-1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    min_tokens: Annotated[int | None, Field(ge=0)] = None
-    stop_token_ids: list[int] | None = None
+    repetition_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    stop_token_ids: Annotated[TokenIds | None, _few(MAX_STOP_TOKENS)] = None
+    allowed_token_ids: Annotated[TokenIds | None, _few(MAX_LISTED)] = None
+    bad_words: Annotated[list[Word] | None, _few(MAX_BAD_WORDS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    return_token_ids: Annotated[bool, BeforeValidator(_or(False))] = False
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), BeforeValidator(_or(0))] = 0
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
 
     # Harmless to ignore: they change who is billed or what is kept, not the answer.
     user: str | None = None
@@ -121,6 +159,14 @@ class GenerationRequest(Options):
     def _options_need_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise Refusal("needs stream: true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Refusal("come with the whole answer: drop stream, or them", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise Refusal("0 would leave nothing; -1 keeps what fits", "truncate_prompt_tokens")
+        if self.bad_words is not None and "" in self.bad_words:
+            raise Refusal("an empty string is in every text: leave it out", "bad_words")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise Refusal("is empty: nothing could be sampled", "allowed_token_ids")
         return self
 
     @property
@@ -133,7 +179,7 @@ class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     echo: Annotated[bool, BeforeValidator(_or(False))] = False
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
@@ -179,7 +225,9 @@ class Message(Options):
     """One chat message; an answer's message can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content)] = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content), _few(MAX_PARTS)] = (
+        None
+    )
     name: str | None = None
     tool_calls: _unsupported("tool calls", []) = None  # type: ignore[valid-type]
     tool_call_id: _unsupported("tool results") = None  # type: ignore[valid-type]
@@ -200,12 +248,15 @@ class Message(Options):
         return message
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True), _few(MAX_MESSAGES)]
+
+
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    messages: Annotated[Messages, Field(min_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     logprobs: Annotated[bool, BeforeValidator(_or(False))] = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
@@ -253,7 +304,9 @@ class TokenizeRequest(Options):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[
+        Annotated[list[Message], Field(fail_fast=True)] | None, _few(MAX_MESSAGES)
+    ] = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -269,4 +322,4 @@ class DetokenizeRequest(Options):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: TokenIds

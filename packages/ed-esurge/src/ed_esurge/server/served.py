@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,7 +10,9 @@ from contextlib import aclosing
 from typing import Any, Protocol, runtime_checkable
 
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
+from fastapi import Request
 
+from ed_esurge.config import EngineConfig, ServerLimits
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.errors import APIError, engine_unavailable
@@ -17,6 +20,7 @@ from ed_esurge.server.logprobs import TokenTexts
 from ed_esurge.server.metrics import Metrics
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
+from ed_esurge.server.watch import Watch
 
 
 @runtime_checkable
@@ -27,6 +31,7 @@ class ServedEngine(Protocol):
     model_name: str
     max_model_len: int
     vocab_size: int
+    config: EngineConfig
 
     @property
     def is_healthy(self) -> bool:
@@ -34,7 +39,13 @@ class ServedEngine(Protocol):
         ...
 
     def generate(
-        self, prompt_token_ids: list[int], sampling_params: SamplingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of one request. Closing the iterator early aborts the request."""
         ...
@@ -52,15 +63,24 @@ class Served:
         names: what clients may call the model; the first is its own.
         prompts: the encoder of the model's prompts.
         metrics: where requests are counted.
+        limits: what clients may ask for at once.
     """
 
     def __init__(
-        self, engine: ServedEngine, names: Sequence[str], prompts: Prompts, metrics: Metrics
+        self,
+        engine: ServedEngine,
+        names: Sequence[str],
+        prompts: Prompts,
+        metrics: Metrics,
+        limits: ServerLimits,
     ) -> None:
         self.engine = engine
         self.names = tuple(names)
         self.prompts = prompts
         self.metrics = metrics
+        self.limits = limits
+        self.stopping = asyncio.Event()
+        """Set when the server, asked to stop, waits no longer for what runs."""
         self.texts = TokenTexts(prompts.tokenizer)
         self.created = int(time.time())
 
@@ -100,11 +120,13 @@ class Served:
                 "include_stop_str_in_output",
                 "skip_special_tokens",
                 "logit_bias",
+                "allowed_token_ids",
+                "bad_words",
             )
             if (value := getattr(request, name)) is not None
         }
-        if request.logit_bias:
-            self.prompts.check_tokens(list(request.logit_bias), param="logit_bias")
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            self.prompts.check_tokens(list(getattr(request, name) or ()), param=name)
         options = {
             "n": request.n,
             "temperature": request.temperature,
@@ -117,25 +139,66 @@ class Served:
         }
         return SamplingParams(**{**options, **extensions, **more})
 
+    def check_generations(self, count: int) -> None:
+        """Refuse a request for more completions than the limit.
+
+        Raises:
+            APIError: 400.
+        """
+        if count > self.limits.max_generations:
+            raise APIError(
+                f"the request asks for {count} completions, prompts times choices, and this server "
+                f"gives {self.limits.max_generations} at most: send several requests",
+                param="n",
+                code="invalid_value",
+            )
+
+    def watch(self, request: Request) -> Watch:
+        """What may end a request from outside, from now on."""
+        return Watch(request.receive, self.stopping, self.limits.request_timeout)
+
+    def queue_options(self, request: GenerationRequest) -> dict[str, Any]:
+        """How the engine queues a request: keywords of its `generate`, where there are any.
+
+        Raises:
+            APIError: 400, for a priority that would have no effect.
+        """
+        if request.priority and self.engine.config.scheduling_policy != "priority":
+            raise APIError(
+                "this server answers in order of arrival, so a priority has no effect: leave it at "
+                "0, or start the engine with scheduling_policy: priority",
+                param="priority",
+            )
+        options = {"priority": request.priority, "cache_salt": request.cache_salt}
+        return {name: value for name, value in options.items() if value}
+
     async def generate(
-        self, prompt: list[int], params: SamplingParams, request_id: str
+        self, prompt: list[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of one request, counted; whoever stops listening aborts it.
 
+        Args:
+            options: see `queue_options`.
+
         Raises:
-            APIError: 400 when the engine cannot run the request as it is, 503 when it is down or
-                gives the request up.
+            APIError: 400 when the engine cannot run the request as it is, 500 when it fails on it,
+                503 when it is down or gives the request up.
         """
         if not self.engine.is_healthy:
             raise engine_unavailable()
         timer = self.metrics.request(len(prompt), params)
         finished = False
         try:
-            async with aclosing(self.engine.generate(prompt, params, request_id)) as stream:
+            deltas = self.engine.generate(prompt, params, request_id, **options)
+            async with aclosing(deltas) as stream:
                 async for output in stream:
                     timer.observe(output)
-                    if any(out.finish_reason == "abort" for out in output.outputs):
-                        raise engine_unavailable("the engine gave the request up")
+                    for out in output.outputs:
+                        if out.finish_reason == "abort":
+                            raise engine_unavailable("the engine gave the request up")
+                        if out.finish_reason == "error":
+                            said = output.error or "the engine failed on this request"
+                            raise APIError(said, status=500, code="internal_error")
                     finished = output.finished
                     yield output
             if not finished:
@@ -149,6 +212,6 @@ class Served:
                 timer.aborted()
 
 
-def new_id(kind: str) -> str:
-    """A request id as OpenAI's look: `cmpl-…`, `chatcmpl-…`."""
-    return f"{kind}-{uuid.uuid4().hex}"
+def new_id(kind: str, wanted: str | None) -> str:
+    """A request id as OpenAI's look: `cmpl-…`, `chatcmpl-…`; the rest may be the client's."""
+    return f"{kind}-{wanted or uuid.uuid4().hex}"

@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.server.asgi import Receive, Scope, Send
-from ed_esurge.server.errors import APIError
+from ed_esurge.server.errors import APIError, client_gone
+from ed_esurge.server.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
+# Seconds for the last event of a stream.
+LAST_WORDS = 5.0
 
 # `json.dumps(..., ensure_ascii=False)` would build an encoder on every call.
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -40,15 +42,22 @@ class Chunks:
     def __init__(self, kind: str, request_id: str, model: str, created: int, usage: bool) -> None:
         fields = {"id": request_id, "object": kind, "created": created, "model": model}
         self._head = "data: " + encode(fields)[:-1] + ',"choices":['
-        self._tail = '],"usage":null}\n\n' if usage else "]}\n\n"
+        self._tail = ',"usage":null}\n\n' if usage else "}\n\n"
 
-    def choice(self, index: int, payload: str, logprobs: Any, finish: str | None) -> str:
-        """One chunk with one choice. `payload` is JSON: `"text":"…"` or `"delta":{…}`."""
+    def choice(
+        self, index: int, payload: str, logprobs: Any, finish: str | None, beside: str = ""
+    ) -> str:
+        """One chunk with one choice.
+
+        Args:
+            payload: JSON of the choice: `"text":"…"` or `"delta":{…}`.
+            beside: JSON of the chunk: `,"prompt_token_ids":[…]`.
+        """
         scores = "null" if logprobs is None else encode(logprobs)
         reason = "null" if finish is None else f'"{finish}"'
         return (
             f'{self._head}{{"index":{index},{payload},"logprobs":{scores},'
-            f'"finish_reason":{reason}}}{self._tail}'
+            f'"finish_reason":{reason}}}]{beside}{self._tail}'
         )
 
     def usage(self, usage: dict[str, Any]) -> str:
@@ -104,35 +113,21 @@ async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[in
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Await `work`, but cancel it when the client goes away. None: it went."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def respond(request: Request, events: AsyncGenerator[str], request_id: str) -> Response:
+async def respond(watch: Watch, events: AsyncGenerator[str], request_id: str) -> Response:
     """Answer with a stream of events.
 
     Waits for the first event before it sends a status: what fails before the first token is an
     HTTP error, as it would be without streaming.
     """
-    first = await until_disconnect(request.receive, anext(events))
+    try:
+        first = await watch.over(anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
     if first is None:
         await events.aclose()
         return client_gone()
-    return EventStream(first, events, request_id)
+    return EventStream(first, events, watch, request_id)
 
 
 class EventStream(Response):
@@ -144,45 +139,48 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, events: AsyncGenerator[str], request_id: str) -> None:
+    def __init__(
+        self, first: str, events: AsyncGenerator[str], watch: Watch, request_id: str
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._first = first
         self._events = events
+        self._watch = watch
         self.init_headers(
             {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": request_id}
         )
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        await until_disconnect(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
         async def body(text: str, more: bool = True) -> None:
             message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
             await send(message)
 
-        async with aclosing(self._events) as rest:
+        async def everything() -> bool:
+            await body(self._first)
+            async for event in self._events:
+                await body(event)
+            return True
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async with aclosing(self._events):
             try:
-                await body(self._first)
-                async for event in rest:
-                    await body(event)
+                if await self._watch.over(everything()) is None:
+                    return
+                end = DONE
             except Exception as error:  # too late for a status: the envelope is the last event
                 if not isinstance(error, APIError):
                     logger.exception("a stream failed")
                     error = APIError("the server failed on this request", status=500)
-                await body(f"data: {encode(error.envelope())}\n\n")
-        await body(DONE, more=False)
+                end = f"data: {encode(error.envelope())}\n\n{DONE}"
+        # A client that has stopped reading does not get it; the connection is cut.
+        async with asyncio.timeout(LAST_WORDS):
+            await body(end, more=False)
 
 
 def answer(body: dict[str, Any], request_id: str) -> JSONResponse:
     """The answer without streaming."""
     return JSONResponse(body, headers={"X-Request-Id": request_id})
-
-
-def client_gone() -> Response:
-    """For the log only (nginx's 499): nobody reads it."""
-    return Response(status_code=499)

@@ -36,6 +36,7 @@ from ed_layers.cache.storage import (
     layout_of,
     locate,
     take_layer,
+    take_rows,
     update_layer,
 )
 
@@ -145,6 +146,13 @@ class Rows:
             )
         return replace(self, slots=None)
 
+    def select_rows(self, rows: Int[Array, " n"]) -> Self:
+        """Rows of the cache; see `ContiguousCache.select_rows`."""
+        values = None if self.values is None else take_rows(self.values, rows)
+        fields = ("segment_ids", "tokens", *self.empty(0, 0))
+        by_row = {name: getattr(self, name)[rows] for name in fields}
+        return replace(self, keys=take_rows(self.keys, rows), values=values, **by_row)
+
     def update(
         self,
         layer: Layer,
@@ -198,6 +206,16 @@ class DenseCache(Rows):
     def capacity(self) -> int:
         """Tokens that a row can have."""
         return self.num_slots
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether rows can forget their latest tokens: nothing is overwritten."""
+        return True
+
+    def rewind(self, tokens: Int[Array, " b"]) -> DenseCache:
+        """Forget all but the first `tokens` of each row; see `ContiguousCache.rewind`."""
+        kept = jnp.arange(self.num_slots) < tokens[:, None]
+        return replace(self, tokens=tokens, segment_ids=jnp.where(kept, self.segment_ids, 0))
 
     def begin(
         self, segment_ids: Int[Array, "b s"]
@@ -271,6 +289,15 @@ class WindowCache(Rows):
     def capacity(self) -> None:
         """A row can have any number of tokens."""
         return None
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether rows can forget their latest tokens: what they overwrote is lost."""
+        return False
+
+    def rewind(self, tokens: Int[Array, " b"]) -> WindowCache:
+        """Not possible; see `can_rewind`."""
+        raise ValueError("a ring of slots cannot forget: the tokens behind it are overwritten")
 
     def begin(
         self, segment_ids: Int[Array, "b s"]

@@ -218,6 +218,30 @@ class HybridCache:
         }
         return replace(self, caches=caches, masks={})
 
+    def select_rows(self, rows: Int[Array, " n"]) -> HybridCache:
+        """Rows of the cache; see `ContiguousCache.select_rows`."""
+        caches: dict[str, Memory] = {}
+        for group, cache in self.caches.items():
+            if self.tokens is None or isinstance(cache, PagedCache):
+                raise ValueError("pages have no rows: a RaggedBatch says which sequence has which")
+            caches[group] = cache.select_rows(rows)
+        tokens = None if self.tokens is None else self.tokens[rows]
+        return replace(self, caches=caches, tokens=tokens)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the cache of every group can; see `ContiguousCache.can_rewind`."""
+        return all(isinstance(cache, DenseCache) for cache in self.caches.values())
+
+    def rewind(self, tokens: Int[Array, " b"]) -> HybridCache:
+        """Forget all but the first `tokens` of each row; see `ContiguousCache.rewind`."""
+        caches: dict[str, Memory] = {}
+        for group, cache in self.caches.items():
+            if not isinstance(cache, DenseCache):
+                raise ValueError(f"the layers of group {group!r} cannot forget: see can_rewind")
+            caches[group] = cache.rewind(tokens)
+        return replace(self, caches=caches, tokens=tokens)
+
     def states(self, layer: Layer, group: str) -> tuple[RecurrentCache, Layer]:
         """The cache of a recurrent layer, and the index of the layer in it."""
         cache, index = self.memory(layer, group)

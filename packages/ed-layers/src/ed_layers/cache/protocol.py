@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 import jax
@@ -31,6 +32,11 @@ KeysValues = tuple[jax.Array, jax.Array | None]
 States = dict[str, jax.Array]
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "at", "mask_info"],
+    meta_fields=["layout", "ordered", "sharding"],
+)
 @dataclass(frozen=True)
 class Stored:
     """What attention reads of one layer of a contiguous cache.
@@ -68,6 +74,11 @@ class Stored:
         return isinstance(self.keys, Codes)
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pool", "at"],
+    meta_fields=["group", "value_dim"],
+)
 @dataclass(frozen=True)
 class Pages:
     """What attention reads of one layer of a paged cache: it gathers the pages that a sequence has,
@@ -150,6 +161,28 @@ class ContiguousCache(Cache, Protocol):
 
         Raises:
             ValueError: no step of so many places has begun.
+        """
+        ...
+
+    def select_rows(self, rows: Int[Array, " n"]) -> Self:
+        """Rows of the cache between two steps, in this order; a row may come several times."""
+        ...
+
+    @property
+    def tokens(self) -> Int[Array, " b"] | None:
+        """Tokens of each row so far; None for pages."""
+        ...
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is possible: not for rings and states."""
+        ...
+
+    def rewind(self, tokens: Int[Array, " b"]) -> Self:
+        """Forget all but the first `tokens` of each row, between two steps.
+
+        Raises:
+            ValueError: the cache keeps something that cannot be taken back.
         """
         ...
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from ed_layers.cache.protocol import States
 from ed_layers.cache.ragged import RaggedBatch
@@ -24,6 +25,7 @@ from ed_layers.cache.storage import (
     layout_of,
     locate,
     take_layer,
+    take_rows,
     update_layer,
     zeros,
 )
@@ -80,6 +82,10 @@ class RecurrentCache:
     def layout(self) -> Layout:
         """How the layers are stored."""
         return layout_of(next(iter(self.states.values())))
+
+    def select_rows(self, rows: Int[Array, " n"]) -> RecurrentCache:
+        """Rows of the cache; see `ContiguousCache.select_rows`."""
+        return RecurrentCache({name: take_rows(x, rows) for name, x in self.states.items()})
 
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"

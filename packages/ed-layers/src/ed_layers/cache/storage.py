@@ -153,6 +153,14 @@ def update_layer(
     return update(storage, (layer,))
 
 
+def take_rows(
+    storage: NumbersT | tuple[NumbersT, ...], rows: Int[Array, " n"]
+) -> NumbersT | tuple[NumbersT, ...]:
+    """Rows of the arrays of all layers, in this order; a row may come several times."""
+    axis = 0 if isinstance(storage, tuple) else 1
+    return jax.tree.map(lambda array: jnp.take(array, rows, axis=axis, mode="clip"), storage)
+
+
 def static_layer(layer: Layer) -> int:
     """The layer as a Python int; unrolled storage cannot be indexed by a traced number."""
     if isinstance(layer, int):

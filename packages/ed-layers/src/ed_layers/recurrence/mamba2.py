@@ -70,7 +70,7 @@ class Mamba2Mixer(nnx.Module):
         gate_first: bool = True,
         hidden_act: str | None = None,
         dt_limits: tuple[float, float] = (0.0, float("inf")),
-        multipliers: tuple[float, float, float, float, float] = (1.0,) * 5,
+        multipliers: tuple[float, ...] = (1.0,) * 5,
         time_step: tuple[float, float, float] = TIME_STEP,
         chunk: int = CHUNK,
     ):

@@ -104,5 +104,8 @@ class BambaForCausalLM(CausalLM):
         assert output.last_hidden_state is not None
         hidden = output.last_hidden_state.reshape(-1, self.config.hidden_size)
         _, logz = token_logprobs(hidden, self.head(), jnp.zeros(len(hidden), jnp.int32))
-        loss = Metric.of(factor * jnp.sum(jnp.square(logz)), len(hidden))
+        segments = inputs.get("segment_ids")
+        mask = inputs.get("attention_mask") if segments is None else segments
+        real = jnp.ones(len(hidden)) if mask is None else jnp.ravel(mask != 0)
+        loss = Metric.of(factor * jnp.sum(jnp.square(logz) * real), jnp.sum(real))
         return replace(output, losses={**output.losses, "logits_z": loss})

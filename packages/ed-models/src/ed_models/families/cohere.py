@@ -38,15 +38,14 @@ class CohereDecoderLayer(ParallelLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: CohereConfig = parts.config
-        norm = partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=norm if config.use_qk_norm else None,
+            qk_norm=parts.own_norm if config.use_qk_norm else None,
             norm_heads="own",
             interleaved=True,
         )
-        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts), norm=norm)
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 
 class CohereModel(Decoder):
@@ -56,9 +55,8 @@ class CohereModel(Decoder):
     layer_class = CohereDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        config = parts.config
-        return parts.layer_norm(config.hidden_size, eps=config.layer_norm_eps, bias=False)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_eps, bias=False)
 
 
 @register_module(TaskType.CAUSAL_LM, config=CohereConfig, model_type="cohere")

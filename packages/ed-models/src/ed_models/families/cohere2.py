@@ -38,7 +38,6 @@ class Cohere2DecoderLayer(ParallelLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Cohere2Config = parts.config
-        norm = partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
         window = window_of(config, index)
         attention = SelfAttention(
             parts,
@@ -47,7 +46,7 @@ class Cohere2DecoderLayer(ParallelLayer):
             interleaved=True,
             window=window,
         )
-        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts), norm=norm)
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 
 class Cohere2Model(Decoder):
@@ -57,9 +56,8 @@ class Cohere2Model(Decoder):
     layer_class = Cohere2DecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        config = parts.config
-        return parts.layer_norm(config.hidden_size, eps=config.layer_norm_eps, bias=False)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_eps, bias=False)
 
 
 @register_module(TaskType.CAUSAL_LM, config=Cohere2Config, model_type="cohere2")

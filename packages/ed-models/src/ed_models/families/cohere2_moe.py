@@ -60,14 +60,6 @@ class Cohere2MoeSparse(SparseMLP):
         return (routed + shared) / 2 if self.average else routed + shared
 
 
-def norm_of(parts: Parts):
-    """Makes a norm from the number of features."""
-    config: Cohere2MoeConfig = parts.config
-    if config.rms_norm_eps is not None:
-        return parts.norm
-    return partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
-
-
 class Cohere2MoeDecoderLayer(ParallelLayer):
     """Attention and experts side by side behind one norm."""
 
@@ -87,7 +79,7 @@ class Cohere2MoeDecoderLayer(ParallelLayer):
             mlp = GatedMLP(parts, config.prefix_dense_intermediate_size)
         else:
             mlp = Cohere2MoeSparse(parts)
-        super().__init__(parts, self_attn=attention, mlp=mlp, norm=norm_of(parts))
+        super().__init__(parts, self_attn=attention, mlp=mlp)
 
 
 class Cohere2MoeModel(Decoder):
@@ -101,8 +93,11 @@ class Cohere2MoeModel(Decoder):
         return list(zip(config.layer_types, config.mlp_layer_types, strict=True))
 
     @staticmethod
-    def final_norm(parts):
-        return norm_of(parts)(parts.config.hidden_size)
+    def norm_of(parts):
+        config: Cohere2MoeConfig = parts.config
+        if config.rms_norm_eps is not None:
+            return parts.norm
+        return partial(parts.layer_norm, eps=config.layer_norm_eps, bias=False)
 
 
 @register_module(TaskType.CAUSAL_LM, config=Cohere2MoeConfig, model_type="cohere2_moe")

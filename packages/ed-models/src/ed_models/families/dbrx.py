@@ -11,6 +11,7 @@ Numbers follow Hugging Face's `modeling_dbrx.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,11 +66,6 @@ class DbrxRouter(Router):
         return chosen, weights
 
 
-def norm(parts: Parts, features: int):
-    """Layer norm without a bias."""
-    return parts.layer_norm(features, eps=EPS, bias=False)
-
-
 class DbrxDecoderLayer(DecoderLayer):
     """Attention and experts, each normed before and added to the stream."""
 
@@ -83,7 +79,6 @@ class DbrxDecoderLayer(DecoderLayer):
             parts,
             self_attn=SelfAttention(parts, clip=config.attn_config.clip_qkv),
             mlp=SparseMLP(parts, gate=DbrxRouter(parts), experts=experts),
-            norm=lambda features: norm(parts, features),
         )
 
 
@@ -94,8 +89,8 @@ class DbrxModel(Decoder):
     layer_class = DbrxDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return norm(parts, parts.config.hidden_size)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=EPS, bias=False)
 
     def rope_settings(self):
         # Published configurations have the base here, where transformers 5 does not look for it.

@@ -67,7 +67,6 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
         parts,
         self_attn=attention,
         mlp=MLP(parts, config.ffn_hidden_size, hidden_act=config.activation, bias=config.bias),
-        norm=partial(parts.layer_norm, eps=config.layer_norm_epsilon),
         dropout=config.hidden_dropout,
     )
 
@@ -102,8 +101,8 @@ class FalconModel(Decoder):
     layer_class = staticmethod(make_layer)
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def rope_settings(self):
         return {} if self.config.alibi else super().rope_settings()

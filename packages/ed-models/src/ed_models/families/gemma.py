@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -20,7 +19,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
+from ed_models.decoder import ScaledDecoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
 
@@ -37,27 +36,22 @@ class GemmaDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: GemmaConfig = parts.config
-        norm = partial(parts.norm, offset=1.0, scale_first=True)
         super().__init__(
             parts,
             self_attn=SelfAttention(parts, bias=config.attention_bias),
             mlp=GatedMLP(parts),
-            norm=norm,
         )
 
 
-class GemmaModel(Decoder):
+class GemmaModel(ScaledDecoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = GemmaConfig
     layer_class = GemmaDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
-
-    def enter(self, x, ctx):
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+    def norm_of(parts):
+        return partial(parts.norm, offset=1.0, scale_first=True)
 
 
 @register_module(TaskType.CAUSAL_LM, config=GemmaConfig, model_type="gemma")

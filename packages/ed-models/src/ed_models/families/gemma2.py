@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -22,7 +21,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
+from ed_models.decoder import ScaledDecoder
 from ed_models.heads import CausalLM
 from ed_models.layers import SandwichLayer, window_of
 
@@ -39,7 +38,6 @@ class Gemma2DecoderLayer(SandwichLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Gemma2Config = parts.config
-        norm = partial(parts.norm, offset=1.0, scale_first=True)
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
@@ -51,22 +49,18 @@ class Gemma2DecoderLayer(SandwichLayer):
             parts,
             self_attn=attention,
             mlp=GatedMLP(parts, hidden_act=config.hidden_activation),
-            norm=norm,
         )
 
 
-class Gemma2Model(Decoder):
+class Gemma2Model(ScaledDecoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = Gemma2Config
     layer_class = Gemma2DecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
-
-    def enter(self, x, ctx):
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+    def norm_of(parts):
+        return partial(parts.norm, offset=1.0, scale_first=True)
 
 
 @register_module(TaskType.CAUSAL_LM, config=Gemma2Config, model_type="gemma2")

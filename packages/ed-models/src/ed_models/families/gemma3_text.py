@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -21,7 +20,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
+from ed_models.decoder import ScaledDecoder
 from ed_models.heads import CausalLM
 from ed_models.layers import SandwichLayer, window_of
 
@@ -38,11 +37,10 @@ class Gemma3DecoderLayer(SandwichLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Gemma3Config = parts.config
-        norm = partial(parts.norm, offset=1.0, scale_first=True)
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=norm,
+            qk_norm=parts.own_norm,
             rope=config.layer_types[index],
             window=window_of(config, index),
             soft_cap=config.attn_logit_softcapping,
@@ -52,22 +50,18 @@ class Gemma3DecoderLayer(SandwichLayer):
             parts,
             self_attn=attention,
             mlp=GatedMLP(parts, hidden_act=config.hidden_activation),
-            norm=norm,
         )
 
 
-class Gemma3Model(Decoder):
+class Gemma3Model(ScaledDecoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = Gemma3Config
     layer_class = Gemma3DecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
-
-    def enter(self, x, ctx):
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+    def norm_of(parts):
+        return partial(parts.norm, offset=1.0, scale_first=True)
 
 
 @register_module(TaskType.CAUSAL_LM, config=Gemma3Config, model_type="gemma3_text")

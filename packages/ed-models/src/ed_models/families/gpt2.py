@@ -53,7 +53,6 @@ class GPT2DecoderLayer(DecoderLayer):
             parts,
             self_attn=SelfAttention(parts, bias=True, rope=None, scale=scale),
             mlp=MLP(parts, config.n_inner or 4 * d, hidden_act=config.activation_function),
-            norm=partial(parts.layer_norm, eps=config.layer_norm_epsilon),
             dropout=config.resid_pdrop,
         )
 
@@ -70,8 +69,8 @@ class GPT2Model(Decoder):
         return range(config.num_hidden_layers) if each_its_own else None
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def add_parts(self, parts):
         config = parts.config

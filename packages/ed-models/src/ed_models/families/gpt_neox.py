@@ -39,7 +39,6 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
         parts,
         self_attn=SelfAttention(parts, bias=config.attention_bias),
         mlp=MLP(parts),
-        norm=partial(parts.layer_norm, eps=config.layer_norm_eps),
         dropout=config.hidden_dropout,
     )
 
@@ -51,8 +50,8 @@ class GPTNeoXModel(Decoder):
     layer_class = staticmethod(make_layer)
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_eps)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     def enter(self, x, ctx):
         return ctx.dropped(x, self.config.hidden_dropout, "embeddings")

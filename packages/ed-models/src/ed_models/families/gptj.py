@@ -44,7 +44,6 @@ class GPTJDecoderLayer(ParallelLayer):
             parts,
             self_attn=SelfAttention(parts, interleaved=True),
             mlp=MLP(parts, size, hidden_act=config.activation_function),
-            norm=partial(parts.layer_norm, eps=config.layer_norm_epsilon),
             dropout=config.resid_pdrop,
         )
 
@@ -56,8 +55,8 @@ class GPTJModel(Decoder):
     layer_class = GPTJDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def enter(self, x, ctx):
         return ctx.dropped(x, self.config.embd_pdrop, "embeddings")

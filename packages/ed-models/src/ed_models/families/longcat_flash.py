@@ -93,7 +93,7 @@ class LongcatFlashDecoderLayer(nnx.Module):
 
     def cache_specs(self) -> LayerSpecs:
         """What the layer keeps in a cache."""
-        return tuple(attention.cache_spec for attention in self.self_attn)
+        return tuple(attention.latent_spec for attention in self.self_attn)
 
 
 class LongcatFlashModel(Decoder):

@@ -75,7 +75,6 @@ class MptDecoderLayer(DecoderLayer):
             parts,
             self_attn=attention,
             mlp=MLP(parts, 4 * config.hidden_size, hidden_act="gelu", bias=False),
-            norm=partial(parts.layer_norm, eps=config.layer_norm_epsilon, bias=False),
             dropout=own.attn_pdrop,
         )
 
@@ -96,9 +95,8 @@ class MptModel(Decoder):
     layer_class = MptDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        config = parts.config
-        return parts.layer_norm(config.hidden_size, eps=config.layer_norm_epsilon, bias=False)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon, bias=False)
 
     def rope_settings(self):
         return {}

@@ -47,11 +47,10 @@ class NanoChatDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: NanoChatConfig = parts.config
-        norm = partial(parts.norm, weight=False)
         attention = NanoChatAttention(
-            parts, bias=config.attention_bias, qk_norm=norm, norm_last=True
+            parts, bias=config.attention_bias, qk_norm=parts.own_norm, norm_last=True
         )
-        super().__init__(parts, self_attn=attention, mlp=MLP(parts, bias=False), norm=norm)
+        super().__init__(parts, self_attn=attention, mlp=MLP(parts, bias=False))
 
 
 class NanoChatModel(Decoder):
@@ -61,8 +60,8 @@ class NanoChatModel(Decoder):
     layer_class = NanoChatDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, weight=False)
+    def norm_of(parts):
+        return partial(parts.norm, weight=False)
 
     def enter(self, x, ctx):
         return self.norm(x)

@@ -38,7 +38,6 @@ class NemotronDecoderLayer(DecoderLayer):
             parts,
             self_attn=SelfAttention(parts, bias=config.attention_bias),
             mlp=MLP(parts, bias=config.mlp_bias),
-            norm=partial(parts.layer_norm, eps=config.norm_eps, offset=1.0),
         )
 
 
@@ -49,9 +48,8 @@ class NemotronModel(Decoder):
     layer_class = NemotronDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        config = parts.config
-        return parts.layer_norm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.norm_eps, offset=1.0)
 
 
 @register_module(TaskType.CAUSAL_LM, config=NemotronConfig, model_type="nemotron")

@@ -35,9 +35,8 @@ class OlmoDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: OlmoConfig = parts.config
-        norm = partial(parts.layer_norm, eps=1e-5, weight=False, bias=False)
         attention = SelfAttention(parts, bias=config.attention_bias, clip=config.clip_qkv)
-        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts), norm=norm)
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 
 class OlmoModel(Decoder):
@@ -47,8 +46,8 @@ class OlmoModel(Decoder):
     layer_class = OlmoDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=1e-5, weight=False, bias=False)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=1e-5, weight=False, bias=False)
 
 
 @register_module(TaskType.CAUSAL_LM, config=OlmoConfig, model_type="olmo")

@@ -36,9 +36,10 @@ class Olmo2DecoderLayer(PostNormLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Olmo2Config = parts.config
-        norm = partial(parts.norm, scale_first=True)
-        attention = SelfAttention(parts, bias=config.attention_bias, qk_norm=norm, norm_heads="all")
-        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts), norm=norm)
+        attention = SelfAttention(
+            parts, bias=config.attention_bias, qk_norm=parts.own_norm, norm_heads="all"
+        )
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 
 class Olmo2Model(Decoder):
@@ -48,8 +49,8 @@ class Olmo2Model(Decoder):
     layer_class = Olmo2DecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, scale_first=True)
+    def norm_of(parts):
+        return partial(parts.norm, scale_first=True)
 
 
 @register_module(TaskType.CAUSAL_LM, config=Olmo2Config, model_type="olmo2")

@@ -35,16 +35,15 @@ class Olmo3DecoderLayer(PostNormLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Olmo3Config = parts.config
-        norm = partial(parts.norm, scale_first=True)
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            qk_norm=norm,
+            qk_norm=parts.own_norm,
             norm_heads="all",
             rope=rope_kind(config, config.layer_types[index]),
             window=window_of(config, index),
         )
-        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts), norm=norm)
+        super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
 
 class Olmo3Model(Decoder):
@@ -54,8 +53,8 @@ class Olmo3Model(Decoder):
     layer_class = Olmo3DecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, scale_first=True)
+    def norm_of(parts):
+        return partial(parts.norm, scale_first=True)
 
 
 @register_module(TaskType.CAUSAL_LM, config=Olmo3Config, model_type="olmo3")

@@ -21,7 +21,6 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
-from flax import nnx
 
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
@@ -54,7 +53,6 @@ class OPTDecoderLayer(DecoderLayer):
             parts,
             self_attn=SelfAttention(parts, bias=bias, rope=None),
             mlp=mlp,
-            norm=partial(norm_of, parts),
             dropout=config.dropout,
         )
         self.norm_before = config.do_layer_norm_before
@@ -69,12 +67,6 @@ class OPTDecoderLayer(DecoderLayer):
         return self.post_attention_layernorm(x + out), cache, Report()
 
 
-def norm_of(parts: Parts, features: int) -> nnx.Module:
-    """A layer norm, with weights or without."""
-    affine = parts.config.layer_norm_elementwise_affine
-    return parts.layer_norm(features, eps=1e-5, weight=affine, bias=affine)
-
-
 class OPTModel(Decoder):
     """Embedding, decoder layers, final norm."""
 
@@ -86,10 +78,15 @@ class OPTModel(Decoder):
         return parts.embed(parts.config.vocab_size, parts.config.word_embed_proj_dim)
 
     @staticmethod
+    def norm_of(parts):
+        affine = parts.config.layer_norm_elementwise_affine
+        return partial(parts.layer_norm, eps=1e-5, weight=affine, bias=affine)
+
+    @staticmethod
     def final_norm(parts):
         config = parts.config
         has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
-        return norm_of(parts, config.hidden_size) if has_norm else None
+        return parts.own_norm(config.hidden_size) if has_norm else None
 
     def add_parts(self, parts):
         config, d = parts.config, parts.config.hidden_size

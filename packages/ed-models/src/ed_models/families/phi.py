@@ -36,11 +36,10 @@ class PhiDecoderLayer(ParallelLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: PhiConfig = parts.config
-        norm = partial(parts.layer_norm, eps=config.layer_norm_eps)
-        attention = SelfAttention(parts, bias=True, qk_norm=norm if config.qk_layernorm else None)
-        super().__init__(
-            parts, self_attn=attention, mlp=MLP(parts), norm=norm, dropout=config.resid_pdrop
+        attention = SelfAttention(
+            parts, bias=True, qk_norm=parts.own_norm if config.qk_layernorm else None
         )
+        super().__init__(parts, self_attn=attention, mlp=MLP(parts), dropout=config.resid_pdrop)
 
 
 class PhiModel(Decoder):
@@ -50,8 +49,8 @@ class PhiModel(Decoder):
     layer_class = PhiDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_eps)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     def enter(self, x, ctx):
         return ctx.dropped(x, self.config.embd_pdrop, "embeddings")

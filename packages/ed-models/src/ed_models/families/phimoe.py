@@ -76,8 +76,7 @@ class PhimoeDecoderLayer(DecoderLayer):
             experts=Experts(parts, config.num_local_experts, config.intermediate_size),
         )
         attention = SelfAttention(parts, bias=config.attention_bias, window=config.sliding_window)
-        norm = partial(parts.layer_norm, eps=config.rms_norm_eps)
-        super().__init__(parts, self_attn=attention, mlp=mlp, norm=norm)
+        super().__init__(parts, self_attn=attention, mlp=mlp)
 
 
 class PhimoeModel(Decoder):
@@ -87,8 +86,8 @@ class PhimoeModel(Decoder):
     layer_class = PhimoeDecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.rms_norm_eps)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.rms_norm_eps)
 
     def rope_settings(self):
         def scaled(settings):

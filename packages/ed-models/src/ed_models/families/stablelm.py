@@ -48,7 +48,6 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
         parts,
         self_attn=attention,
         mlp=GatedMLP(parts),
-        norm=partial(parts.layer_norm, eps=config.layer_norm_eps),
         dropout=config.hidden_dropout,
     )
 
@@ -60,8 +59,8 @@ class StableLmModel(Decoder):
     layer_class = staticmethod(make_layer)
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.layer_norm_eps)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
 
 @register_module(TaskType.CAUSAL_LM, config=StableLmConfig, model_type="stablelm")

@@ -40,7 +40,6 @@ class Starcoder2DecoderLayer(DecoderLayer):
             parts,
             self_attn=SelfAttention(parts, bias=config.use_bias, window=config.sliding_window),
             mlp=MLP(parts, bias=config.use_bias),
-            norm=partial(parts.layer_norm, eps=config.norm_epsilon),
             dropout=config.residual_dropout,
         )
 
@@ -52,8 +51,8 @@ class Starcoder2Model(Decoder):
     layer_class = Starcoder2DecoderLayer
 
     @staticmethod
-    def final_norm(parts):
-        return parts.layer_norm(parts.config.hidden_size, eps=parts.config.norm_epsilon)
+    def norm_of(parts):
+        return partial(parts.layer_norm, eps=parts.config.norm_epsilon)
 
     def enter(self, x, ctx):
         return ctx.dropped(x, self.config.embedding_dropout, "embeddings")

@@ -1,0 +1,269 @@
+"""`build_loader`: a mixture and a tokenizer to batches that are a pure function of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ed_data import stream
+from ed_data.batch import Layout
+from ed_data.checks import check_names
+from ed_data.config import Inform, Mixture
+from ed_data.errors import DataError
+from ed_data.loader import Loader, StreamLoader, hash_of
+from ed_data.mixture import DocumentOrder, Shares
+from ed_data.plan import WINDOW, RowOptions, RowPlan
+from ed_data.prepare import check_split, default_cache_dir, file_cache, named, prepare
+from ed_data.reading import SHARDS, MixedDocuments, Passes, in_split
+from ed_data.save import save_mixture
+from ed_data.schema import TEXT, Schema
+from ed_data.sources import open_source
+from ed_data.stream import StreamPlan
+from ed_data.tokenize import Encoder, load_tokenizer
+from ed_data.transforms import Documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Changes when the same options and data give other batches: old runs are then refused, not bent.
+ORDER_VERSION = 1
+_LONGEST_MULTIPLE = 8  # columns of a batch padded to its longest row
+_DEFAULT_SEED = 42
+_WHOLE = 2**16  # the block of a stream without block_mixture
+
+
+def build_loader(
+    mixture: Mixture,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
+    seed: int | None = None,
+    split: str = "train",
+    cache_dir: str | None = None,
+    shuffle: bool = True,
+    schema: Schema = TEXT,
+) -> Loader | StreamLoader:
+    """Tokenize a mixture (or find it in the cache) and plan its batches.
+
+    With `streaming: true` nothing is read ahead but the next window, and the result is a
+    `StreamLoader`.
+
+    Args:
+        mixture: the sources, and how they are mixed, tokenized and packed.
+        tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
+        batch_size: rows of a batch over all hosts; default `mixture.batch_size`, else 1.
+        seq_length: tokens of a row; default `mixture.pack_seq_length` when packing, else
+            `mixture.tokenization.max_length`.
+        seed: default where `mixture.seed` is not set; 42 without either.
+        split: `"train"` or `"eval"`.
+        cache_dir: default where `mixture.cache_dir` is not set.
+        shuffle: False reads training data in its own order too.
+        schema: the columns of a document: one text, or for example `ed_data.schema.PREFERENCE`.
+
+    Raises:
+        DataError: a name leads nowhere, data is missing or empty, or options contradict each other.
+    """
+    length = _seq_length(mixture, seq_length)
+    limit = _document_limit(mixture, length, schema)
+    for path, message in check_names(mixture, schema):  # before anything long starts
+        raise DataError(message, path)
+    rows = batch_size or mixture.batch_size or 1
+    seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
+    folder = mixture.cache_dir or cache_dir or default_cache_dir()
+    tokenizer = load_tokenizer(mixture, tokenizer)
+    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    shuffle = shuffle and split == "train"
+    shuffle_rows = None
+    if shuffle and mixture.pack_tokens and mixture.pack_shuffle:
+        shuffle_rows = rows * mixture.pack_shuffle_buffer_factor
+    options = RowOptions(
+        batch_size=rows,
+        seq_length=length,
+        strategy=mixture.pack_strategy if mixture.pack_tokens else None,
+        max_length=limit,
+        shuffle_rows=shuffle_rows,
+        seed=seed,
+        endless=split == "train",
+    )
+    pad = tokenizer.pad_token_id
+    layout = Layout(
+        batch_size=rows,
+        seq_length=length,
+        pad_id=pad if isinstance(pad, int) else encoder.eos,
+        columns=tuple(column.name for column in schema.columns),
+        values=schema.values,
+        width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
+        attention_mask=mixture.tokenization.return_attention_mask,
+    )
+    if mixture.streaming:
+        return _stream(mixture, encoder, options, layout, split, shuffle, folder)
+    loader = _indexed(mixture, encoder, options, layout, split, shuffle, folder)
+    if mixture.save is not None and split == "train":
+        save_mixture(mixture, tokenizer, loader=loader, cache_dir=folder, schema=schema)
+    return loader
+
+
+def _indexed(
+    mixture: Mixture,
+    encoder: Encoder,
+    options: RowOptions,
+    layout: Layout,
+    split: str,
+    shuffle: bool,
+    folder: str,
+) -> Loader:
+    parts = prepare(mixture, encoder, split, folder)
+    weights = mixture.mixture_weights if split == "train" else None
+    order = DocumentOrder(
+        [len(part.members) for part in parts],
+        weights=None if weights is None else [weights[part.label] for part in parts],
+        stop_strategy=mixture.stop_strategy,
+        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
+        seed=options.seed,
+        shuffle=shuffle,
+        buffer=mixture.shuffle_buffer_size,
+    )
+    order_details = {
+        **_order_details(mixture, options, weights, shuffle),
+        "window": WINDOW,
+        "documents_per_epoch": order.documents_per_epoch(),
+    }
+    data_details = {
+        "split": split,
+        "eval_fraction": mixture.eval_fraction,
+        "sources": {f"{i}:{part.label}": part.tokens.digest for i, part in enumerate(parts)},
+    }
+    details = {
+        "data": data_details,
+        "tokenizer": encoder.fingerprint,
+        "order": order_details,
+        "batch_size": options.batch_size,
+    }
+    index = None
+    if not mixture.pack_on_the_fly:
+        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": order_details})
+    plan = RowPlan(order, parts, options, index)
+    if encoder.has_loss_mask:
+        plan.check_labels()
+    return Loader(
+        plan,
+        layout,
+        details,
+        workers=mixture.prefetch_workers,
+        depth=mixture.prefetch_buffer_size,
+    )
+
+
+def _stream(
+    mixture: Mixture,
+    encoder: Encoder,
+    options: RowOptions,
+    layout: Layout,
+    split: str,
+    shuffle: bool,
+    folder: str,
+) -> StreamLoader:
+    check_split(mixture, split)
+    fraction, files = mixture.eval_fraction, file_cache(mixture, folder)
+    held_out = split == "eval"
+    keys = [("informs", i) for i in range(len(mixture.informs)) if not held_out or fraction]
+    keys += [("eval_informs", i) for i in range(len(mixture.eval_informs)) if held_out]
+    moves = shuffle and (mixture.shuffle_buffer_size is None or mixture.shuffle_buffer_size > 1)
+    passes, outlines = list[Passes](), dict[str, object]()
+    for number, (key, place) in enumerate(keys):
+        with named(key, place):
+            inform: Inform = getattr(mixture, key)[place]
+            documents = Documents(inform, open_source(inform, files), encoder.schema)
+            documents.check_first_row()
+            keep = in_split(split, fraction if key == "informs" else None)
+            seeds = (SHARDS, options.seed, number) if moves else None
+            passes.append(Passes(documents, keep, seeds, required=not held_out))
+            outlines[f"{number}:{inform.label}"] = documents.outline()
+    weights = mixture.mixture_weights if split == "train" else None
+    shares = None
+    if weights is not None:
+        block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
+        shares = Shares.of_weights([weights[each.label] for each in passes], block)
+    mixed = MixedDocuments(passes, shares, mixture.stop_strategy, options.seed, shuffle)
+    plan = StreamPlan(
+        mixed,
+        encoder,
+        options,
+        mixture.shuffle_buffer_size if shuffle else 0,
+        ahead=mixture.prefetch_workers > 0 and mixture.prefetch_buffer_size > 0,
+    )
+    details = {
+        "data": {"split": split, "eval_fraction": fraction, "sources": outlines},
+        "tokenizer": encoder.fingerprint,
+        "order": {
+            **_order_details(mixture, options, weights, shuffle),
+            "streaming": True,
+            "window": [stream.WINDOW, stream.TOKENS],
+        },
+        "batch_size": options.batch_size,
+    }
+    return StreamLoader(plan, layout, details, split)
+
+
+def _order_details(
+    mixture: Mixture, options: RowOptions, weights: dict[str, float] | None, shuffle: bool
+) -> dict[str, Any]:
+    return {
+        "version": ORDER_VERSION,
+        "seed": options.seed,
+        "shuffle": shuffle,
+        "shuffle_buffer_size": mixture.shuffle_buffer_size,
+        "mixture_weights": weights,
+        "stop_strategy": mixture.stop_strategy if weights is not None else None,
+        "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
+        "pack_strategy": options.strategy,
+        "max_length": options.max_length,
+        "pack_shuffle": options.shuffle_rows,
+        "seq_length": options.seq_length,
+    }
+
+
+def _seq_length(mixture: Mixture, wanted: int | None) -> int:
+    limit = mixture.tokenization.max_length
+    own = mixture.pack_seq_length if mixture.pack_tokens else None
+    if own is not None and wanted is not None and own != wanted:
+        raise DataError(
+            f"the sequence length is {wanted} here and mixture.pack_seq_length is {own}: set one",
+            ("pack_seq_length",),
+        )
+    length = own or wanted or limit
+    if length is None:
+        path = ("pack_seq_length",) if mixture.pack_tokens else ("tokenization", "max_length")
+        key = "mixture.pack_seq_length" if mixture.pack_tokens else "tokenization.max_length"
+        raise DataError(f"no sequence length: set {key}, or pass seq_length", path)
+    if limit is not None and limit > length:
+        raise DataError(
+            f"tokenization.max_length {limit} is above the sequence length {length}: no row could "
+            "hold such a document",
+            ("tokenization", "max_length"),
+        )
+    return int(length)
+
+
+def _document_limit(mixture: Mixture, seq_length: int, schema: Schema) -> int | None:
+    """Where documents are cut; None splits them over rows instead."""
+    options, whole = mixture.tokenization, len(schema.columns) > 1 or bool(schema.values)
+    if whole and options.truncation is False:
+        raise DataError(
+            f"documents of {len(schema.columns)} columns are never split over rows: leave out "
+            "truncation: false",
+            ("tokenization", "truncation"),
+        )
+    if whole and mixture.pack_tokens and mixture.pack_strategy == "wrapped":
+        raise DataError(
+            f"pack_strategy 'wrapped' cuts documents anywhere, and documents of "
+            f"{len(schema.columns)} columns are never split: take 'bfd', 'first_fit' or 'greedy'",
+            ("pack_strategy",),
+        )
+    if options.max_length is not None:
+        return options.max_length
+    cut = options.truncation
+    if cut is None:
+        cut = whole or not mixture.pack_tokens
+    return seq_length if cut else None

@@ -1,0 +1,237 @@
+"""Prompts for rollouts: kept as they were written and as ids, with the fields of their rows.
+
+A method that learns from completions of its own needs no packed rows: it hands the ids to an
+engine, and the text and the fields (a reference answer, tests, …) to its reward functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ed_data.checks import check_names
+from ed_data.config import Mixture
+from ed_data.errors import DataError
+from ed_data.lazy import ReadAgain
+from ed_data.loader import check_state, hash_of
+from ed_data.mixture import DocumentOrder
+from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
+from ed_data.schema import Column, Content, Example, Schema
+from ed_data.sources import open_source
+from ed_data.store import digest_of
+from ed_data.tokenize import Encoder, load_tokenizer
+from ed_data.transforms import Documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: A prompt alone: a text, chat messages, or token ids.
+PROMPT = Schema((Column("", "prompt"),), "prompt")
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts.
+
+    Attributes:
+        prompts: as they were written: texts, chat messages or ids.
+        input_ids: their tokens; a chat ends with the head of an answer.
+        fields: the `additional_fields` of each inform, by name: one value for each prompt, None
+            where its inform does not have the field.
+        sources: the name of the inform of each.
+    """
+
+    prompts: list[Content]
+    input_ids: list[list[int]]
+    fields: dict[str, list[Any]]
+    sources: list[str]
+
+
+class _Source(NamedTuple):
+    """The prompts of one inform that belong to the split."""
+
+    label: str
+    documents: ReadAgain
+    members: np.ndarray
+
+
+class PromptLoader:
+    """Prompts by step; a batch is a function of the mixture, the seed and the step.
+
+    Made by `build_prompts`. Training prompts never end; evaluation reads each once, and its last
+    batch may have fewer.
+
+    Attributes:
+        batch_size: prompts of a batch.
+        split: `"train"` or `"eval"`.
+        fingerprint: hash of everything that the batches depend on.
+        stats: per source its `documents`, and how many rows were `dropped`, by reason.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[_Source],
+        order: DocumentOrder,
+        encoder: Encoder,
+        batch_size: int,
+        split: str,
+        details: dict[str, Any],
+        stats: dict[str, Any],
+    ) -> None:
+        self.batch_size, self.split, self.stats = batch_size, split, stats
+        self.fingerprint = hash_of(details)
+        self._sources, self._order, self._encoder = sources, order, encoder
+        self._details, self._step = details, 0
+        self._lock = threading.Lock()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch: full ones for training (at least 1), all for evaluation."""
+        size = self._order.epoch_size
+        if self.split == "train":
+            return max(size // self.batch_size, 1)
+        return -(-size // self.batch_size)
+
+    def batch_at(self, step: int) -> Prompts:
+        """Return the prompts of a step.
+
+        Raises:
+            IndexError: the step is negative, or beyond the end of evaluation data.
+        """
+        if step < 0 or (self.split == "eval" and step >= self.steps_per_epoch):
+            raise IndexError(f"there is no step {step}")
+        at, left = step * self.batch_size, self.batch_size
+        drawn: list[tuple[int, int]] = []
+        while left:
+            epoch, start = divmod(at, self._order.epoch_size)
+            informs, numbers = self._order.take(epoch, start, start + left)
+            drawn += zip(informs.tolist(), numbers.tolist(), strict=True)
+            at, left = at + len(informs), left - len(informs)
+            if self.split == "eval":
+                break
+        with self._lock:
+            examples = [self._sources[i].documents[self._sources[i].members[n]] for i, n in drawn]
+        labels = [self._sources[i].label for i, _ in drawn]
+        encode = self._encoder.encode_prompts
+        names = dict.fromkeys(name for example in examples for name in example.extra)
+        return Prompts(
+            [example.content for example in examples],
+            [encode([e], label)[0] for e, label in zip(examples, labels, strict=True)],
+            {name: [example.extra.get(name) for example in examples] for name in names},
+            labels,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the prompts depend on; the step is the caller's."""
+        return {"fingerprint": self.fingerprint, "details": self._details}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that a saved state is of the same prompts.
+
+        Raises:
+            DataError: it is of other data or options; the message says which.
+        """
+        check_state(state, self.fingerprint, self._details)
+
+
+def build_prompts(
+    mixture: Mixture,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    split: str = "train",
+    cache_dir: str | None = None,
+    shuffle: bool = True,
+    schema: Schema = PROMPT,
+) -> PromptLoader:
+    """Read the prompts of a mixture.
+
+    `content_field` names the prompt (default `prompt`) and `additional_fields` the fields that come
+    with it. Nothing is cut: prompts longer than `tokenization.max_length` are left out and counted.
+
+    Args:
+        mixture: the sources, and how they are mixed.
+        tokenizer: the model's, where `mixture.tokenization.tokenizer` names none.
+        batch_size: prompts of a batch; default `mixture.batch_size`, else 1.
+        seed: default where `mixture.seed` is not set; 42 without either.
+        split: `"train"` or `"eval"`.
+        cache_dir: for copies of remote files, where `mixture.cache_dir` is not set.
+        shuffle: False reads training prompts in their own order too.
+        schema: the field of the prompt.
+
+    Raises:
+        DataError: a name leads nowhere, data is missing or empty, or a row cannot be read.
+    """
+    for path, message in check_names(mixture, schema):
+        raise DataError(message, path)
+    seed = mixture.seed if mixture.seed is not None else 42 if seed is None else seed
+    tokenizer = load_tokenizer(mixture, tokenizer)
+    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    files = file_cache(mixture, mixture.cache_dir or cache_dir or default_cache_dir())
+    limit = mixture.tokenization.max_length
+
+    def scan(key: str, number: int) -> tuple[_Source, np.ndarray, np.ndarray]:
+        with named(key, number):
+            inform = getattr(mixture, key)[number]
+            documents = Documents(inform, open_source(inform, files), schema)
+            kept = ReadAgain(documents)
+            examples: list[tuple[int, int]] = []
+            short = []
+            for i, example in enumerate(kept):
+                examples.append((example.digest, example.content_digest))
+                if limit is None or _fits(encoder, example, inform.label, limit):
+                    short.append(i)
+                else:
+                    documents.tally.drop(f"longer than max_length {limit}", example.place)
+            report(inform.label, documents.tally)
+            if not short:
+                raise DataError(f"inform {inform.label!r} has no prompts: {documents.tally}")
+            digests = np.array(examples, np.uint64).reshape(-1, 2)[short]
+            return _Source(inform.label, kept, np.array(short)), digests[:, 0], digests[:, 1]
+
+    sources, digests = [], {}
+    members = split_members(mixture, split, scan)
+    for source, own, chosen in members:
+        sources.append(source._replace(members=source.members[chosen]))
+        digests[f"{len(digests)}:{source.label}"] = digest_of(own, encoder.fingerprint)
+    shuffle = shuffle and split == "train"
+    weights = mixture.mixture_weights if split == "train" else None
+    order = DocumentOrder(
+        [len(source.members) for source in sources],
+        weights=None if weights is None else [weights[source.label] for source in sources],
+        stop_strategy=mixture.stop_strategy,
+        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
+        seed=seed,
+        shuffle=shuffle,
+        buffer=mixture.shuffle_buffer_size,
+    )
+    rows = batch_size or mixture.batch_size or 1
+    details = {
+        "data": {"split": split, "eval_fraction": mixture.eval_fraction, "sources": digests},
+        "tokenizer": encoder.fingerprint,
+        "order": {
+            "seed": seed,
+            "shuffle": shuffle,
+            "shuffle_buffer_size": mixture.shuffle_buffer_size,
+            "mixture_weights": weights,
+            "stop_strategy": mixture.stop_strategy if weights is not None else None,
+            "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
+            "max_length": limit,
+        },
+        "batch_size": rows,
+    }
+    stats = {
+        source.label: {
+            "documents": len(source.members),
+            "dropped": dict(source.documents.tally.dropped),
+        }
+        for source in sources
+    }
+    return PromptLoader(sources, order, encoder, rows, split, details, {"sources": stats})
+
+
+def _fits(encoder: Encoder, example: Example, label: str, limit: int) -> bool:
+    return len(encoder.encode_prompts([example], label)[0]) <= limit

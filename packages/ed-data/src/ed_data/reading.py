@@ -1,0 +1,207 @@
+"""Documents of several informs as they come, mixed in proportion, from any place on.
+
+For what fits neither memory nor disk: nothing is known ahead, neither how many documents there are
+nor how long they are. The state is where each inform is (file, row and byte), so going on there
+reads nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ed_data.errors import DataError
+from ed_data.mixture import Shares, permutation
+from ed_data.schema import Example
+from ed_data.sources.lines import START, Spot
+from ed_data.transforms import Documents, Placed
+
+SHARDS, _DRAWS = 5, 6  # they name uses of the seed, as in mixture
+
+
+class Passes:
+    """The documents of one inform, pass after pass over its files.
+
+    Args:
+        documents: reads them.
+        keep: whether a document belongs to the split.
+        key: seeds the order of the files, which changes from pass to pass; None keeps it.
+        required: whether a pass without a document is an error.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        keep: Callable[[Example], bool],
+        key: tuple[int, ...] | None,
+        required: bool = True,
+    ) -> None:
+        self.documents, self.label = documents, documents.inform.label
+        self._keep, self._required = keep, required
+        # The first rows of an inform are the first of the first file.
+        self._key = key if documents.inform.num_rows is None else None
+        self._stream: Iterator[Placed] | None = None
+        self.number = 0
+        self._shard, self._spot = 0, START  # the how-manieth file of this pass, and where in it
+        self._rows = self._documents = 0  # read in this pass
+
+    def next(self) -> Example | None:
+        """Return the next document; None where a pass ends, after which the next one begins.
+
+        Raises:
+            DataError: a row cannot be read, or a whole pass has no document.
+        """
+        limit = self.documents.inform.num_rows
+        while self._shard < len(self.documents.shards) and (limit is None or self._rows < limit):
+            if self._stream is None:
+                self._stream = self.documents.read(self._file(self._shard), self._spot)
+            placed = next(self._stream, None)
+            if placed is None:
+                self._stream, self._shard, self._spot = None, self._shard + 1, START
+                continue
+            self._spot = placed.after.spot
+            self._rows += 1
+            if placed.example is not None and self._keep(placed.example):
+                self._documents += 1
+                return placed.example
+        if self._required and not self._documents:
+            raise DataError(
+                f"inform {self.label!r} has no documents for this split: {self.documents.tally}"
+            )
+        self._move(self.number + 1)
+        return None
+
+    def _file(self, place: int) -> int:
+        if self._key is None:
+            return place
+        return int(permutation(len(self.documents.shards), *self._key, self.number)[place])
+
+    def _move(self, number: int, place: int = 0, spot: Spot = START) -> None:
+        self.number, self._shard, self._spot, self._stream = number, place, spot, None
+        self._rows = self._documents = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where reading is: the pass, the file (by its number in the pass), row and byte."""
+        return {
+            "pass": self.number,
+            "shard": self._shard,
+            "row": self._spot.row,
+            "offset": self._spot.offset,
+            "rows": self._rows,
+            "documents": self._documents,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self._move(state["pass"], state["shard"], Spot(state["row"], state["offset"]))
+        self._rows, self._documents = state["rows"], state["documents"]
+
+
+class Drawn(NamedTuple):
+    """A document and the inform that it is from."""
+
+    inform: int
+    example: Example
+
+
+class MixedDocuments:
+    """Documents of several informs; epoch follows epoch.
+
+    Without shares an epoch reads each document once: the informs in proportion to their bytes, or
+    (unshuffled) one after the other. With shares, an inform that was read to its end begins anew.
+    The first epoch ends with the first inform (`first_exhausted`) or with the last
+    (`all_exhausted`), and the others have as many documents; `restart` has no epochs.
+
+    Args:
+        passes: the informs.
+        shares: of each, or None.
+        stop_strategy: see above.
+        seed: orders the draws within a block.
+        shuffle: False draws in an even rhythm.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Passes],
+        shares: Shares | None,
+        stop_strategy: str,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.passes, self._shares, self._strategy = passes, shares, stop_strategy
+        self._seed, self._shuffle = seed, shuffle
+        self._sizes = [max(sum(each.documents.shards), 1) for each in passes]
+        self.epoch, self._drawn, self._size = 0, 0, 0
+        self._counts, self._ended = [0] * len(passes), [False] * len(passes)
+        self._block: tuple[int, list[int]] | None = None
+
+    def next(self) -> Drawn | None:
+        """Return the next document, or None where an epoch ends (and the next one begins)."""
+        while True:
+            if self._is_over():
+                return self._next_epoch()
+            inform = self._choose()
+            example = self.passes[inform].next()
+            if example is None:
+                self._ended[inform] = True
+                continue
+            self._counts[inform] += 1
+            self._drawn += 1
+            return Drawn(inform, example)
+
+    def _choose(self) -> int:
+        if self._shares is not None:
+            number, place = divmod(self._drawn, self._shares.block)
+            if self._block is None or self._block[0] != number:
+                key = (_DRAWS, self._seed, number) if self._shuffle else None
+                self._block = number, self._shares.block_order(number, key).tolist()
+            return self._block[1][place]
+        left = [i for i, ended in enumerate(self._ended) if not ended]
+        if not self._shuffle:
+            return left[0]
+        return min(left, key=lambda i: ((2 * self._counts[i] + 1) / self._sizes[i], i))
+
+    def _is_over(self) -> bool:
+        if self._shares is None:
+            return all(self._ended)
+        if self._strategy == "restart":
+            return False
+        if self.epoch:
+            return sum(self._counts) == self._size
+        return (any if self._strategy == "first_exhausted" else all)(self._ended)
+
+    def _next_epoch(self) -> None:
+        if not any(self._counts):
+            raise DataError("the stream has no documents: no row of any inform is of this split")
+        self.epoch, self._size = self.epoch + 1, sum(self._counts)
+        self._counts, self._ended = [0] * len(self.passes), [False] * len(self.passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where reading is, as JSON values."""
+        return {
+            "epoch": self.epoch,
+            "epoch_size": self._size,
+            "drawn": self._drawn,
+            "counts": list(self._counts),
+            "ended": list(self._ended),
+            "informs": [each.state_dict() for each in self.passes],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.epoch, self._size, self._drawn = state["epoch"], state["epoch_size"], state["drawn"]
+        self._counts, self._ended = list(state["counts"]), list(state["ended"])
+        for each, own in zip(self.passes, state["informs"], strict=True):
+            each.load_state_dict(own)
+
+
+def in_split(split: str, fraction: float | None) -> Callable[[Example], bool]:
+    """Whether a document belongs to a split, by its content alone.
+
+    Of an indexed mixture exactly `fraction` is held out; of a stream, each document with that
+    probability.
+    """
+    limit = 0 if fraction is None else int(fraction * 2**64)
+    if split == "eval" and fraction is not None:
+        return lambda example: example.content_digest < limit
+    return lambda example: split == "eval" or example.content_digest >= limit

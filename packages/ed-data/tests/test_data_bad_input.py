@@ -1,0 +1,234 @@
+"""Bad input: clear, counted, never silent."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ed_data import DataError, Inform, Mixture, build_loader, check_names, documents, read_rows
+from ed_data.transforms import Documents
+from pydantic import ValidationError
+
+GOOD = b'{"content": "good"}\n'
+
+
+def error_of(path, **options) -> str:
+    with pytest.raises(DataError) as error:
+        list(read_rows(Inform(data_files=path, **options)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.csv", b"a,b\n1\n", r"a\.csv:2: fewer values.*'b' has none"),
+        ("a.csv", b'a,b\n1,"2\n3,4\n', r"a\.csv:2: unexpected end of data.*up to line 3"),
+        ("a.csv", b'a,b\n1,"2"x\n3,4\n', r"a\.csv:2: .*expected after"),
+        ("a.csv", b"a,b\n1,2\0\n", r"a\.csv:2: a NUL byte"),
+        ("a.csv", b"a,a\n1,2\n", r"a\.csv:1: two columns are named 'a'"),
+        ("a.csv", b"a,b\n1,\xff\n", r"a\.csv:2: not UTF-8"),
+        (
+            "a.jsonl",
+            GOOD + b'{"content": "x", "content": "y"}\n',
+            r":2: .*'content' is there twice",
+        ),
+        ("a.jsonl", GOOD + b'{"a": {"b": 1, "b": 2}}\n', r":2: .*'b' is there twice"),
+        ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json.*'a' is there twice"),
+        ("a.jsonl", GOOD + b'{"a": NaN}\n', r":2: .*NaN is no value of JSON"),
+        ("a.json", b'[{"a": -Infinity}]', r"-Infinity is no value of JSON"),
+        ("a.jsonl", GOOD + b'{"a": "\xe9"}\n', r":2: not UTF-8 text.*on_error"),
+        ("a.jsonl", GOOD + b'{"a": "\0"}\n', r":2: a NUL byte"),
+        ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r":2: not JSON.*recursion"),
+        ("a.txt", b"one\ntw\0o\n", r"a\.txt:2: a NUL byte"),
+        ("a.txt", "one".encode("utf-16"), r"a\.txt:1: not UTF-8"),
+        ("a.parquet", b"", "not a parquet file"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 1000)[:-20], r"a\.jsonl\.gz: cannot be read"),
+    ],
+)
+def test_a_broken_file_says_where(tmp_path, name, data, says):
+    (tmp_path / name).write_bytes(data)
+    assert re.search(says, error_of(tmp_path / name))
+
+
+def test_a_truncated_parquet_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"content": ["text"] * 5000}), path, row_group_size=1000)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "a.parquet: not a parquet file, or one that is cut short" in error_of(path)
+    pq.write_table(pa.table({"content": [str(i) for i in range(5000)]}), path, row_group_size=1000)
+    data = bytearray(path.read_bytes())
+    data[2000:6000] = bytes(4000)  # damaged inside
+    path.write_bytes(data)
+    assert "a.parquet" in error_of(path)
+
+
+def test_lone_surrogates(jsonl):
+    path = jsonl([{"content": "half \ud800"}])
+    with pytest.raises(DataError, match=r":1, content_field: .*'\\ud800' at character 5 is half"):
+        list(documents(Inform(data_files=path)))
+    path = jsonl([{"content": [{"role": "user", "content": "\udc00"}]}])
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        list(documents(Inform(data_files=path)))
+
+
+def test_bad_rows_can_be_skipped_and_are_counted(mixture, tokenizer, tmp_path, caplog):
+    path = tmp_path / "bad.jsonl"
+    lines = [
+        b'{"content": "one"}',
+        b'{"content": ',
+        b'{"content": "\xff"}',
+        b'{"content": "two"}',
+        b'{"content": 3}',
+        b'{"contents": "x"}',
+        b'{"content": null}',
+        b'{"content": " "}',
+        b'{"content": [1, 99999]}',
+        b'{"content": "three"}',
+    ]
+    path.write_bytes(b"\n".join(lines))
+    inform = {"data_files": path, "on_error": "skip"}
+    expected = {
+        "skipped, because of an error": 5,
+        "'content' is null": 1,
+        "'content' is empty": 1,
+    }
+    batches = []
+    for on_the_fly in (False, True, False):  # made, made on the fly, from the cache
+        caplog.clear()
+        made = mixture(informs=[inform], pack_on_the_fly=on_the_fly)
+        loader = build_loader(made, tokenizer)
+        batches.append(loader.batch_at(0))
+        assert loader.stats["sources"]["bad"]["dropped"] == expected
+        text = tokenizer.decode(batches[-1]["input_ids"][batches[-1]["segment_ids"] > 0])
+        assert sorted(re.findall(r"one|two|three", text)) == ["one", "three", "two"]
+        if not on_the_fly:
+            assert "5 rows: skipped" in caplog.text
+            assert "bad.jsonl:2: not JSON" in caplog.text
+    assert all(
+        np.array_equal(batches[0][key], other[key]) for other in batches for key in batches[0]
+    )
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: not JSON"):
+        build_loader(mixture(informs=[{"data_files": path}]), tokenizer)
+
+
+def test_skipping_goes_on_after_each_kind_of_error(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'a,b\n1,2\n3\n4,\xff\n5,"6"x\n7,8\n9,"10\n')
+    read = Documents(Inform(data_files=tmp_path / "a.csv", content_field="b", on_error="skip"))
+    assert [d.content for d in read] == ["2", "8"]
+    assert sum(read.tally.dropped.values()) == 4
+    (tmp_path / "a.txt").write_bytes(b"one\n\xff\n\nthree\n\nf\0r\nx\n")
+    for how, texts in (("line", ["one", "three", "x"]), ("paragraph", ["three"])):
+        inform = Inform(data_files=tmp_path / "a.txt", sample_by=how, on_error="skip")
+        assert [d.content for d in Documents(inform)] == texts
+
+
+def test_one_empty_file_among_others(mixture, tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes(GOOD)
+    informs = [{"data_files": f"{tmp_path}/?.jsonl"}]
+    assert build_loader(mixture(informs=informs), tokenizer).stats["documents"] == 1
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match=r"has no documents: there are no rows"):
+        build_loader(mixture(informs=informs), tokenizer)
+    (tmp_path / "c.csv").write_bytes(b"")
+    assert list(read_rows(Inform(data_files=tmp_path / "c.csv"))) == []
+
+
+def test_why_there_are_no_documents_is_said(mixture, tokenizer):
+    with pytest.raises(DataError, match=r"2 rows: 'content' is null \(the first: .*data\.jsonl:1"):
+        build_loader(mixture([{"content": None}] * 2), tokenizer)
+
+
+def test_renaming_onto_a_field_that_exists(jsonl):
+    rows = [{"question": "q", "content": "c"}]
+    inform = Inform(data_files=jsonl(rows), format_fields={"question": "content"})
+    with pytest.raises(DataError, match=r"renames 'question' to 'content'.*already") as error:
+        list(documents(inform))
+    assert error.value.path == ("format_fields",)
+    swapped = inform.replace(format_fields={"question": "content", "content": "question"})
+    assert [d.content for d in documents(swapped)] == ["q"]
+
+
+def test_a_preference_row_is_not_learned_as_a_prompt(mixture, tokenizer, jsonl):
+    rows = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
+    informs = [{"data_files": jsonl(rows), "content_field": "prompt"}]
+    made = mixture(informs=informs)
+    (remark,) = check_names(made)
+    assert remark[0] == ("informs", 0, "content_field")
+    assert "only its 'prompt' would be learned" in remark[1]
+    with pytest.raises(DataError, match="preference pair"):
+        build_loader(made, tokenizer)
+    chosen = made.replace(informs=[{"data_files": jsonl(rows), "content_field": "chosen"}])
+    assert build_loader(chosen, tokenizer).stats["documents"] == 1
+
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize("on_the_fly", [False, True])
+def test_data_without_any_label_is_refused(mixture, tokenizer, on_the_fly):
+    options = {
+        "tokenization": {"assistant_only_loss": True},
+        "pack_on_the_fly": on_the_fly,
+        "pack_seq_length": 256,
+    }
+    with pytest.raises(DataError, match="no token of the first 2 documents has a loss") as error:
+        build_loader(mixture([{"content": [USER]}] * 2, **options), tokenizer)
+    assert error.value.path == ("tokenization", "assistant_only_loss")
+    rows = [{"content": [USER]}, {"content": [USER, ANSWER]}]
+    assert build_loader(mixture(rows, **options), tokenizer).stats["documents"] == 2
+    # An answer that a length limit cuts off is no answer.
+    long = {"role": "user", "content": "hi " * 50}
+    options["tokenization"]["max_length"] = 16
+    with pytest.raises(DataError, match="cut off"):
+        build_loader(mixture([{"content": [long, ANSWER]}], **options), tokenizer)
+
+
+def test_weights_that_name_nothing_or_are_zero(jsonl):
+    inform = {"data_files": jsonl(), "name": "a"}
+    for weights, says in (
+        ({"a": 1, "b": 1}, "no inform is named 'b'"),
+        ({"a": 0}, "a weight is above 0"),
+        ({}, "'a' has no weight"),
+    ):
+        with pytest.raises(ValidationError, match=says):
+            Mixture(informs=[inform], mixture_weights=weights)
+
+
+def test_a_cache_that_cannot_be_written(mixture, tokenizer, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    made = mixture(cache_dir=str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"the cache folder .* cannot be written") as error:
+        build_loader(made, tokenizer)
+    assert error.value.path[-1] == "cache_dir"
+    assert build_loader(made.replace(pack_on_the_fly=True), tokenizer).batch_at(0)
+
+
+def test_a_cache_that_is_only_read_is_used(mixture, tokenizer, tmp_path, monkeypatch, caplog):
+    made = mixture()
+    first = build_loader(made, tokenizer, batch_size=2).batch_at(3)
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Read-only file system")
+
+    monkeypatch.setattr("ed_data.cache._begin", refuse)
+    other = made.replace(seed=3)  # needs another plan, and the same tokens
+    assert build_loader(other, tokenizer, batch_size=2).stats["documents"] == 60
+    assert "the plan of the rows is not kept" in caplog.text
+    again = build_loader(made, tokenizer, batch_size=2).batch_at(3)
+    assert all(np.array_equal(again[key], first[key]) for key in first)
+    with pytest.raises(DataError, match=r"Read-only file system; set mixture\.cache_dir"):
+        build_loader(made.replace(pack_eos_token_id=5), tokenizer)
+
+
+def test_nothing_stays_after_a_failure(mixture, tokenizer, tmp_path):
+    with pytest.raises(DataError):
+        build_loader(mixture([{"content": "a"}, {"content": 3}]), tokenizer)
+    left = [f for _, _, files in os.walk(tmp_path / "cache") for f in files]
+    assert left == []

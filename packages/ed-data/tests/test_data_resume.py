@@ -1,0 +1,126 @@
+"""Going on where a run stopped: after any batch, and after a kill at any stage of preparation."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from ed_data import build_loader, cache, stream
+from ed_data.schema import PREFERENCE, TEXT
+
+TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(230)]
+PAIRS = [
+    {"prompt": f"{i}? " * (i % 5), "chosen": "yes " * (i % 7), "rejected": "no"} for i in range(99)
+]
+
+
+def same(first, second) -> bool:
+    return first.keys() == second.keys() and all(
+        np.array_equal(first[key], second[key]) for key in first
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("schema", [TEXT, PREFERENCE])
+def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, schema):
+    """With other numbers of workers, byte for byte, over the borders of windows and epochs."""
+    for module in ("plan", "stream"):
+        monkeypatch.setattr(f"ed_data.{module}.WINDOW", 60)
+    monkeypatch.setattr(stream, "_ENCODED", 16)
+    rows = TEXTS if schema == TEXT else PAIRS
+    made = mixture(rows, streaming=streaming, pack_seq_length=48)
+
+    def fresh(workers: int):
+        own = made.replace(prefetch_workers=workers)
+        return build_loader(own, tokenizer, batch_size=3, schema=schema)
+
+    loader = fresh(1)
+    states, batches = [], []
+    for _ in range(203):
+        states.append(json.dumps(loader.state_dict()))
+        batches.append(next(loader))
+    loader.close()
+    for step in range(200):
+        again = fresh(int(step % 40 == 0))
+        again.load_state_dict(json.loads(states[step]))
+        assert same(next(again), batches[step])
+        assert json.loads(json.dumps(again.state_dict())) == json.loads(states[step + 1])
+        if step % 20 == 0:
+            assert same(next(again), batches[step + 1])
+        again.close()
+
+
+def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
+    """Do the work in a process that is killed, by kill -9, when it calls a function."""
+    process = os.fork()
+    if process == 0:
+        function, calls = getattr(owner, name), []
+
+        def kill(*args, **options):
+            calls.append(1)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, kill)
+        try:
+            work()
+        finally:
+            os._exit(3)  # it was not called so often
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status), f"{name} was not called {call} times: {status}"
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        ("ed_data.tokenize:Encoder", "encode", 1),
+        ("ed_data.tokenize:Encoder", "encode", 3),
+        ("ed_data.store:", "digest_of", 1),
+        ("pathlib:Path", "write_text", 1),
+        ("pathlib:Path", "rename", 1),
+        ("ed_data.store:", "TokenStore", 1),
+        ("ed_data.plan:", "pack", 1),
+        ("ed_data.plan:", "pack", 3),
+        ("os:", "replace", 1),
+    ],
+)
+def test_a_kill_at_each_stage_of_preparation(
+    mixture, tokenizer, tmp_path, monkeypatch, owner, name, call
+):
+    import pkgutil
+
+    monkeypatch.setattr("ed_data.plan.WINDOW", 60)
+    made = mixture(TEXTS, tokenization={"batch_size": 50})
+
+    def work() -> list[dict[str, np.ndarray]]:
+        loader = build_loader(made, tokenizer, batch_size=2)
+        return [loader.batch_at(step) for step in range(loader.steps_per_epoch)]
+
+    killed(monkeypatch, pkgutil.resolve_name(owner), name, call, work)
+    batches = work()
+    parts = list((tmp_path / "cache").rglob(".*.part"))
+    assert parts == [], "what the killed process left is gone"
+    reference = mixture(TEXTS, cache_dir=str(tmp_path / "other"))
+    expected = build_loader(reference, tokenizer, batch_size=2)
+    assert all(same(batch, expected.batch_at(step)) for step, batch in enumerate(batches))
+
+
+def test_a_kill_while_a_remote_file_is_copied(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    target = tmp_path / "copy" / "a.jsonl"
+
+    def work() -> None:
+        with cache.new_file(Path(target)) as part:
+            part.write_text("half")
+            os.getppid()
+
+    killed(monkeypatch, os, "getppid", 1, work)
+    assert len(list(target.parent.glob(".*.part"))) == 1
+    cache.remove_abandoned(target.parent)
+    assert list(target.parent.iterdir()) == []

@@ -1,0 +1,63 @@
+"""Which part of a prompt, and how many new tokens, fit the context: the options' policy."""
+
+from __future__ import annotations
+
+from ed_infra.errors import ConfigError
+
+from ed_esurge.config import EngineConfig
+
+
+def fit(
+    prompt: list[int], max_tokens: int | None, config: EngineConfig, max_model_len: int
+) -> tuple[list[int], int]:
+    """Cut the prompt and lower `max_tokens` until both fit the context, as the options say.
+
+    Args:
+        prompt: token ids.
+        max_tokens: asked for; None is "as many as fit", 0 needs no room beside the prompt.
+        config: the policy.
+        max_model_len: the context, prompt and completion together.
+
+    Returns:
+        the prompt to use, and the number of tokens to generate: at least 1, or 0 as asked.
+
+    Raises:
+        ConfigError: it does not fit, and the options forbid to change what does not.
+    """
+    if not prompt:
+        raise ConfigError("the prompt has no tokens: give at least one")
+    room = 0 if max_tokens == 0 else max(1, config.reserve_tokens or 1)
+    if not config.prefer_preserve_prompt and max_tokens is not None:
+        room = max(room, min(max_tokens, max_model_len - 1))
+    longest = max_model_len - room
+    least = 1 if max_tokens is None else max_tokens
+    if len(prompt) > longest and len(prompt) + least > max_model_len:
+        if config.strict_context or not config.auto_truncate_prompt:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, but max_model_len {max_model_len} leaves "
+                f"{longest} beside {room} to generate: shorten it, or allow auto_truncate_prompt "
+                "(and not strict_context)"
+            )
+        prompt = truncate(prompt, longest, config.truncate_mode)
+    free = max_model_len - len(prompt)
+    if max_tokens is None:
+        return prompt, free
+    if max_tokens > free:
+        if config.strict_context or not config.auto_cap_new_tokens:
+            raise ConfigError(
+                f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens exceeds "
+                f"max_model_len {max_model_len}: ask for at most {free}, or allow "
+                "auto_cap_new_tokens (and not strict_context)"
+            )
+        max_tokens = free
+    return prompt, max_tokens
+
+
+def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
+    """Throw away the left, the right or the middle of a prompt."""
+    if mode == "left":
+        return prompt[-length:]
+    if mode == "right":
+        return prompt[:length]
+    head = length - length // 2
+    return prompt[:head] + prompt[len(prompt) - length // 2 :]

@@ -1,0 +1,179 @@
+"""What the server answers, as models: for its OpenAPI document. The answers themselves are built
+from plain dicts, and a test holds them against these."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Reason = Literal["stop", "length"]
+
+
+class Answer(BaseModel):
+    """Base of all answers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorBody(Answer):
+    """What went wrong, and what to do."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """OpenAI's error envelope."""
+
+    error: ErrorBody
+
+
+class CachedTokens(Answer):
+    """Prompt tokens that were not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+
+
+class CompletionScores(Answer):
+    """Log-probabilities of the completions endpoint, one entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One completion. The last three fields come when they were asked for."""
+
+    index: int
+    text: str
+    logprobs: CompletionScores | None
+    finish_reason: Reason
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(Answer):
+    """Answer of `POST /v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenScore(Answer):
+    """One token, its log-probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenScore(TokenScore):
+    """A token of an answer, and the most probable ones in its place."""
+
+    top_logprobs: list[TokenScore]
+
+
+class ChatScores(Answer):
+    """Log-probabilities of the chat endpoint."""
+
+    content: list[ChosenScore]
+    refusal: None
+
+
+class AnsweredMessage(Answer):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    """One answer. `token_ids` come when they were asked for."""
+
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatScores | None
+    finish_reason: Reason
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Answer):
+    """Answer of `POST /v1/chat/completions`. The last two fields come when they were asked for."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(Answer):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """Answer of `GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(Answer):
+    """Answer of `POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(Answer):
+    """Answer of `POST /detokenize`."""
+
+    prompt: str
+
+
+class State(Answer):
+    """Answer of the health endpoints."""
+
+    status: Literal["ok", "down", "draining"]
+    reason: str | None = None
+
+
+class Version(Answer):
+    """Answer of `GET /version`."""
+
+    version: str

@@ -1,0 +1,77 @@
+"""Connections that uvicorn holds: how many, and how long a request may take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any, cast
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ed_esurge.config import ServerLimits
+
+logger = logging.getLogger(__name__)
+
+# Files that the process needs besides its connections.
+OTHER_FILES = 128
+
+# The other one, on httptools, has the same attributes.
+HTTPProtocol = cast("type[H11Protocol]", AutoHTTPProtocol)
+
+
+def most_connections(limits: ServerLimits) -> int:
+    """As many as the options say and the process may have files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return limits.max_connections
+    return max(1, min(limits.max_connections, files - OTHER_FILES))
+
+
+def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol within limits."""
+    most, seconds = most_connections(limits), limits.body_timeout
+
+    class Connection(HTTPProtocol):
+        """Closed at once beyond the limit, and when the head of a request does not arrive.
+
+        uvicorn waits forever for the first bytes of a connection, and for the rest of a head.
+        """
+
+        _patience: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                logger.warning("more than %d connections: a new one is closed", most)
+                transport.close()
+                return
+            self._wait_for_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._wait_for_head()
+            else:
+                self._forget()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _wait_for_head(self) -> None:
+            if self._patience is None:
+                self._patience = self.loop.call_later(seconds, self._give_up)
+
+        def _give_up(self) -> None:
+            self._patience = None
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+        def _forget(self) -> None:
+            if self._patience is not None:
+                self._patience.cancel()
+                self._patience = None
+
+    return Connection

@@ -1,0 +1,142 @@
+"""Conversations through a chat template: what users write is text, whatever it looks like.
+
+A template writes special tokens (`<|im_end|>`) as text, and so can a user. Before it runs, each
+special token in the user's texts gets a mark, by which it is told from the template's own
+afterwards: only these become special tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ed_infra.errors import ConfigError
+
+from ed_esurge.tokenizer import Tokenizer
+
+# Unicode's noncharacters: no text has a use for them.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+
+
+class ChatTemplate:
+    """Renders and encodes conversations for one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        source: Jinja text instead of the tokenizer's own template.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
+        if tokenizer is None:
+            raise ConfigError("chat needs a tokenizer: give one to eSurge(model, tokenizer)")
+        if source is None and getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                "the tokenizer has no chat template: use generate() with plain text, or give "
+                "chat_template="
+            )
+        self.tokenizer, self.source = tokenizer, source
+
+    def token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; see `render`."""
+        return self.encode(*self.render(messages, **options))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[str, re.Pattern[str]]:
+        """The text of a conversation, and a pattern of the marked characters in it.
+
+        Args:
+            messages: `{"role": …, "content": …}`.
+            options: for `apply_chat_template` (`tools`, variables of the template, …).
+        """
+        said = "".join(_texts((messages, options)))
+        marks = (f"{OPEN}{number}." for number in itertools.count())
+        mark = next(mark for mark in marks if mark not in said)
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special.sub(
+                    lambda hit: f"{mark}{ord(hit[0][0]):x}{CLOSE}{hit[0][1:]}", value
+                )
+            if isinstance(value, Mapping):
+                return {marked(key): marked(item) for key, item in value.items()}
+            return [marked(item) for item in value] if isinstance(value, list | tuple) else value
+
+        own = {key: value for key, value in options.items() if key in ("tokenize", "chat_template")}
+        if self.source is not None:
+            own["chat_template"] = self.source
+        options = {"add_generation_prompt": True, **marked(options), **own, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(marked([*messages]), **options)
+        return text, re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
+
+    def encode(self, text: str, marks: re.Pattern[str]) -> list[int]:
+        """Token ids of a rendered conversation: marked characters are part of no special token."""
+
+        def plain(piece: str) -> str:
+            return marks.sub(lambda hit: chr(int(hit[1], 16)), piece)
+
+        places = list(self._special.finditer(text))
+        expected = [self._ids[hit[0]] for hit in places]
+        whole = list(self.tokenizer(plain(text), add_special_tokens=False)["input_ids"])
+        if [token for token in whole if token in self._special_ids] == expected:
+            return whole
+        # Text between the template's special tokens, each piece by itself.
+        ids: list[int] = []
+        at = 0
+        for hit, token in zip(places, expected, strict=True):
+            ids += [*self._as_text(plain(text[at : hit.start()])), token]
+            at = hit.end()
+        return [*ids, *self._as_text(plain(text[at:]))]
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self._ids.values())
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def _text_only(self) -> Any:
+        """A copy of the Rust tokenizer to which special tokens are text. (The flag of the original
+        is shared by all threads.)"""
+        original: Any = getattr(self.tokenizer, "_tokenizer", None)
+        if original is None:
+            return None
+        copy = type(original).from_str(original.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        copy.encode_special_tokens = True
+        return copy
+
+    def _as_text(self, piece: str) -> list[int]:
+        if not piece:
+            return []
+        if self._text_only is not None:
+            return self._text_only.encode(piece, add_special_tokens=False).ids
+        options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True}
+        return list(self.tokenizer(piece, **options)["input_ids"])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

@@ -1,0 +1,153 @@
+"""Experts by a loop over blocks of rows that share one: no needless product, no copy of a matrix.
+
+Legend: n tokens, k experts of a token, e experts, d hidden, p places: rows and what fills them up
+to whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on.
+Params = Mapping[str, jax.Array]
+#: `(name of a layer, x) -> y`: how the rows of `x` meet the matrices of their experts.
+Product = Callable[[str, jax.Array], jax.Array]
+#: A feed-forward network, whichever its matrices are.
+Network = Callable[[jax.Array, Product], jax.Array]
+
+
+def product_of(params: Params, precision: Any) -> Product:
+    """The layers of one expert."""
+
+    def product(name: str, x: jax.Array) -> jax.Array:
+        y = jnp.matmul(x, params[f"{name}.kernel"].astype(x.dtype), precision=precision)
+        bias = params.get(f"{name}.bias")
+        return y if bias is None else y + bias.astype(x.dtype)
+
+    return product
+
+
+class Blocks(NamedTuple):
+    """Rows sorted by expert, each expert's filled up to whole blocks.
+
+    Attributes:
+        token: of each place, [p]; choice: which pair of a token and an expert, in [0, n * k).
+        real: whether a place is a row and not filling, [p].
+        place: of each pair, [n, k]; any place, where no expert was chosen.
+        chosen: whether one was, [n, k].
+        expert: of each block; used: how many blocks have rows.
+    """
+
+    token: Int[Array, " p"]
+    choice: Int[Array, " p"]
+    real: Bool[Array, " p"]
+    place: Int[Array, "n k"]
+    chosen: Bool[Array, "n k"]
+    expert: Int[Array, " blocks"]
+    used: Int[Array, ""]
+
+    @property
+    def size(self) -> int:
+        """Rows of a block."""
+        return self.token.shape[0] // self.expert.shape[0]
+
+
+def blocks_of(chosen: Int[Array, "n k"], experts: int) -> Blocks:
+    """Sort the pairs of tokens and experts; a block holds about the rows of half an expert."""
+    n, k = chosen.shape
+    size = min(256, max(1, 1 << (n * k // experts).bit_length() - 1)) if n * k > experts else 1
+    most = n * k // size + (min(experts, n * k) if size > 1 else 0)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    bounds = jnp.searchsorted(flat[order], jnp.arange(experts + 1))
+    starts, counts = bounds[:-1], jnp.diff(bounds)
+    ends = jnp.cumsum(-(-counts // size))
+    first = ends - -(-counts // size)
+    blocks = jnp.arange(most)
+    expert = jnp.minimum(jnp.searchsorted(ends, blocks, side="right"), experts - 1)
+    places = jnp.arange(most * size)
+    of_place = expert[places // size]
+    offset = places - first[of_place] * size
+    real = (places // size < ends[-1]) & (offset < counts[of_place])
+    choice = order[jnp.where(real, starts[of_place] + offset, 0)]
+    of_pair = jnp.minimum(flat, experts - 1)
+    place = first[of_pair] * size + jnp.argsort(order) - starts[of_pair]
+    place = jnp.clip(place, 0, most * size - 1).reshape(n, k)
+    return Blocks(choice // k, choice, real, place, chosen < experts, expert, ends[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def over_blocks(
+    network: Network,
+    precision: Any,
+    x: Float[Array, "n d"],
+    weights: Float[Array, "n k"],
+    params: Params,
+    plan: Blocks,
+) -> Float[Array, "n d"]:
+    """A loop over the blocks that have rows: no copy of a matrix, no product that is not needed."""
+    rows = x[plan.token]
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        own = jax.tree.map(lambda p: p[plan.expert[i]], params)
+        y = network(block_of(rows, i, plan), product_of(own, precision))
+        return put_block(out, y, i, plan)
+
+    out = jax.lax.fori_loop(0, plan.used, step, jnp.zeros(rows.shape, x.dtype))
+    return jnp.einsum("nkd,nk->nd", out[plan.place].astype(jnp.float32), weights)
+
+
+def _forward(network, precision, x, weights, params, plan):
+    return over_blocks(network, precision, x, weights, params, plan), (x, weights, params, plan)
+
+
+def _backward(network, precision, kept, g):
+    """Each block is computed again, and its gradients added to those of its expert."""
+    x, weights, params, plan = kept
+    rows, g_rows = x[plan.token], g[plan.token]
+    shares = jnp.where(plan.real, weights.reshape(-1)[plan.choice], 0.0)
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        dx, dshares, dparams = carry
+        e = plan.expert[i]
+        own = jax.tree.map(lambda p: p[e], params)
+        y, pull = jax.vjp(
+            lambda block, own: network(block, product_of(own, precision)),
+            block_of(rows, i, plan),
+            own,
+        )
+        g_block = block_of(g_rows, i, plan)
+        dblock, down = pull((g_block * block_of(shares, i, plan)[:, None]).astype(y.dtype))
+        dshare = jnp.sum(y.astype(jnp.float32) * g_block, axis=-1)
+        return (
+            put_block(dx, dblock, i, plan),
+            put_block(dshares, dshare, i, plan),
+            jax.tree.map(lambda total, d: total.at[e].add(d.astype(total.dtype)), dparams, down),
+        )
+
+    dparams = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    start = jnp.zeros_like(rows), jnp.zeros(shares.shape, jnp.float32), dparams
+    dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
+    dx = jnp.where(plan.chosen[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
+    dweights = jnp.where(plan.chosen, dshares[plan.place], 0.0)
+    dparams = jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, params)
+    return dx.astype(x.dtype), dweights.astype(weights.dtype), dparams, None
+
+
+over_blocks.defvjp(_forward, _backward)
+
+
+def block_of(rows: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
+    """The rows of block `i`."""
+    return jax.lax.dynamic_slice_in_dim(rows, i * plan.size, plan.size)
+
+
+def put_block(rows: jax.Array, block: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
+    """Write block `i`."""
+    return jax.lax.dynamic_update_slice_in_dim(rows, block, i * plan.size, 0)

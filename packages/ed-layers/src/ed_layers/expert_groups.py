@@ -1,0 +1,113 @@
+"""Experts by grouped products of rows that are sorted by expert.
+
+Legend: n tokens, k experts of a token, e experts, d hidden, r rows: pairs of a token and an expert.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ed_layers.expert_blocks import Network, Params
+
+
+def over_groups(
+    network: Network,
+    precision: Any,
+    x: Float[Array, "n d"],
+    chosen: Int[Array, "n k"],
+    weights: Float[Array, "n k"],
+    params: Params,
+    share: int = 1,
+) -> Float[Array, "n d"]:
+    """One grouped product for each layer, of as many rows as there are experts for.
+
+    Args:
+        share: experts are 1 / share of those that tokens choose from. Where tokens choose evenly,
+            so many rows are here; they are computed in parts of that length, because a grouped
+            product may take the time of all its rows, those of no group too.
+    """
+    (n, k), experts = chosen.shape, params["up_proj.kernel"].shape[0]
+    order = jnp.argsort(chosen.reshape(-1))
+    bounds = jnp.searchsorted(chosen.reshape(-1)[order], jnp.arange(experts + 1)).astype(jnp.int32)
+    if share == 1:
+        rows = grouped(network, precision, x[order // k], params, bounds)
+        rows = rows[jnp.argsort(order)].reshape(n, k, -1)
+        return jnp.einsum("nkd,nk->nd", rows.astype(jnp.float32), weights)
+    size = -(-n * k // share)
+    order = jnp.pad(order, (0, -n * k % size))
+    part = partial(one_part, network, precision, size)
+    return summed(part, (x, weights, params), (order, bounds), -(-bounds[-1] // size))
+
+
+def grouped(
+    network: Network,
+    precision: Any,
+    rows: Float[Array, "r d"],
+    params: Params,
+    bounds: Int[Array, " bounds"],
+) -> Float[Array, "r d"]:
+    """Rows through their experts: those of expert i begin at `bounds[i]`; zeros behind the last."""
+    counts, places = jnp.diff(bounds), jnp.arange(rows.shape[0])
+    real = (places < bounds[-1])[:, None]
+    expert = jnp.searchsorted(bounds[1:-1], places, side="right")
+
+    def product(name: str, rows: jax.Array) -> jax.Array:
+        kernel = params[f"{name}.kernel"].astype(rows.dtype)
+        y = jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
+        bias = params.get(f"{name}.bias")
+        return y if bias is None else y + bias.astype(rows.dtype)[expert]
+
+    # What a grouped product makes of rows that are in no group is open.
+    return jnp.where(real, network(jnp.where(real, rows, 0), product), 0)
+
+
+def one_part(
+    network: Network,
+    precision: Any,
+    size: int,
+    i: Int[Array, ""],
+    operands: tuple[jax.Array, jax.Array, Params],
+    plan: tuple[jax.Array, jax.Array],
+) -> Float[Array, "n d"]:
+    """What the rows from `i * size` to `(i + 1) * size` add to the output."""
+    (x, weights, params), (order, bounds) = operands, plan
+    pair = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+    token = pair // weights.shape[1]
+    rows = grouped(network, precision, x[token], params, jnp.clip(bounds - i * size, 0, size))
+    rows = rows.astype(jnp.float32) * weights.reshape(-1)[pair][:, None]
+    return jnp.zeros(x.shape, jnp.float32).at[token].add(rows)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def summed(part: Any, operands: Any, plan: Any, count: Int[Array, ""]) -> jax.Array:
+    """`sum(part(i, operands, plan) for i in range(count))`, of a count that is known at run time.
+
+    The backward pass computes each part again.
+    """
+    total = jax.eval_shape(part, count, operands, plan)
+    start = jnp.zeros(total.shape, total.dtype)
+    return jax.lax.fori_loop(0, count, lambda i, sum: sum + part(i, operands, plan), start)
+
+
+def _forward(part, operands, plan, count):
+    return summed(part, operands, plan, count), (operands, plan, count)
+
+
+def _backward(part, kept, g):
+    operands, plan, count = kept
+
+    def step(i: jax.Array, totals: Any) -> Any:
+        pull = jax.vjp(lambda operands: part(i, operands, plan), operands)[1]
+        return jax.tree.map(lambda total, d: total + d.astype(total.dtype), totals, pull(g)[0])
+
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands)
+    totals = jax.lax.fori_loop(0, count, step, start)
+    return jax.tree.map(lambda d, x: d.astype(x.dtype), totals, operands), None, None
+
+
+summed.defvjp(_forward, _backward)

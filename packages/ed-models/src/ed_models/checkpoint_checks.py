@@ -1,0 +1,150 @@
+"""What a checkpoint says about itself, and whether it contradicts itself: before anything is made.
+
+All of it is in small files; no weights are opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError
+from ed_infra.logging import get_logger, once
+
+from ed_models.pooling import MODULES_NAME
+
+logger = get_logger(__name__)
+_MAX_CONFIG = 2**24  # bytes
+_MAX_TOKENIZER = 2**28  # bytes
+#: Fields that count something, where a configuration has them.
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+#: Ending of a name in `architectures` -> task.
+_TASKS: Mapping[str, TaskType] = {
+    "ForCausalLM": TaskType.CAUSAL_LM,
+    "LMHeadModel": TaskType.CAUSAL_LM,
+    "ForSequenceClassification": TaskType.SEQUENCE_CLASSIFICATION,
+    "Model": TaskType.BASE_MODULE,
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read config.json as a mapping.
+
+    Raises:
+        CheckpointError: it is not there, too large, or no JSON object.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}, so it holds no model")
+    if path.stat().st_size > _MAX_CONFIG:
+        raise CheckpointError(
+            f"{path} is larger than {_MAX_CONFIG} bytes; that is no settings file"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON object ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object but a {type(content).__name__}")
+    return content
+
+
+def task_of(directory: Path) -> TaskType:
+    """The task that a checkpoint was saved for.
+
+    The files of sentence-transformers mean an embedding model; else the class that config.json
+    names in `architectures` counts; without one it is a causal language model.
+
+    Raises:
+        CheckpointError: the class is of a task that no module is for.
+    """
+    if (directory / MODULES_NAME).is_file():
+        return TaskType.EMBEDDING
+    path = directory / "config.json"
+    names = read_json(path).get("architectures") or []
+    if not names:
+        return TaskType.CAUSAL_LM
+    for name in map(str, names):
+        for ending, task in _TASKS.items():
+            if name.endswith(ending):
+                return task
+    raise CheckpointError(
+        f"{path} says it is of class {', '.join(map(str, names))}, and 'auto-bind' knows classes "
+        f"whose names end in {', '.join(_TASKS)}: name the task yourself, if the weights fit it"
+    )
+
+
+def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfig) -> None:
+    """Compare fields of a configuration with each other.
+
+    Args:
+        path: of the file, for messages.
+        stored: its content.
+        config: what was made of it.
+
+    Raises:
+        CheckpointError: numbers that must be positive are not, or two fields contradict each other.
+    """
+    wrong = []
+    for name in _COUNTS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            wrong.append(f"{name} is {value}, and must be at least 1")
+    heads, keys = (getattr(config, n, None) for n in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(keys, int) and not wrong and heads % keys:
+        wrong.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {keys}")
+    labels, count = stored.get("id2label"), stored.get("num_labels")
+    if isinstance(labels, dict) and isinstance(count, int) and len(labels) != count:
+        wrong.append(f"num_labels is {count}, and id2label has {len(labels)} labels")
+    if wrong:
+        raise CheckpointError(f"{path} contradicts itself: {'; '.join(wrong)}")
+
+
+def check_tokenizer(directory: Path, vocab_size: int | None) -> None:
+    """Compare the tokenizer that lies beside a model with the model's vocabulary.
+
+    Added tokens beyond the vocabulary, which a text cannot produce unasked, are said once: some
+    published models have them (Gemma 3's `<image_soft_token>`).
+
+    Raises:
+        CheckpointError: tokens of ordinary text are beyond the vocabulary.
+    """
+    path = directory / "tokenizer.json"
+    if vocab_size is None or not path.is_file():
+        return
+    if path.stat().st_size > _MAX_TOKENIZER:
+        raise CheckpointError(f"{path} is larger than {_MAX_TOKENIZER} bytes; that is no tokenizer")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocab = content["model"].get("vocab") or ()
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        largest = max(ids, default=-1)
+        added = [token["id"] for token in content.get("added_tokens") or ()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is no tokenizer ({error!r}); delete or replace it"
+        ) from error
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{path} has token ids up to {largest}, and the model a vocabulary of {vocab_size}: "
+            "they are of different models; put the model's own tokenizer there"
+        )
+    beyond = sorted(token for token in added if token >= vocab_size)
+    if beyond:
+        once(
+            logger,
+            f"{path}: added tokens {beyond[:5]} are beyond the model's vocabulary of {vocab_size}: "
+            "the model cannot be given them",
+        )

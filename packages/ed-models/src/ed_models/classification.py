@@ -1,0 +1,170 @@
+"""A head that classifies or scores whole sequences, on the body of any family.
+
+Numbers and names follow Hugging Face's `GenericForSequenceClassification` (`modeling_layers.py`)
+and `ForSequenceClassificationLoss` (`loss_utils.py`). A reward model is a classifier of one label.
+
+Legend: b batch, s sequence, d hidden, c labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
+from ed_infra.logging import get_logger, once
+from ed_infra.outputs import SequenceClassifierOutput
+from ed_layers.parts import Parts
+from jaxtyping import Array, Float, Int
+
+from ed_models.headed import Headed
+from ed_models.pieces import Shape
+from ed_models.weights_alone import SCORE
+
+logger = get_logger(__name__)
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+class SequenceClassifier(Headed):
+    """A decoder body under `model`, and `score`: from the last token of a row to labels."""
+
+    def add_head(self, parts: Parts) -> None:
+        """A matrix without bias, [d, c]; `config.num_labels` is c."""
+        labels = self.config.num_labels or 0
+        if labels < 1:
+            raise ConfigError(f"num_labels is {labels}; it must be at least 1")
+        self.score = parts.linear(self.features, labels, axes=("embed", None))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "b s d"] | None = None,
+        attention_mask: Int[Array, "b s"] | None = None,
+        position_ids: Int[Array, "b s"] | None = None,
+        past_key_values: Any = None,
+        key: jax.Array | None = None,
+        output_hidden_states: bool = False,
+    ) -> SequenceClassifierOutput:
+        """Score each row at its last token.
+
+        The last token is the last one of `attention_mask`; without a mask the last one that is not
+        `config.pad_token_id`; without either, or with `inputs_embeds` alone, the last of the row.
+
+        Args:
+            input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
+            attention_mask: nonzero = a token, [b, s].
+            position_ids: rotary positions; default: count the tokens of a row.
+            past_key_values: a cache, or None.
+            key: dropout key; None = deterministic.
+            output_hidden_states: also return the input of every layer and the last hidden state.
+
+        Raises:
+            ConfigError: several rows of tokens, and nothing says which of them are padding.
+        """
+        body = self.model(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            key=key,
+            output_hidden_states=output_hidden_states,
+        )
+        hidden = body.last_hidden_state
+        last = self._last_token(hidden.shape[:2], input_ids, attention_mask)
+        scores = self.score(hidden[jnp.arange(hidden.shape[0]), last])
+        return SequenceClassifierOutput(
+            logits=scores.astype(jnp.float32),
+            last_hidden_state=hidden,
+            past_key_values=body.past_key_values,
+            hidden_states=body.hidden_states,
+            losses=body.losses,
+            aux=body.aux,
+            updates={f"model/{path}": value for path, value in body.updates.items()},
+        )
+
+    def _last_token(
+        self, shape: tuple[int, int], input_ids: jax.Array | None, mask: jax.Array | None
+    ) -> Int[Array, " b"]:
+        b, s = shape
+        pad = self.config.pad_token_id
+        if mask is not None:
+            real = jnp.asarray(mask) != 0
+        elif input_ids is None or (pad is None and b == 1):
+            return jnp.full(b, s - 1)
+        elif pad is None:
+            raise ConfigError(
+                f"{b} rows, and nothing says which tokens are padding: give attention_mask, or "
+                'a configuration with pad_token_id (config_kwargs={"pad_token_id": ...})'
+            )
+        else:
+            real = jnp.asarray(input_ids) != pad
+        return jnp.argmax(jnp.where(real, jnp.arange(s), 0), axis=-1)
+
+    def compute_loss(
+        self, input_ids: Int[Array, "b s"], labels: Array, **inputs: Any
+    ) -> tuple[SequenceClassifierOutput, Float[Array, ""]]:
+        """Mean loss over the rows, of the kind that `config.problem_type` says.
+
+        Args:
+            labels: int [b]; float [b] or [b, c] of a regression; 0 or 1 [b, c] of several labels.
+                Without a `problem_type` one label is a regression, integers are one of several
+                labels, anything else is several at once.
+            inputs: further arguments of `__call__`.
+
+        Returns:
+            the output with `loss` set, and the number of rows.
+
+        Raises:
+            ConfigError: `problem_type` is unknown.
+        """
+        output, labels = self(input_ids, **inputs), jnp.asarray(labels)
+        loss = _loss(output.logits, labels, self._problem(labels))
+        return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
+
+    def _problem(self, labels: jax.Array) -> str:
+        problem = self.config.problem_type
+        if problem is not None and problem not in PROBLEMS:
+            raise ConfigError(f"problem_type is {problem!r}; it must be one of {PROBLEMS}")
+        if problem is not None:
+            return problem
+        if self.config.num_labels == 1:
+            return PROBLEMS[0]
+        return PROBLEMS[1] if jnp.issubdtype(labels.dtype, jnp.integer) else PROBLEMS[2]
+
+    @classmethod
+    def new_tensors(
+        cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
+    ) -> Mapping[str, np.ndarray]:
+        """A random head, where the checkpoint says that it is of another task; a warning says so.
+
+        Args:
+            config: read from the checkpoint; its `architectures` name the class that was saved.
+            shapes: of the tensors that the model wants.
+        """
+        saved = config.architectures or []
+        if any("SequenceClassification" in name for name in saved):
+            return {}
+        once(
+            logger,
+            f"the checkpoint is of {', '.join(saved) or 'no class that it names'}: {SCORE.hf} of "
+            f"{cls.__name__} starts random and is to be trained",
+        )
+        std = getattr(config, "initializer_range", 0.02)
+        values = np.random.default_rng(0).normal(0.0, std, shapes[SCORE.hf])
+        return {SCORE.hf: values.astype(np.float32)}
+
+
+def _loss(logits: Float[Array, "b c"], labels: jax.Array, problem: str) -> Float[Array, ""]:
+    if problem == "regression":
+        return jnp.mean((logits.reshape(labels.shape) - labels) ** 2)
+    if problem == "single_label_classification":
+        logp = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(logp, labels.reshape(-1, 1), axis=-1))
+    labels = labels.astype(jnp.float32)
+    return jnp.mean(jnp.logaddexp(0.0, logits) - labels * logits)

@@ -1,0 +1,186 @@
+"""The compiled programs of `generate`: the prompt, and the loop that chooses a token a step.
+
+A program closes over the graphdef and takes flat leaves: as a static argument the graphdef would be
+hashed on every call. Another bucket of lengths compiles another program, and so does another
+structure of the `TokenChoice`, of the loop alone; its numbers are arguments.
+
+Legend: b rows, w bucket of prompt lengths, t room for prompt and new tokens, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from ed_layers.cache.protocol import ContiguousCache
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from ed_models.processors import Rows
+from ed_models.protocol import LanguageModel
+from ed_models.token_choice import Candidates, TokenChoice, process
+
+Leaves = list[jax.Array]
+Kept = dict[str, jax.Array]
+CacheT = TypeVar("CacheT", bound=ContiguousCache)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The static half of a model. The mesh is part of it because the module reads it from its
+    config."""
+
+    graphdef: nnx.GraphDef
+    structure: Any  # a PyTreeDef, which type checkers take for a variable
+    mesh: jax.sharding.Mesh
+
+    @classmethod
+    def of(cls, model: nnx.Module, mesh: jax.sharding.Mesh) -> tuple[Split, Leaves]:
+        """A model's static half, and its leaves."""
+        graphdef, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        return cls(graphdef, structure, mesh), leaves
+
+    def merge(self, leaves: Leaves) -> LanguageModel:
+        """The model again."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, leaves))
+
+
+class Draws(NamedTuple):
+    """What fixes the draws of rows.
+
+    Attributes:
+        keys: of each row; None where nothing is drawn.
+        lengths: tokens of its prompt.
+    """
+
+    keys: Key[Array, " b"] | None
+    lengths: Int[Array, " b"]
+
+    def choose(self, candidates: Candidates, choice: TokenChoice, rows: Rows) -> Int[Array, " b"]:
+        """The next token of each row."""
+        return candidates.choose(choice, self.keys, self.lengths + rows.new)
+
+
+@functools.lru_cache(maxsize=8)
+def prefill_program(split: Split) -> Callable[..., tuple[ContiguousCache, jax.Array]]:
+    """`(leaves, tokens [b, w], valid [b, w], capacity=) -> (cache, logits [b, v])`."""
+
+    @functools.partial(jax.jit, static_argnames="capacity")
+    def prefill(leaves, tokens, valid, *, capacity):
+        model = split.merge(leaves)
+        b, s = tokens.shape
+        inputs = model.prepare_inputs_for_generation(tokens, capacity, attention_mask=valid)
+        out = model(tokens, **inputs, logits_at=jnp.arange(b) * s + s - 1)
+        return out.past_key_values, out.logits
+
+    return prefill
+
+
+@functools.partial(jax.jit, static_argnames="copies")
+def repeated(
+    cache: CacheT, logits: Float[Array, "b v"], *, copies: int
+) -> tuple[CacheT, Float[Array, "n v"]]:
+    """Each row several times, its copies beside each other."""
+    rows = jnp.repeat(jnp.arange(logits.shape[0]), copies)
+    return cache.select_rows(rows), logits[rows]
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "copies"))
+def draw_keys(seed: jax.Array, *, rows: int, copies: int) -> Key[Array, " n"]:
+    """A key for each copy of each row. The first copy has the key of the row: it draws what the row
+    draws alone."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    # Positions are folded in later, and are smaller.
+    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
+        keys, jnp.uint32(2**31) + jnp.arange(copies, dtype=jnp.uint32)
+    )
+    first = (jnp.arange(copies) == 0)[None]
+    return jnp.where(first, keys[:, None], folded).reshape(-1)
+
+
+def measured(
+    outputs: frozenset[str],
+    logits: jax.Array,
+    scores: jax.Array,
+    tokens: jax.Array | None = None,
+    done: jax.Array | bool = False,
+) -> Kept:
+    """What is kept of a step: logits and scores [b, v], log-probabilities [b] of the tokens under
+    the model itself, 0 for rows that were done before."""
+    logits = logits.astype(jnp.float32)
+    kept = {name: x for name, x in (("logits", logits), ("scores", scores)) if name in outputs}
+    if "logprobs" in outputs and tokens is not None:
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+        kept["logprobs"] = jnp.where(done, 0.0, logprobs)
+    return kept
+
+
+def empty(kept: Kept, steps: int) -> Kept:
+    """Room for what is kept of so many steps, step first."""
+    return {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in kept.items()}
+
+
+def record(kept: Kept, n: jax.Array | int, step: Kept) -> Kept:
+    """Keep a step."""
+    return {name: kept[name].at[n].set(x) for name, x in step.items()}
+
+
+class Finished(NamedTuple):
+    """What a loop returns.
+
+    Attributes:
+        ids: prompt and new tokens, [b, t]; see `Rows`.
+        new: new tokens of the longest row.
+        steps: forwards of the model behind the prompt.
+        kept: what was asked to be kept of each step, step first.
+    """
+
+    ids: Int[Array, "b t"]
+    new: Int[Array, ""]
+    steps: Int[Array, ""]
+    kept: Kept
+
+
+@functools.lru_cache(maxsize=8)
+def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache]]:
+    """`(leaves, cache, logits, rows, draws, choice, pad, room=, outputs=) -> (Finished, cache)`.
+
+    The cache comes back only so that its donated memory is used.
+    """
+
+    @functools.partial(jax.jit, static_argnames=("room", "outputs"), donate_argnames="cache")
+    def decode(leaves, cache, logits, rows, draws, choice, pad, *, room, outputs):
+        model = split.merge(leaves)
+        b = logits.shape[0]
+
+        def choose(
+            logits: jax.Array, rows: Rows, done: Bool[Array, " b"]
+        ) -> tuple[Rows, Bool[Array, " b"], Kept]:
+            candidates = process(logits, choice, rows)
+            token = jnp.where(done, pad, draws.choose(candidates, choice, rows))
+            kept = measured(outputs, logits, candidates.spread(), token, done)
+            rows = rows.push(token)
+            return rows, done | rows.ended(), kept
+
+        def unfinished(state):
+            n, _, done, _, _ = state
+            return (n < rows.limit) & ~jnp.all(done)
+
+        def step(state):
+            n, rows, done, kept, cache = state
+            out = model(rows.ids[:, -1:], past_key_values=cache, logits_at=jnp.arange(b))
+            assert out.logits is not None
+            rows, done, now = choose(out.logits, rows, done)
+            return n + 1, rows, done, record(kept, n, now), out.past_key_values
+
+        rows, done, now = choose(logits, rows, jnp.zeros((b,), bool))
+        start = (jnp.int32(1), rows, done, record(empty(now, room), 0, now), cache)
+        n, rows, _, kept, cache = jax.lax.while_loop(unfinished, step, start)
+        return Finished(rows.ids, n, n - 1, kept), cache
+
+    return decode

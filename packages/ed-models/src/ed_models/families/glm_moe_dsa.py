@@ -1,0 +1,111 @@
+"""GLM-5 (Zhipu AI 2026): latent attention whose queries see the keys that an index chooses.
+
+- keys and values of all heads come from one latent, which a cache stores beside the index's keys
+- small heads score all keys of a query, and attention reads the `index_topk` best
+- scores of experts are sigmoids, as in DeepSeek-V3
+
+Numbers follow Hugging Face's `modeling_glm_moe_dsa.py`; parameter names are its names. Layers that
+predict further tokens are not loaded, nor are models some of whose layers share the choice of
+another. The index has no loss of its own: training leaves it as is.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError
+from ed_infra.registry import register_config, register_module
+from ed_layers.mla import LatentAttention
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.sparse_index import Indexer
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, sigmoid_experts
+from ed_models.weights import EXPERTS, STANDARD, ignore
+
+
+@register_config("glm_moe_dsa")
+class GlmMoeDsaConfig(EasyDeLBaseConfig, transformers.GlmMoeDsaConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "glm_moe_dsa"
+
+    def validate(self):
+        """Refuse layers that share a choice."""
+        super().validate()  # type: ignore[misc]
+        kinds = self.indexer_types or []
+        if shared := [i for i, kind in enumerate(kinds) if kind != "full"]:
+            raise ConfigError(
+                f"glm_moe_dsa: {len(shared)} of {len(kinds)} layers, the first is {shared[0]}, "
+                "share the keys that an earlier layer chose (indexer_types); that is not computed "
+                "here: each layer should be 'full', as in GLM-5"
+            )
+
+
+class GlmMoeDsaDecoderLayer(DecoderLayer):
+    """Latent attention and experts, each normed before and added to the stream."""
+
+    def __init__(self, parts: Parts, index: int):
+        sparse = parts.config.mlp_layer_types[index] == "sparse"
+        attention = LatentAttention(parts, indexer=Indexer(parts, interleaved=True))
+        super().__init__(
+            parts,
+            self_attn=attention,
+            mlp=sigmoid_experts(parts) if sparse else GatedMLP(parts),
+        )
+
+
+class GlmMoeDsaModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = GlmMoeDsaConfig
+    layer_class = GlmMoeDsaDecoderLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return config.mlp_layer_types
+
+
+@register_module(TaskType.CAUSAL_LM, config=GlmMoeDsaConfig, model_type="glm_moe_dsa")
+class GlmMoeDsaForCausalLM(CausalLM):
+    """GLM-5 with a language-model head."""
+
+    body_class = GlmMoeDsaModel
+    WEIGHTS = (EXPERTS, *STANDARD, ignore("model.layers.78.{path}"))
+    _LATENT = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 12,
+        "index_n_heads": 12,
+        "index_head_dim": 16,
+    }
+    CONFORMANCE = {
+        "six keys of a query": {
+            **_LATENT,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 1,
+            "index_topk": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "seventeen keys, biases": {
+            **_LATENT,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "index_topk": 17,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    }

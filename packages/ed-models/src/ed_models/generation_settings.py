@@ -1,0 +1,107 @@
+"""The options of `generate` that change no logits: what each may be, and what gives it an effect.
+
+Those that change logits are in `ed_models.processors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+from ed_infra.errors import ConfigError
+
+from ed_models.option_values import flag, number, whole
+
+EarlyStopping = Literal["never"] | bool
+#: Special tokens: of the call, else of the checkpoint.
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_STATIC = {"static": True}
+
+
+def _early_stopping(name: str, value: object) -> EarlyStopping:
+    if not (isinstance(value, bool) or value == "never"):
+        raise ConfigError(f"{name} is {value!r}; it must be True, False or 'never'")
+    return value  # type: ignore[return-value]
+
+
+def _always(reason: str) -> Callable[[str, object], bool]:
+    """A reader of an option that has one value here."""
+
+    def read(name: str, value: object) -> bool:
+        if value is not True:
+            raise ConfigError(f"{name} is {value!r}; it must be True, or left out: {reason}")
+        return True
+
+    return read
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option that changes no logits.
+
+    Attributes:
+        read: `(name, value) -> value`, checked. Raises ConfigError.
+        needs: the option that gives it an effect.
+        off: the value with which it gives no other an effect.
+    """
+
+    read: Callable[[str, object], Any]
+    needs: str | None = None
+    off: object = False
+
+
+def _as_it_is(name: str, value: object) -> object:
+    return value
+
+
+_OUTPUT = Setting(flag)
+SETTINGS: Mapping[str, Setting] = {
+    "max_new_tokens": Setting(whole(1)),
+    "max_length": Setting(whole(1)),
+    "min_length": Setting(whole(0)),
+    "do_sample": Setting(flag),
+    "num_return_sequences": Setting(whole(1, 1024)),
+    "num_beams": Setting(whole(1, 1024), off=1),
+    "length_penalty": Setting(
+        number(lambda x: -100 <= x <= 100, "between -100 and 100"), "num_beams"
+    ),
+    "early_stopping": Setting(_early_stopping, "num_beams"),
+    "num_beam_groups": Setting(whole(1, 1024), "num_beams", off=1),
+    "diversity_penalty": Setting(number(lambda x: 0 <= x < 1e6, "at least 0"), "num_beam_groups"),
+    "prompt_lookup_num_tokens": Setting(whole(1, 64)),
+    "max_matching_ngram_size": Setting(whole(1, 64), "prompt_lookup_num_tokens"),
+    "num_assistant_tokens": Setting(whole(1, 64), "assistant_model"),
+    "stop_strings": Setting(_as_it_is),  # read with the tokenizer
+    "output_scores": _OUTPUT,
+    "output_logits": _OUTPUT,
+    "output_logprobs": _OUTPUT,
+    "return_dict_in_generate": Setting(
+        _always("generate returns a GenerateOutput; the tokens are its sequences")
+    ),
+    "use_cache": Setting(_always("a model without its cache computes every token again")),
+    **{name: Setting(_as_it_is) for name in SPECIAL},  # read below, from several places
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Beams:
+    """Beam search: `size` beams a row, in `groups`; the other names are those of a
+    GenerationConfig. A pytree of its two penalties."""
+
+    size: int = field(metadata=_STATIC)
+    groups: int = field(default=1, metadata=_STATIC)
+    early_stopping: EarlyStopping = field(default=False, metadata=_STATIC)
+    length_penalty: float = 1.0
+    diversity_penalty: float = 0.0
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Assisted generation: `num_tokens` are drafted at a time, by an assistant or by looking up the
+    latest tokens, up to `ngram` of them, in the row itself."""
+
+    num_tokens: int
+    ngram: int | None = None

@@ -1,0 +1,68 @@
+"""A decoder body under `model`, for a head to stand on: what all heads share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from ed_infra.enums import TaskType
+from ed_layers.cache.spec import LayerSpecs
+from ed_layers.parts import Parts
+from flax import nnx
+
+from ed_models.module import EasyDeLBaseModule
+from ed_models.weights import STANDARD
+from ed_models.weights_alone import without_first_part
+
+
+class Headed(EasyDeLBaseModule):
+    """A body under `model`; subclasses name the body, and add a head in `add_head`.
+
+    Attributes:
+        body_class: its `__call__` takes tokens, masks, positions and a cache (see
+            `CausalLM.__call__`) and returns a BaseModelOutput. Without a table of its own it gets
+            this class's, for the files of a body that was saved alone.
+        DERIVED: other tasks that follow from this class, for the registry: task -> what makes the
+            module class of a class with this body.
+    """
+
+    body_class: ClassVar[type[EasyDeLBaseModule]]
+    WEIGHTS = STANDARD
+    DERIVED: ClassVar[Mapping[TaskType, Callable[[type[Any]], type]]] = {}
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        body = cls.__dict__.get("body_class")
+        if body is not None and "WEIGHTS" not in vars(body):
+            body.WEIGHTS, body.head_class = without_first_part(cls.WEIGHTS), cls
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, dtype, param_dtype, precision)
+        self.model: Any = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
+        self.add_head(Parts(config, rngs, self.dtype, self.param_dtype, precision))
+
+    def add_head(self, parts: Parts) -> None:
+        """Make the parameters of the head, after the body's."""
+
+    @property
+    def features(self) -> int:
+        """Width of the hidden states that the body returns."""
+        return self.model.embed_tokens.embedding.shape[-1]
+
+    def cache_specs(self) -> Sequence[LayerSpecs]:
+        """What the body keeps."""
+        return self.model.cache_specs()
+
+    def prompt_class(self, prompt_len: int) -> int:
+        """Class of prompt lengths; see `Decoder.prompt_class`."""
+        return self.model.prompt_class(prompt_len)

@@ -1,0 +1,151 @@
+"""From the hidden states of a row to one vector: modes and files of sentence-transformers.
+
+A checkpoint for embeddings has `modules.json`, a list of modules, and `1_Pooling/config.json`
+beside the files of the model (https://sbert.net/docs/package_reference/sentence_transformer).
+
+Legend: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+from ed_infra.errors import CheckpointError, unknown_name
+from jaxtyping import Array, Float, Int
+
+MODULES_NAME = "modules.json"
+PoolingMode = Literal["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
+#: Other spellings of modes.
+POOLING_ALIASES: dict[str, PoolingMode] = {"last": "lasttoken", "weighted": "weightedmean"}
+# Mode -> key of 1_Pooling/config.json.
+_KEYS: dict[PoolingMode, str] = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "max": "pooling_mode_max_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a row becomes a vector.
+
+    Attributes:
+        mode: `cls`: its first token; `lasttoken`; `max` and `mean` over its tokens;
+            `mean_sqrt_len_tokens`: their sum over the root of their number; `weightedmean`: token n
+            of a row counts n times.
+        normalize: whether vectors have length one.
+    """
+
+    mode: PoolingMode = "mean"
+    normalize: bool = False
+
+    @classmethod
+    def of(cls, mode: str = "mean", normalize: bool = False) -> Pooling:
+        """Make one of any spelling of a mode.
+
+        Raises:
+            ConfigError: the mode is unknown.
+        """
+        canonical = POOLING_ALIASES.get(mode, mode)
+        if canonical not in get_args(PoolingMode):
+            raise unknown_name("pooling mode", mode, [*get_args(PoolingMode), *POOLING_ALIASES])
+        return cls(canonical, bool(normalize))  # type: ignore[arg-type]
+
+    def __call__(
+        self, hidden: Float[Array, "b s d"], mask: Int[Array, "b s"] | None = None
+    ) -> Float[Array, "b d"]:
+        """Pool the tokens of each row, float32; `mask` is nonzero where there is one."""
+        b, s, _ = hidden.shape
+        real = jnp.ones((b, s), bool) if mask is None else jnp.asarray(mask) != 0
+        vectors = self._pooled(hidden.astype(jnp.float32), real)
+        if self.normalize:
+            norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+            vectors = vectors / jnp.maximum(norms, 1e-12)
+        return vectors
+
+    def _pooled(self, hidden: Array, real: Array) -> Array:
+        b, s, _ = hidden.shape
+        if self.mode == "cls":
+            return hidden[jnp.arange(b), jnp.argmax(real, axis=1)]
+        if self.mode == "lasttoken":
+            return hidden[jnp.arange(b), s - 1 - jnp.argmax(real[:, ::-1], axis=1)]
+        if self.mode == "max":
+            return jnp.max(jnp.where(real[..., None], hidden, -jnp.inf), axis=1)
+        weights = real.astype(jnp.float32)
+        if self.mode == "weightedmean":
+            weights = weights * jnp.cumsum(weights, axis=1)
+        total = jnp.einsum("bs,bsd->bd", weights, hidden)
+        count = jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-9)
+        return total / (jnp.sqrt(count) if self.mode == "mean_sqrt_len_tokens" else count)
+
+    @classmethod
+    def read(cls, directory: Path) -> Pooling | None:
+        """Read it from a checkpoint; None where the checkpoint says nothing.
+
+        Raises:
+            CheckpointError: the files are damaged, or ask for modules that are not here.
+        """
+        path = directory / MODULES_NAME
+        if not path.is_file():
+            return None
+        try:
+            modules = [(m["type"].rpartition(".")[2], m["path"]) for m in _json(path)]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is no list of modules ({error!r})") from error
+        kinds = [kind for kind, _ in modules]
+        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            raise CheckpointError(
+                f"{path} lists the modules {', '.join(kinds)}; an embedding model here is a "
+                "Transformer, a Pooling and, if vectors are normalized, a Normalize"
+            )
+        return cls(_mode(directory / modules[1][1] / "config.json"), "Normalize" in kinds)
+
+    def write(self, directory: Path, features: int) -> None:
+        """Write the files of a checkpoint; `features` is d."""
+        kinds = ["", "1_Pooling", *(["2_Normalize"] if self.normalize else [])]
+        modules = [
+            {
+                "idx": i,
+                "name": str(i),
+                "path": path,
+                "type": f"sentence_transformers.models.{path.partition('_')[2] or 'Transformer'}",
+            }
+            for i, path in enumerate(kinds)
+        ]
+        settings: dict[str, Any] = {"word_embedding_dimension": features}
+        settings |= {key: mode == self.mode for mode, key in _KEYS.items()}
+        settings["include_prompt"] = True
+        (directory / kinds[1]).mkdir(exist_ok=True)
+        for path, value in (
+            (directory / MODULES_NAME, modules),
+            (directory / kinds[1] / "config.json", settings),
+        ):
+            path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _mode(path: Path) -> PoolingMode:
+    settings = _json(path)
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    named = settings.get("pooling_mode")  # newer files say it in one word
+    wanted = [named] if isinstance(named, str) else [m for m, k in _KEYS.items() if settings.get(k)]
+    chosen: list[PoolingMode] = [mode for mode in _KEYS if mode in wanted]
+    if len(wanted) != 1 or len(chosen) != 1:
+        raise CheckpointError(
+            f"{path} asks for the pooling modes {wanted}; one of {', '.join(_KEYS)} is read here"
+        )
+    return chosen[0]
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error

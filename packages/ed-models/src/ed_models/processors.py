@@ -1,0 +1,260 @@
+"""The options of `generate` that change logits: one table, in Hugging Face's order.
+
+An option is a function and an entry in `PROCESSORS`: its name in a `GenerationConfig`, how its
+value is read and checked, what it does to the scores.
+
+Legend: b rows, t tokens of a row, v vocabulary, c candidates, m sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ed_models import sampling
+from ed_models.option_values import (
+    Bans,
+    Biases,
+    callables,
+    decay,
+    flag,
+    number,
+    token_list,
+    whole,
+)
+from ed_models.stop_strings import StopStrings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What the rows hold so far, and what ends them.
+
+    Attributes:
+        ids: [b, t], right-aligned; -1 to the left of a row's first token.
+        new: how many of them were generated, [b].
+        limit: tokens that a row can get.
+        eos: tokens that end a row; -1 for none. [m]
+        stops: strings that end a row.
+    """
+
+    ids: Int[Array, "b t"]
+    new: Int[Array, " b"]
+    limit: Int[Array, ""] | int
+    eos: Int[Array, " m"]
+    stops: StopStrings | None = field(default=None, metadata={"static": True})
+
+    def push(self, tokens: Int[Array, " b"]) -> Rows:
+        """One token more for each row; the leftmost place is lost."""
+        ids = jnp.concatenate([self.ids[:, 1:], tokens[:, None]], axis=1)
+        return replace(self, ids=ids, new=self.new + 1)
+
+    def take(self, rows: Int[Array, " n"]) -> Rows:
+        """Some of the rows, in this order."""
+        return replace(self, ids=self.ids[rows], new=self.new[rows])
+
+    def ended(self) -> Bool[Array, " b"]:
+        """Which rows end with their latest token."""
+        ends = jnp.isin(self.ids[:, -1], self.eos)
+        return ends if self.stops is None else ends | self.stops.reached(self.ids)
+
+    def generated(self) -> Int[Array, "b t"]:
+        """The tokens that were generated; -1 instead of others."""
+        place = jnp.arange(self.ids.shape[1])
+        return jnp.where(place >= self.ids.shape[1] - self.new[:, None], self.ids, -1)
+
+
+class Apply(Protocol):
+    """What an option does to the scores of rows: [b, v] -> [b, v]."""
+
+    def __call__(self, scores: jax.Array, value: Any, rows: Rows, /) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class Processor:
+    """An option that changes scores.
+
+    Attributes:
+        apply: what it does.
+        read: `(name, value) -> value`, checked, as `apply` takes it. Raises ConfigError.
+        off: the value that changes nothing.
+        static: another value is another program; otherwise values are arguments of one program.
+        drawing: it has an effect only where tokens are drawn.
+        needs_end: it has an effect only where a token ends rows.
+        token_ids: whole numbers in its value are tokens.
+    """
+
+    apply: Apply
+    read: Callable[[str, object], Any]
+    off: object = None
+    static: bool = False
+    drawing: bool = False
+    needs_end: bool = False
+    token_ids: bool = False
+
+
+def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
+    """A processor out of a function that marks which candidates [b, c] stay possible."""
+
+    def apply(scores: jax.Array, value: Any, rows: Rows) -> jax.Array:
+        return jnp.where(keep(scores, value), scores, -jnp.inf)
+
+    return apply
+
+
+def in_nucleus(scores: jax.Array, top_p: Any) -> jax.Array:
+    """As `sampling.in_nucleus`, of scores."""
+    return sampling.in_nucleus(jax.nn.softmax(scores), top_p)
+
+
+def add_bias(scores: jax.Array, biases: Biases, rows: Rows) -> jax.Array:
+    """Add the biases of sequences that the next token completes."""
+    return scores + sampling.sequence_bias(
+        rows.ids, biases.prefixes, biases.last, biases.bias, scores.shape[-1]
+    )
+
+
+def ban_words(scores: jax.Array, words: Bans, rows: Rows) -> jax.Array:
+    """Make sequences impossible, except those that are just an end token."""
+    single = jnp.all(words.prefixes < 0, axis=1) & jnp.isin(words.last, rows.eos)
+    biases = Biases(words.prefixes, words.last, jnp.where(single, 0.0, -jnp.inf))
+    return add_bias(scores, biases, rows)
+
+
+def penalize_repetition(scores: jax.Array, factor: Any, rows: Rows) -> jax.Array:
+    """Of all tokens of the row, the prompt's too."""
+    seen = sampling.held(rows.ids, scores.shape[-1])
+    return sampling.penalize_repetition(scores, seen, factor)
+
+
+def penalize_presence(scores: jax.Array, penalty: Any, rows: Rows) -> jax.Array:
+    """Subtract from what was generated before, as OpenAI's API does: the prompt does not count."""
+    return scores - penalty * sampling.held(rows.generated(), scores.shape[-1])
+
+
+def penalize_frequency(scores: jax.Array, penalty: Any, rows: Rows) -> jax.Array:
+    """Subtract for each time that a token was generated before; the prompt does not count."""
+    return scores - penalty * sampling.counted(rows.generated(), scores.shape[-1])
+
+
+def ban_ngrams(scores: jax.Array, size: Any, rows: Rows) -> jax.Array:
+    """No n-gram twice in a row, the prompt included."""
+    banned = sampling.repeated_ngrams(rows.ids, size, scores.shape[-1])
+    return jnp.where(banned, -jnp.inf, scores)
+
+
+def hold_open(scores: jax.Array, fewest: Any, rows: Rows) -> jax.Array:
+    """No end token before a row has so many new tokens."""
+    early = (rows.new < fewest)[:, None]
+    return jnp.where(early, sampling.without(scores, rows.eos), scores)
+
+
+def force_begin(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+    """The token behind a prompt of a single token."""
+    single = jnp.sum(rows.ids >= 0, axis=1, keepdims=True) == 1
+    return jnp.where(single, sampling.only(scores, tokens), scores)
+
+
+def force_end(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+    """The last token that a row can get."""
+    last = (rows.new == rows.limit - 1)[:, None]
+    return jnp.where(last, sampling.only(scores, tokens), scores)
+
+
+def remove_invalid(scores: jax.Array, _: Any, rows: Rows) -> jax.Array:
+    """0 for NaN, the largest and the least number for infinities."""
+    return jnp.nan_to_num(scores, nan=0.0)
+
+
+def hasten_end(scores: jax.Array, value: Any, rows: Rows) -> jax.Array:
+    """Raise end tokens, the more the longer a row is; see `option_values.decay`."""
+    start, factor = value
+    beyond = rows.new - start
+    growth = jnp.where(beyond > 0, factor ** jnp.maximum(beyond, 0) - 1, 0.0)[:, None]
+    end = jnp.isin(jnp.arange(scores.shape[-1]), rows.eos) & jnp.isfinite(scores)
+    return scores + jnp.where(end, jnp.abs(scores), 0.0) * growth
+
+
+def suppress(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+    """Tokens that are never generated."""
+    return sampling.without(scores, tokens)
+
+
+def suppress_first(scores: jax.Array, tokens: Any, rows: Rows) -> jax.Array:
+    """Tokens that are not the first to be generated."""
+    first = (rows.new == 0)[:, None]
+    return jnp.where(first, sampling.without(scores, tokens), scores)
+
+
+def call(scores: jax.Array, functions: Any, rows: Rows) -> jax.Array:
+    """The caller's own functions, one after the other."""
+    for function in functions:
+        changed = function(rows.ids, scores)
+        if changed.shape != scores.shape:
+            raise ValueError(
+                f"a function of logits_processor turned scores of shape {scores.shape} into "
+                f"{changed.shape}; it must keep the shape"
+            )
+        scores = changed.astype(scores.dtype)
+    return scores
+
+
+def divide(scores: jax.Array, temperature: Any, rows: Rows) -> jax.Array:
+    """Sharpen below 1, flatten above."""
+    return scores / temperature
+
+
+def normalize(scores: jax.Array, _: Any, rows: Rows) -> jax.Array:
+    """Log-probabilities again."""
+    return jax.nn.log_softmax(scores)
+
+
+_ABOVE_ZERO = number(lambda x: x > 0, "above 0; 1 is no penalty")
+_TWO_SIDED = number(lambda x: -2 <= x <= 2, "between -2 and 2; 0 is no penalty")
+_SHARE = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
+_CUTOFF = number(lambda x: 0 <= x < 1, "at least 0 and below 1; 0 drops nothing")
+
+#: name -> what it does; in the order of `transformers` (`_get_logits_processor`).
+PROCESSORS: Mapping[str, Processor] = {
+    "sequence_bias": Processor(add_bias, Biases.read, token_ids=True),
+    "repetition_penalty": Processor(penalize_repetition, _ABOVE_ZERO, off=1.0),
+    "presence_penalty": Processor(penalize_presence, _TWO_SIDED, off=0.0),
+    "frequency_penalty": Processor(penalize_frequency, _TWO_SIDED, off=0.0),
+    "no_repeat_ngram_size": Processor(ban_ngrams, whole(0, 1024), off=0, static=True),
+    "bad_words_ids": Processor(ban_words, Bans.read, token_ids=True),
+    "min_new_tokens": Processor(hold_open, whole(0), off=0, needs_end=True),
+    "forced_bos_token_id": Processor(force_begin, token_list(1), token_ids=True),
+    "forced_eos_token_id": Processor(force_end, token_list(), token_ids=True),
+    "remove_invalid_values": Processor(remove_invalid, flag, off=False, static=True),
+    "exponential_decay_length_penalty": Processor(hasten_end, decay, needs_end=True),
+    "suppress_tokens": Processor(suppress, token_list(), token_ids=True),
+    "begin_suppress_tokens": Processor(suppress_first, token_list(), token_ids=True),
+    "logits_processor": Processor(call, callables, off=(), static=True),
+    "temperature": Processor(
+        divide,
+        number(lambda x: x > 0, "above 0 (for the likeliest token: do_sample=False)"),
+        drawing=True,
+    ),
+    "top_k": Processor(
+        filtered(sampling.among_largest),
+        whole(1, what="a whole number of at least 1, or None for all"),
+        static=True,
+        drawing=True,
+    ),
+    "top_p": Processor(filtered(in_nucleus), _SHARE, off=1.0, drawing=True),
+    "min_p": Processor(
+        filtered(sampling.likely_enough),
+        number(lambda x: 0 <= x <= 1, "between 0 and 1"),
+        off=0.0,
+        drawing=True,
+    ),
+    "typical_p": Processor(filtered(sampling.is_typical), _SHARE, off=1.0, drawing=True),
+    "epsilon_cutoff": Processor(filtered(sampling.above_epsilon), _CUTOFF, off=0.0, drawing=True),
+    "eta_cutoff": Processor(filtered(sampling.above_eta), _CUTOFF, off=0.0, drawing=True),
+    "renormalize_logits": Processor(normalize, flag, off=False, static=True),
+}

@@ -1,0 +1,85 @@
+"""Strings that end a row. The host decodes the latest tokens of each row, once a step.
+
+Legend: b rows, t tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+from ed_infra.errors import ConfigError
+from jaxtyping import Array, Bool, Int
+
+#: Most strings, and most characters of one.
+MOST, LONGEST = 64, 1024
+# A token may be a byte of a character, and tokenizers treat the first of a text otherwise.
+_TOKENS_OF_A_CHARACTER, _AHEAD = 4, 4
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str | list[str]:
+        """The text of tokens, special ones included."""
+        ...
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings, and the tokenizer that says what tokens read like.
+
+    A value of a compiled program: the same strings with the same tokenizer are the same program.
+    """
+
+    strings: tuple[str, ...]
+    tokenizer: Decoder
+
+    @classmethod
+    def read(cls, name: str, value: object, tokenizer: Decoder | None) -> StopStrings | None:
+        """Read a string or several; None where the list is empty.
+
+        Raises:
+            ConfigError: it is something else, or there is no tokenizer.
+        """
+        strings = tuple(value) if isinstance(value, list | tuple) else (value,)
+        kept = tuple(string for string in strings if isinstance(string, str) and string)
+        if len(kept) < len(strings):
+            raise ConfigError(f"{name} is {value!r}; it must be a string, or several in a list")
+        if len(kept) > MOST or max(map(len, kept), default=0) > LONGEST:
+            raise ConfigError(
+                f"{name} has {len(kept)} strings of up to {max(map(len, kept))} characters; at "
+                f"most {MOST} of {LONGEST} are possible"
+            )
+        if not kept:
+            return None
+        if tokenizer is None:
+            raise ConfigError(
+                f"{name} needs to know what tokens read like: pass the model's tokenizer, "
+                "generate(..., tokenizer=tokenizer), or give eos_token_id"
+            )
+        return cls(kept, tokenizer)
+
+    def reached(self, ids: Int[Array, "b t"]) -> Bool[Array, " b"]:
+        """Which rows have a string that ends within their latest token.
+
+        Args:
+            ids: right-aligned, -1 to the left of a row's first token.
+        """
+        longest = max(map(len, self.strings))
+        latest = ids[:, -(_TOKENS_OF_A_CHARACTER * longest + _AHEAD) :]
+        shape = jax.ShapeDtypeStruct((ids.shape[0],), bool)
+        return jax.pure_callback(self._on_host, shape, latest, vmap_method="sequential")
+
+    def _on_host(self, latest: np.ndarray) -> np.ndarray:
+        return np.asarray([self._ends([x for x in row if x >= 0]) for row in np.asarray(latest)])
+
+    def _ends(self, tokens: list[int]) -> bool:
+        text = str(self.tokenizer.decode([int(x) for x in tokens]))
+        before = len(str(self.tokenizer.decode([int(x) for x in tokens[:-1]])))
+        return any(
+            text.find(string, max(0, before - len(string) + 1)) >= 0 for string in self.strings
+        )

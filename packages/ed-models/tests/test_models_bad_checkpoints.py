@@ -1,0 +1,445 @@
+"""Checkpoints that are damaged or contradict themselves: one error, before a value is read."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from contextlib import suppress
+
+import jax
+import numpy as np
+import pytest
+from ed_infra.errors import CheckpointError, ConfigError, RegistryError
+from ed_infra.logging import forget_said
+from ed_models import AutoEasyDeLModelForCausalLM, hub, loading
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_models.pickled_files import open_tensors, read_pickled
+from flax import nnx
+from safetensors.numpy import load_file
+
+ONE = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return LlamaForCausalLM.create(LlamaConfig(**SHAPE, **ONE), seed=1)
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    model.save_pretrained(directory, max_shard_size="10KB")
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+@pytest.fixture
+def no_values(monkeypatch):
+    """Loading fails the test if a parameter is made."""
+
+    def made(*_):
+        raise AssertionError("a parameter was made before the error")
+
+    monkeypatch.setattr(loading, "_fill", made)
+
+
+def load(directory, **options):
+    return AutoEasyDeLModelForCausalLM.from_pretrained(directory, **{**ONE, **options})
+
+
+def equal(a, b):
+    return all(
+        np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(nnx.state(a)), jax.tree.leaves(nnx.state(b)), strict=True)
+    )
+
+
+def edit(path, **changes):
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.usefixtures("no_values")
+class TestShards:
+    def shard(self, copy, number=2):
+        return sorted(copy.glob("*.safetensors"))[number]
+
+    def test_truncated(self, copy):
+        file = self.shard(copy)
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - 1)
+        with pytest.raises(CheckpointError, match=rf"{file.name}: tensor .* cut short"):
+            load(copy)
+
+    def test_truncated_in_the_header(self, copy):
+        file = self.shard(copy)
+        os.truncate(file, 5)
+        with pytest.raises(CheckpointError, match=r"not a whole safetensors file \(5 bytes\)"):
+            load(copy)
+
+    def test_corrupt_header(self, copy):
+        file = self.shard(copy)
+        data = bytearray(file.read_bytes())
+        data[8:20] = b"\xff" * 12
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match="header is damaged"):
+            load(copy)
+
+    def test_a_header_that_claims_more_than_the_file(self, copy):
+        file = self.shard(copy)
+        file.write_bytes(struct.pack("<Q", 2**60) + b"{}")
+        with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+            load(copy)
+
+    def test_missing(self, copy):
+        self.shard(copy).unlink()
+        with pytest.raises(CheckpointError, match=r"of which 1 are not there: model-00003"):
+            load(copy)
+
+    def test_an_index_that_names_absent_tensors(self, copy):
+        index = copy / "model.safetensors.index.json"
+        table = json.loads(index.read_text())["weight_map"]
+        table["model.norm.weight"] = next(f for f in table.values() if "00001" in f)
+        edit(index, weight_map=table)
+        with pytest.raises(CheckpointError, match="not in the files that it names for them"):
+            load(copy)
+
+    @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b.safetensors"])
+    def test_an_index_that_points_elsewhere(self, copy, name):
+        index = copy / "model.safetensors.index.json"
+        edit(index, weight_map={"model.norm.weight": name})
+        with pytest.raises(CheckpointError, match="names files outside its folder"):
+            load(copy)
+
+    def test_giants(self, copy):
+        for name, why in (
+            ("model.safetensors.index.json", "that is no index"),
+            ("tokenizer.json", "that is no tokenizer"),
+        ):
+            with (copy / name).open("wb") as stream:
+                stream.truncate(2**28 + 1)
+            with pytest.raises(CheckpointError, match=why):
+                load(copy)
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": "ab"}'])
+    def test_a_broken_index(self, copy, text):
+        (copy / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+            load(copy)
+
+    def test_everything_that_does_not_fit_is_in_one_error(self, copy):
+        edit(copy / "config.json", intermediate_size=20, num_hidden_layers=3)
+        with pytest.raises(CheckpointError) as error:
+            load(copy)
+        text = str(error.value)
+        assert "missing (9):" in text and "of another shape (6):" in text
+        assert "mlp.up_proj.weight: the file has [24, 16], the model [20, 16]" in text
+
+
+@pytest.mark.usefixtures("no_values")
+class TestConfigurations:
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value"),
+            ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be at least 1"),
+            ({"vocab_size": -1}, "vocab_size is -1, and must be at least 1"),
+            ({"num_attention_heads": 0}, "describes no model: "),
+            ({"hidden_size": 15}, "hidden size .15. is not a multiple"),
+            ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+            ({"layer_types": ["full_attention"]}, "`num_hidden_layers` .2. must be equal"),
+            ({"rope_scaling": {"rope_type": "yarn"}}, "Missing required keys"),
+            ({"id2label": {"0": "a"}, "num_labels": 3}, "num_labels is 3, and id2label has 1"),
+            ({"easydel": {"attn_mechansim": "x"}}, "unknown key 'attn_mechansim'"),
+        ],
+    )
+    def test_contradictions(self, copy, changes, why):
+        edit(copy / "config.json", **changes)
+        with pytest.raises(CheckpointError, match=why) as error:
+            load(copy)
+        assert str(copy / "config.json") in str(error.value)
+
+    def test_unknown_activation(self, copy):
+        edit(copy / "config.json", hidden_act="silly")
+        with pytest.raises(ConfigError, match="'silly'; did you mean 'silu'"):
+            load(copy)
+
+    def test_a_class_of_another_type(self, copy):
+        # Mistral has the same tensors, and a window that Llama's class would pass over.
+        edit(copy / "config.json", model_type="mistral")
+        with pytest.raises(CheckpointError, match="of type 'mistral', and LlamaForCausalLM is of"):
+            LlamaForCausalLM.from_pretrained(copy, **ONE)
+
+    @pytest.mark.parametrize("name", ["qwen33", "lamma"])
+    def test_unknown_type_says_what_to_do(self, copy, name):
+        edit(copy / "config.json", model_type=name)
+        with pytest.raises(RegistryError, match=r"did you mean '(qwen3|llama)'") as error:
+            load(copy)
+        assert "docs/adding_models.md" in str(error.value) and "near it: " in str(error.value)
+
+    @pytest.mark.parametrize("text", ["[1]", '"llama"', '{"model_type": 3}', "[" * 10**5])
+    def test_no_object(self, copy, text):
+        (copy / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"is not a JSON object|does not say its"):
+            load(copy)
+
+    def test_a_giant(self, copy):
+        with (copy / "config.json").open("wb") as stream:
+            stream.truncate(2**25)
+        with pytest.raises(CheckpointError, match="that is no settings file"):
+            load(copy)
+
+
+class TestTokenizers:
+    def tokenizer(self, directory, vocab, added=()):
+        content = {"model": {"type": "BPE", "vocab": vocab}}
+        content["added_tokens"] = [{"id": i, "content": f"<{i}>"} for i in added]
+        (directory / "tokenizer.json").write_text(json.dumps(content))
+
+    @pytest.mark.usefixtures("no_values")
+    @pytest.mark.parametrize("vocab", [{"a": 0, "b": 64}, [["a", 0.0]] * 65])
+    def test_larger_than_the_vocabulary(self, copy, vocab):
+        self.tokenizer(copy, vocab)
+        with pytest.raises(CheckpointError, match="token ids up to 64, and the model a vocab"):
+            load(copy)
+
+    @pytest.mark.usefixtures("no_values")
+    def test_damaged(self, copy):
+        (copy / "tokenizer.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="is no tokenizer"):
+            load(copy)
+
+    def test_added_tokens_beyond_it_are_said(self, copy, caplog):
+        forget_said()
+        self.tokenizer(copy, {"a": 0}, added=(63, 64))
+        with caplog.at_level("WARNING", "easydel"):
+            load(copy)
+        assert "added tokens [64] are beyond the model's vocabulary of 64" in caplog.text
+
+
+def to_pickles(directory, *, shards=False):
+    """Rewrite a checkpoint's weights as torch saves them."""
+    torch = pytest.importorskip("torch")
+    content = {}
+    for file in directory.glob("*.safetensors"):
+        content |= {n: torch.tensor(v) for n, v in load_file(file).items()}
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    if not shards:
+        torch.save(content, directory / "pytorch_model.bin")
+        return
+    names = sorted(content)
+    files = {
+        "pytorch_model-00001-of-00002.bin": names[::2],
+        "pytorch_model-00002-of-00002.bin": names[1::2],
+    }
+    for file, own in files.items():
+        torch.save({n: content[n] for n in own}, directory / file)
+    table = {n: file for file, own in files.items() for n in own}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": table}))
+
+
+@pytest.mark.torch
+class TestPickles:
+    def test_not_unasked(self, copy):
+        to_pickles(copy)
+        with pytest.raises(CheckpointError, match="allow_pickle=True"):
+            load(copy)
+
+    @pytest.mark.parametrize("shards", [False, True])
+    def test_by_consent(self, model, copy, shards):
+        to_pickles(copy, shards=shards)
+        assert equal(load(copy, allow_pickle=True), model)
+        os.remove(next(copy.glob("pytorch_model*.bin")))
+        with pytest.raises(CheckpointError, match=r"are not there|no \*.safetensors"):
+            load(copy, allow_pickle=True)
+
+    def test_safetensors_come_first(self, model, copy):
+        (copy / "pytorch_model.bin").write_bytes(b"never read")
+        assert equal(load(copy, allow_pickle=True), model)
+
+    def test_every_dtype_and_shape(self, tmp_path):
+        torch = pytest.importorskip("torch")
+        content = {
+            "f32": torch.arange(6.0).reshape(2, 3),
+            "bf16": torch.arange(6.0).bfloat16(),
+            "f16": torch.arange(6.0).half().reshape(3, 1, 2),
+            "fp8": torch.arange(6.0).to(torch.float8_e4m3fn),
+            "i64": torch.tensor(7),
+            "bool": torch.tensor([True, False]),
+            "u8": torch.zeros(0, 3, dtype=torch.uint8),
+            "rows of a whole": torch.arange(12.0).reshape(4, 3)[1:3],
+            "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+        }
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        files = open_tensors(tmp_path, allow_pickle=True)
+        assert set(files) == set(content)
+        for name, value in content.items():
+            want = value.detach().float().numpy()
+            np.testing.assert_array_equal(files.read(name).astype(np.float32), want, err_msg=name)
+            assert files[name].shape == tuple(value.shape)
+        np.testing.assert_array_equal(files.read("f32", (slice(1, 2),)), [[3, 4, 5]])
+
+    def test_a_module_state_with_metadata(self, tmp_path):
+        torch = pytest.importorskip("torch")
+        torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "x.bin")
+        assert {n: e.shape for n, e in read_pickled(tmp_path / "x.bin").items()} == {
+            "weight": (2, 3),
+            "bias": (2,),
+        }
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            (lambda torch: {"state_dict": {"a": torch.ones(2)}}, "'state_dict' is a dict, not a"),
+            (lambda torch: [torch.ones(2)], "holds a list, not tensors by name"),
+            (lambda torch: {"a": 3}, "'a' is a int, not a tensor"),
+            (lambda torch: {"a": torch.ones(2, 3).T}, "does not lie in one piece"),
+            (lambda torch: {"a": torch.nn.Linear(2, 2)}, "asks for torch.nn.modules.linear.Linear"),
+        ],
+    )
+    def test_what_is_no_mapping_of_tensors(self, tmp_path, content, why):
+        torch = pytest.importorskip("torch")
+        torch.save(content(torch), tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=why):
+            open_tensors(tmp_path, allow_pickle=True)
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def zipped(path, data, **files):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        for name, value in files.items():
+            archive.writestr(f"archive/{name}", value)
+
+
+class TestHostilePickles:
+    def test_code_is_not_run(self, tmp_path):
+        target = tmp_path / "ran"
+        file = tmp_path / "pytorch_model.bin"
+        zipped(file, pickle.dumps({"a": Evil(target)}))
+        with pytest.raises(CheckpointError, match=r"asks for (posix|nt)\.mkdir, .* not run"):
+            open_tensors(tmp_path, allow_pickle=True)
+        file.write_bytes(pickle.dumps(Evil(target)))  # the format before torch 1.6
+        with pytest.raises(CheckpointError, match=r"is no file of torch >= 1\.6"):
+            open_tensors(tmp_path, allow_pickle=True)
+        assert not target.exists()
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"",
+            b"garbage",
+            b"\x80\x02}.trailing"[:2],
+            b"\x80\x04\x96" + struct.pack("<Q", 2**62) + b".",  # a bytearray of 4 exabytes
+            b"\x80\x02}r" + struct.pack("<I", 2**31) + b".",  # a far place of the memo
+            b"\x80\x02K\x01Q.",  # a reference to a storage that is a number
+        ],
+    )
+    def test_garbage(self, tmp_path, data):
+        zipped(tmp_path / "pytorch_model.bin", data)
+        with suppress(CheckpointError):
+            assert not open_tensors(tmp_path, allow_pickle=True)  # the far place is harmless
+
+    def test_other_archives(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
+            archive.writestr("word/document.xml", "x")
+        with pytest.raises(CheckpointError, match="none that torch wrote"):
+            open_tensors(tmp_path, allow_pickle=True)
+
+    @pytest.mark.torch
+    def test_truncated_and_compressed(self, tmp_path):
+        torch = pytest.importorskip("torch")
+        file = tmp_path / "pytorch_model.bin"
+        torch.save({"a": torch.ones(400)}, file)
+        whole = file.read_bytes()
+        with zipfile.ZipFile(file) as archive:
+            members = {n: archive.read(n) for n in archive.namelist()}
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in members.items():
+                archive.writestr(name, data)
+        with pytest.raises(CheckpointError, match="is compressed"):
+            open_tensors(tmp_path, allow_pickle=True)
+        file.write_bytes(whole[:900])
+        with pytest.raises(CheckpointError, match="cut short"):
+            open_tensors(tmp_path, allow_pickle=True)
+
+
+class TestWhere:
+    def test_variants(self, model, tmp_path):
+        model.save_pretrained(tmp_path / "m", dtype="float16")
+        file = tmp_path / "m/model.safetensors"
+        file.rename(tmp_path / "m/model.fp16.safetensors")
+        model.save_pretrained(tmp_path / "whole")
+        shutil.copy(tmp_path / "whole/model.safetensors", file)
+        assert equal(load(tmp_path / "m"), model)
+        half = load(tmp_path / "m", variant="fp16")
+        assert not equal(half, model)
+        with pytest.raises(CheckpointError, match=r"no weights of variant 'bf16' .neither model"):
+            load(tmp_path / "m", variant="bf16")
+
+    def test_sharded_variants(self, model, copy):
+        index = copy / "model.safetensors.index.json"
+        table = json.loads(index.read_text())["weight_map"]
+        for name in set(table.values()):
+            (copy / name).rename(copy / name.replace("model-", "model.fp16-"))
+        renamed = {n: f.replace("model-", "model.fp16-") for n, f in table.items()}
+        (copy / "model.safetensors.index.fp16.json").write_text(json.dumps({"weight_map": renamed}))
+        index.unlink()
+        assert equal(load(copy, variant="fp16"), model)
+
+    def test_subfolders(self, model, saved, tmp_path):
+        shutil.copytree(saved, tmp_path / "all/inner")
+        assert equal(load(tmp_path / "all", subfolder="inner"), model)
+        with pytest.raises(CheckpointError, match="no subfolder 'iner'; did you mean 'inner'"):
+            load(tmp_path / "all", subfolder="iner")
+
+    def test_of_the_hub(self, saved, tmp_path, monkeypatch):
+        """What is asked of the hub; the network is not there in tests."""
+        asked = []
+
+        def snapshot(name, **options):
+            asked.append((name, options))
+            return str(tmp_path / "snapshot")
+
+        shutil.copytree(saved, tmp_path / "snapshot/deep/inner")
+        monkeypatch.setattr(hub, "snapshot_download", snapshot)
+        load("org/name", subfolder="deep/inner", revision="v1", token="t", local_files_only=True)
+        [(name, options)] = asked
+        assert (name, options["revision"], options["token"]) == ("org/name", "v1", "t")
+        assert options["local_files_only"] is True
+        assert "deep/inner/*.safetensors" in options["allow_patterns"]
+        assert "deep/inner/*.bin" in options["ignore_patterns"]
+        for file in (tmp_path / "snapshot/deep/inner").glob("*.safetensors"):
+            file.unlink()
+        (tmp_path / "snapshot/deep/inner/modules.json").write_text("[]")
+        with pytest.raises(CheckpointError):
+            load("org/name", subfolder="deep/inner", allow_pickle=True)
+        patterns = [options["allow_patterns"] for _, options in asked[-2:]]
+        assert patterns == [["deep/inner/*_Pooling/config.json"], ["deep/inner/pytorch_model*.bin"]]

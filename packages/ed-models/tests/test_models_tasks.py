@@ -1,0 +1,347 @@
+"""Classifiers, reward models, embedders and bodies: from any checkpoint, by any way of asking."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra import registry
+from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.logging import forget_said
+from ed_models import (
+    AutoEasyDeLModel,
+    AutoEasyDeLModelForCausalLM,
+    AutoEasyDeLModelForEmbedding,
+    AutoEasyDeLModelForReward,
+    AutoEasyDeLModelForSequenceClassification,
+    hub,
+)
+from ed_models.classification import SequenceClassifier
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
+from ed_models.pooling import Pooling
+from flax import nnx
+from safetensors.numpy import load_file
+
+ONE = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+IDS = np.random.default_rng(0).integers(3, 64, (3, 8)).astype(np.int32)
+MASK = np.array([[1] * 8, [0] * 3 + [1] * 5, [1] * 6 + [0] * 2], np.int32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return LlamaForCausalLM.create(LlamaConfig(**SHAPE, **ONE), seed=1)
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def said(caplog):
+    forget_said()
+    with caplog.at_level("WARNING", "easydel"):
+        yield caplog
+
+
+@pytest.fixture(scope="module")
+def hidden(model):
+    """Hidden states of the rows, [b, s, d]."""
+    return np.asarray(model.model(IDS, attention_mask=MASK).last_hidden_state)
+
+
+class TestBodies:
+    def test_from_a_checkpoint_with_a_head(self, hidden, saved):
+        body = AutoEasyDeLModel.from_pretrained(saved, **ONE)
+        assert type(body) is LlamaModel
+        got = body(IDS, attention_mask=MASK).last_hidden_state
+        np.testing.assert_array_equal(np.asarray(got), hidden)
+
+    def test_the_class_loads_itself_and_saves_without_the_first_part(self, saved, tmp_path):
+        body = LlamaModel.from_pretrained(saved, **ONE)
+        body.save_pretrained(tmp_path / "body")
+        names = load_file(tmp_path / "body/model.safetensors")
+        assert "embed_tokens.weight" in names and "layers.1.mlp.up_proj.weight" in names
+        config = json.loads((tmp_path / "body/config.json").read_text())
+        assert config["architectures"] == ["LlamaModel"]
+        again = hub.from_pretrained(tmp_path / "body", task="auto-bind", **ONE)
+        assert type(again) is LlamaModel
+
+    def test_a_family_on_the_body_of_another(self, tmp_path):
+        from ed_models.derived import base_module
+        from ed_models.weights import STANDARD, renamed
+
+        class Other(LlamaForCausalLM):
+            WEIGHTS = renamed({"model": "transformer", "layers": "h"}, *STANDARD)
+
+        body = base_module(Other)
+        assert body is not LlamaModel and issubclass(body, LlamaModel)
+        body.create(LlamaConfig(**SHAPE, **ONE)).save_pretrained(tmp_path / "m")
+        assert "h.0.mlp.up_proj.weight" in load_file(tmp_path / "m/model.safetensors")
+
+
+class TestClassifiers:
+    def test_a_checkpoint_of_another_task_gets_a_new_head_and_says_so(self, hidden, saved, said):
+        options = {**ONE, "config_kwargs": {"num_labels": 3}}
+        make = AutoEasyDeLModelForSequenceClassification.from_pretrained
+        classifier = make(saved, **options)
+        assert isinstance(classifier, SequenceClassifier)
+        assert "score.weight of LlamaForSequenceClassification starts random" in said.text
+        kernel = np.asarray(classifier.score.kernel.get_value())
+        assert kernel.shape == (16, 3) and kernel.std() > 0
+        np.testing.assert_array_equal(make(saved, **options).score.kernel.get_value(), kernel)
+        want = hidden[[0, 1, 2], [7, 7, 5]] @ kernel
+        got = classifier(IDS, attention_mask=MASK)
+        np.testing.assert_allclose(got.logits, want, atol=1e-6)
+        # Without a mask, what is not padding by its id counts.
+        ids = np.where(MASK, IDS, 0)
+        got = classifier(ids[2:], attention_mask=None).logits
+        np.testing.assert_allclose(got, want[2:], atol=1e-6)
+
+    def test_a_classifier_without_its_head_is_damaged(self, saved, tmp_path):
+        directory = shutil.copytree(saved, tmp_path / "m")
+        config = json.loads((directory / "config.json").read_text())
+        config["architectures"] = ["LlamaForSequenceClassification"]
+        (directory / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"missing \(1\):\n    score\.weight"):
+            hub.from_pretrained(directory, task="auto-bind", **ONE)
+
+    def test_rows_without_an_end_are_refused(self):
+        config = LlamaConfig(**{**SHAPE, "pad_token_id": None}, **ONE)
+        classifier = AutoEasyDeLModelForSequenceClassification.from_config(config)
+        with pytest.raises(ConfigError, match="nothing says which tokens are padding"):
+            classifier(IDS)
+        assert classifier(IDS[:1]).logits.shape == (1, 2)
+        assert classifier(IDS, attention_mask=MASK).logits.shape == (3, 2)
+
+    @pytest.mark.parametrize(
+        ("labels", "count", "problem"),
+        [
+            (np.array([0.5, -1.0, 2.0], np.float32), 1, None),
+            (np.array([0, 2, 1]), 3, None),
+            (np.array([[0, 1], [1, 1], [0, 0]], np.float32), 2, None),
+            (np.array([[0, 1], [1, 1], [0, 0]], np.float32), 2, "regression"),
+            (np.array([[0, 1], [1, 1], [0, 0]]), 2, "multi_label_classification"),
+        ],
+    )
+    @pytest.mark.torch
+    def test_losses_are_hugging_faces(self, labels, count, problem):
+        torch = pytest.importorskip("torch")
+        from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+        config = LlamaConfig(**SHAPE, **ONE, num_labels=count, problem_type=problem)
+        classifier = AutoEasyDeLModelForSequenceClassification.from_config(
+            config, dtype="float32", param_dtype="float32"
+        )
+        out, rows = classifier.compute_loss(IDS, labels, attention_mask=MASK)
+        logits = torch.tensor(np.asarray(out.logits))
+        theirs = torch.tensor(labels)
+        if problem == "multi_label_classification":
+            theirs = theirs.float()
+        want = ForSequenceClassificationLoss(theirs, logits, config.replace())
+        np.testing.assert_allclose(float(out.loss), float(want), rtol=1e-6)
+        assert rows == 3
+
+    def test_an_unknown_problem(self):
+        config = LlamaConfig(**SHAPE, **ONE)
+        config.problem_type = "ranking"
+        classifier = AutoEasyDeLModelForSequenceClassification.from_config(config)
+        with pytest.raises(ConfigError, match="problem_type is 'ranking'"):
+            classifier.compute_loss(IDS, np.array([0, 1, 1]), attention_mask=MASK)
+
+
+class TestRewards:
+    def test_one_label(self, saved, tmp_path):
+        reward = AutoEasyDeLModelForReward.from_pretrained(saved, **ONE)
+        assert reward(IDS, attention_mask=MASK).logits.shape == (3, 1)
+        reward.save_pretrained(tmp_path / "reward")
+        again = AutoEasyDeLModelForReward.from_pretrained(tmp_path / "reward", **ONE)
+        np.testing.assert_array_equal(
+            again(IDS, attention_mask=MASK).logits, reward(IDS, attention_mask=MASK).logits
+        )
+        made = AutoEasyDeLModelForReward.from_config(LlamaConfig(**SHAPE, **ONE))
+        assert made.score.kernel.shape == (16, 1)
+
+    def test_several_labels_are_no_reward(self, tmp_path):
+        config = LlamaConfig(**SHAPE, **ONE, num_labels=4)
+        made = AutoEasyDeLModelForSequenceClassification.from_config(config)
+        made.save_pretrained(tmp_path / "m")
+        with pytest.raises(CheckpointError, match="classifier with 4 labels; a reward model has"):
+            AutoEasyDeLModelForReward.from_pretrained(tmp_path / "m")
+
+
+def reference(states, mode):
+    """What sentence-transformers computes (Pooling.py), row by row without padding."""
+    rows = [row[m != 0] for row, m in zip(states, MASK, strict=True)]
+    n = [len(row) for row in rows]
+    return np.stack(
+        {
+            "cls": [row[0] for row in rows],
+            "lasttoken": [row[-1] for row in rows],
+            "max": [row.max(0) for row in rows],
+            "mean": [row.mean(0) for row in rows],
+            "mean_sqrt_len_tokens": [r.sum(0) / k**0.5 for r, k in zip(rows, n, strict=True)],
+            "weightedmean": [
+                np.average(r, axis=0, weights=np.arange(1, k + 1))
+                for r, k in zip(rows, n, strict=True)
+            ],
+        }[mode]
+    )
+
+
+class TestEmbedders:
+    @pytest.mark.parametrize("normalize", [False, True])
+    @pytest.mark.parametrize(
+        "mode", ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
+    )
+    def test_modes(self, hidden, tmp_path, mode, normalize):
+        want = reference(hidden, mode)
+        if normalize:
+            want /= np.linalg.norm(want, axis=1, keepdims=True)
+        pooling = Pooling.of(mode, normalize)
+        np.testing.assert_allclose(pooling(hidden, MASK), want, atol=1e-6)
+        pooling.write(tmp_path, 16)
+        assert Pooling.read(tmp_path) == pooling
+
+    def test_a_checkpoint_of_another_task(self, hidden, saved, tmp_path):
+        embedder = AutoEasyDeLModelForEmbedding.from_pretrained(saved, pooling_mode="last", **ONE)
+        got = embedder(IDS, attention_mask=MASK).embeddings
+        np.testing.assert_allclose(got, reference(hidden, "lasttoken"), atol=1e-6)
+        embedder.save_pretrained(tmp_path / "m")
+        again = hub.from_pretrained(tmp_path / "m", task="auto-bind", **ONE)
+        assert type(again) is type(embedder) and again.pooling == Pooling("lasttoken")
+        made = AutoEasyDeLModelForEmbedding.from_config(again.config, normalize=True)
+        assert made.pooling == Pooling("mean", normalize=True)
+
+    def test_files_are_those_of_sentence_transformers(self, saved, tmp_path):
+        make = AutoEasyDeLModelForEmbedding.from_pretrained
+        make(saved, pooling_mode="last", normalize=True, **ONE).save_pretrained(tmp_path / "m")
+        modules = json.loads((tmp_path / "m/modules.json").read_text())
+        assert [m["type"].rpartition(".")[2] for m in modules] == [
+            "Transformer",
+            "Pooling",
+            "Normalize",
+        ]
+        settings = json.loads((tmp_path / "m/1_Pooling/config.json").read_text())
+        assert [k for k, v in settings.items() if v is True and k.startswith("pooling")] == [
+            "pooling_mode_lasttoken"
+        ]
+        assert settings["word_embedding_dimension"] == 16
+        config = json.loads((tmp_path / "m/config.json").read_text())
+        assert config["architectures"] == ["LlamaModel"]
+        # A language model in its place is no embedder any more.
+        LlamaForCausalLM.create(LlamaConfig(**SHAPE, **ONE)).save_pretrained(tmp_path / "m")
+        assert isinstance(
+            hub.from_pretrained(tmp_path / "m", task="auto-bind", **ONE), LlamaForCausalLM
+        )
+
+    def test_wrong_modes(self, saved, tmp_path):
+        with pytest.raises(ConfigError, match="unknown pooling mode 'maen'; did you mean 'mean'"):
+            AutoEasyDeLModelForEmbedding.from_pretrained(saved, pooling_mode="maen")
+        directory = shutil.copytree(saved, tmp_path / "m")
+        (directory / "modules.json").write_text('[{"type": "a.Transformer", "path": ""}]')
+        with pytest.raises(CheckpointError, match="lists the modules Transformer; an embedding"):
+            AutoEasyDeLModelForEmbedding.from_pretrained(directory, **ONE)
+        Pooling().write(directory, 16)
+        both = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
+        (directory / "1_Pooling/config.json").write_text(json.dumps(both))
+        with pytest.raises(CheckpointError, match=r"the pooling modes \['cls', 'mean'\]; one of"):
+            AutoEasyDeLModelForEmbedding.from_pretrained(directory, **ONE)
+
+
+class TestAutoBind:
+    @pytest.mark.parametrize(
+        ("architecture", "expected"),
+        [
+            ("LlamaForCausalLM", "LlamaForCausalLM"),
+            ("GPT2LMHeadModel", "LlamaForCausalLM"),
+            (None, "LlamaForCausalLM"),
+            ("LlamaModel", "LlamaModel"),
+        ],
+    )
+    def test_the_checkpoint_says_its_task(self, saved, tmp_path, architecture, expected):
+        directory = shutil.copytree(saved, tmp_path / "m")
+        config = json.loads((directory / "config.json").read_text())
+        config["architectures"] = architecture and [architecture]
+        (directory / "config.json").write_text(json.dumps(config))
+        model = hub.from_pretrained(directory, task="auto-bind", **ONE)
+        assert type(model).__name__ == expected
+
+    def test_a_task_that_is_not_here(self, saved, tmp_path):
+        directory = shutil.copytree(saved, tmp_path / "m")
+        (directory / "config.json").write_text(
+            '{"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}'
+        )
+        with pytest.raises(CheckpointError, match="says it is of class LlamaForTokenClassific"):
+            hub.from_pretrained(directory, task="auto-bind")
+
+
+def test_the_registry_derives_tasks():
+    tasks = registry.tasks_of("gpt2")
+    assert len(tasks) == len(set(tasks)) == 4 and TaskType.EMBEDDING in tasks
+    made = registry.get_module("sequence-classification", "gpt2")
+    assert made.__name__ == "GPT2ForSequenceClassification" and made.model_type == "gpt2"
+    assert registry.get_module("sequence_classification", "gpt2") is made
+    with pytest.raises(registry.RegistryError, match="no image-classification module"):
+        registry.get_module("image-classification", "gpt2")
+
+
+@pytest.mark.torch
+class TestToTorch:
+    def test_equal_logits(self, model):
+        torch = pytest.importorskip("torch")
+        theirs = model.to_torch()
+        assert type(theirs).__name__ == "LlamaForCausalLM"
+        with torch.no_grad():
+            want = theirs(torch.tensor(IDS, dtype=torch.long)).logits.numpy()
+        np.testing.assert_allclose(model(IDS).logits, want, atol=1e-5)
+
+    def test_other_tasks_and_dtypes(self, saved):
+        torch = pytest.importorskip("torch")
+        kinds = {
+            AutoEasyDeLModel: "LlamaModel",
+            AutoEasyDeLModelForEmbedding: "LlamaModel",
+            AutoEasyDeLModelForReward: "LlamaForSequenceClassification",
+        }
+        for auto, name in kinds.items():
+            theirs = auto.from_pretrained(saved, param_dtype=jnp.bfloat16, **ONE).to_torch()
+            assert type(theirs).__name__ == name and theirs.dtype == torch.bfloat16
+
+    def test_without_torch_or_a_counterpart(self, model, monkeypatch):
+        from ed_models import bridge
+
+        class Own(LlamaForCausalLM):
+            pass
+
+        own = Own.create(LlamaConfig(**SHAPE, **ONE))
+        monkeypatch.setattr(type(own.config), "model_type", "nobodys")
+        with pytest.raises(ConfigError, match=r"transformers has no .* of model type 'nobodys'"):
+            own.to_torch()
+        monkeypatch.setattr(bridge, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="to_torch needs torch, which is not installed"):
+            model.to_torch()
+
+
+@pytest.mark.parametrize("auto", [AutoEasyDeLModelForCausalLM, AutoEasyDeLModelForReward])
+def test_sharded_like_one_device(saved, auto):
+    one = auto.from_pretrained(saved, **ONE)
+    many = auto.from_pretrained(saved, sharding_axis_dims=(1, 4, 1, 2, 1))
+    for a, b in zip(
+        nnx.to_flat_state(nnx.state(one)), nnx.to_flat_state(nnx.state(many)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(a[1].get_value()), np.asarray(b[1].get_value()))

@@ -1,0 +1,33 @@
+"""docs/models.md: its table is that of the registry and of the kept results, which are whole."""
+
+from __future__ import annotations
+
+from ed_models.conformance import subjects
+
+from tools import conformance_results, model_table
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = model_table.PAGE.read_text(encoding="utf-8")
+    assert text == model_table.page(text), "run: uv run python -m tools.model_table"
+
+
+def test_every_row_of_every_family_has_its_results() -> None:
+    results = conformance_results.read()
+    rows = subjects()
+    incomplete = [str(row) for row in rows if not conformance_results.is_complete(results, row)]
+    assert not incomplete, "run: uv run python -m tools.conformance_results --missing"
+    there = {(row.model_type, row.row) for row in rows}
+    kept = {(family, row) for family, of in results.items() for row in of}
+    assert kept == there, "run: uv run python -m tools.conformance_results"
+
+
+def test_what_the_table_says_of_results() -> None:
+    results: conformance_results.Results = {
+        "llama": {"a": {"parity": 2.3e-6, "cache": 0.0}, "b": {"parity": 4e-6, "saved": "torn"}}
+    }
+    assert model_table.largest(results, "llama", "parity") == "4e-6"
+    assert model_table.largest(results, "llama", "cache") == "0"
+    assert model_table.largest(results, "llama", "saved") == "fails"
+    assert model_table.largest(results, "llama", "pages") == ""
+    assert model_table.special("llama").startswith("Llama (Touvron et al. 2023")

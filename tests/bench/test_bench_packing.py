@@ -1,0 +1,30 @@
+"""How full rows are: the table of `tools.bench.packing`, on lengths like those of chats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tools.bench import packing
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_rows_are_full(length: int, record_property: Callable[[str, object], None]) -> None:
+    rows = packing.figures(65_536, length)
+    record_property("summary", "packing\n" + packing.show(rows))
+    fill = {row.name: row.fill for row in rows}
+    best = fill["bfd, window 16,384"]
+    assert best >= 0.999
+    assert fill["bfd, window 4,096"] >= 0.998
+    assert fill["bfd for pairs, window 16,384"] >= 0.98
+    assert fill["bfd for pairs, window 4,096"] >= 0.98
+    assert best == pytest.approx(fill["bisect (TRL), window 16,384"], abs=1e-4)
+    assert best > fill["first_fit, window 16,384"] > fill["greedy, window 16,384"]
+
+
+def test_nothing_is_lost_on_the_way() -> None:
+    lengths = packing.chat_lengths(5000, 4096)
+    plans = packing.in_windows(lengths, 4096, "bfd", 1000)
+    assert sum(plan.tokens for plan in plans) == lengths.sum()
+    assert packing.bisect_rows(lengths[:1000], 4096) == plans[0].rows

@@ -1,0 +1,260 @@
+"""Loading a large sharded checkpoint: memory of the host, bytes that each device reads, seconds.
+
+    python -m tools.bench.loading                         2 GB, bfloat16 and float32
+    python -m tools.bench.loading --gigabytes 0.5 --dtype bfloat16 --rounds 1
+
+The checkpoint is a Llama with random weights, made here. Each load runs in a process of its own.
+
+- host: how far the process's resident memory rises at its peak while loading, less what the devices
+  hold in the end (on a CPU their memory is the process's too), over the checkpoint's size
+- a device of four: bytes of tensors read for it, over the checkpoint's size, least and most
+- seconds: from the directory to a model whose every page was touched, and of these the processor's;
+  `transformers` on torch takes turns with this project
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.bench.measure import machine, peak_growth, table
+
+ONE, FOUR = (1, 1, 1, 1, 1), (1, 4, 1, 1, 1)
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of one dtype.
+
+    Attributes:
+        dtype: of the checkpoint and of the parameters.
+        size: of the checkpoint, bytes.
+        host: excess of the host's peak on one device and on four, over `size`.
+        shares: what each of four devices read, over `size`.
+        seconds: of this project and of `transformers` (none without torch): by the clock, and of
+            the processor.
+    """
+
+    dtype: str
+    size: int
+    host: tuple[float, float]
+    shares: tuple[float, ...]
+    seconds: dict[str, tuple[float, float]]
+
+
+def make(directory: Path, gigabytes: float, dtype: str) -> int:
+    """Write a sharded checkpoint of about so many GB; returns its bytes."""
+    import jax
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+    from ed_models.loading import weight_map
+    from ed_models.tensor_writer import TensorSpec, write_tensors
+    from flax import nnx
+
+    width = np.dtype(jax.numpy.dtype(dtype))
+    d, f, v = (SHAPE[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
+    layer, rest = 4 * d * d + 3 * d * f, 2 * v * d
+    layers = max(1, round((gigabytes * 1e9 / width.itemsize - rest) / layer))
+    config = LlamaConfig(**SHAPE, num_hidden_layers=layers, dtype=dtype, sharding_axis_dims=ONE)
+    state = nnx.state(nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0))))
+    shapes = weight_map(LlamaForCausalLM, state, config).hf_shapes
+    specs = {name: TensorSpec(shape, width) for name, shape in shapes.items()}
+    rng = np.random.default_rng(0)
+
+    def read(name: str) -> np.ndarray:
+        values = rng.standard_normal(shapes[name], np.float32)
+        return (values * 0.02).astype(width)
+
+    directory.mkdir(parents=True)
+    write_tensors(directory, specs, read, max_shard_size="500MB")
+    config.replace(architectures=["LlamaForCausalLM"]).save_pretrained(directory)
+    return sum(spec.nbytes for spec in specs.values())
+
+
+def measure(gigabytes: float, dtype: str, rounds: int) -> Result:
+    """Make a checkpoint, load it in other processes, and take it away."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        size = make(directory, gigabytes, dtype)
+        one = _worker("ours", directory, dtype, ONE)
+        four = _worker("ours", directory, dtype, FOUR)
+        times: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
+        for _ in range(rounds):
+            for who in times:
+                found = _worker(who, directory, dtype, ONE)
+                times[who] += [(found["seconds"], found["processor"])] if found else []
+    excess = [(w["peak"] - w["held"]) / size for w in (one, four)]
+    shares = tuple(n / size for n in four["read"])
+    seconds = {
+        who: (
+            statistics.median(wall for wall, _ in all_),
+            statistics.median(cpu for _, cpu in all_),
+        )
+        for who, all_ in times.items()
+        if all_
+    }
+    return Result(dtype, size, (excess[0], excess[1]), shares, seconds)
+
+
+def _worker(who: str, directory: Path, dtype: str, dims: tuple[int, ...]) -> dict[str, Any]:
+    """Load once in a process of its own; what the process says (nothing without torch)."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={int(np.prod(dims))}"
+    words = [who, str(directory), dtype, ",".join(map(str, dims))]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench.loading", "--worker", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{who} did not load {directory}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def work(who: str, directory: str, dtype: str, dims: str) -> dict[str, object]:
+    """Load in this process."""
+    if who == "torch":
+        return _theirs(directory)
+    return _ours(directory, dtype, tuple(int(n) for n in dims.split(",")))
+
+
+def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object]:
+    import jax
+    from ed_models import AutoEasyDeLModelForCausalLM
+    from flax import nnx
+
+    jax.block_until_ready(jax.numpy.ones(8) + 1)  # the backend is there before anything counts
+    reads = _count_reads()
+    kept: dict[str, Any] = {}
+
+    def load() -> None:
+        began, used = time.perf_counter(), time.process_time()
+        kept["model"] = AutoEasyDeLModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, param_dtype=dtype, sharding_axis_dims=dims
+        )
+        leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(kept["model"])))
+        _touch(s.data for leaf in leaves for s in leaf.addressable_shards)
+        kept["seconds"] = time.perf_counter() - began
+        kept["processor"] = time.process_time() - used
+
+    peak = peak_growth(load)
+    leaves = jax.tree.leaves(nnx.state(kept["model"]))
+    held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards)
+    read = [reads[device.id] for device in jax.devices()]
+    del kept["model"]
+    return {"peak": peak, "held": held, "read": read, **kept}
+
+
+def _count_reads() -> Mapping[int, int]:
+    """Count the bytes of tensors that are read for each device, from now on."""
+    import jax
+    from ed_models.tensor_files import TensorFiles
+
+    counts = {device.id: 0 for device in jax.devices()}
+    total, original = [0], TensorFiles.read
+    make_array = jax.make_array_from_callback
+
+    def read(self: TensorFiles, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
+        value = original(self, name, index)
+        total[0] += value.nbytes
+        return value
+
+    def make(shape: Any, sharding: Any, callback: Any, **options: Any) -> jax.Array:
+        for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+            before = total[0]
+            callback(index)  # keeps what it read, so nothing is read twice
+            counts[device.id] += total[0] - before
+        return make_array(shape, sharding, callback, **options)
+
+    TensorFiles.read, jax.make_array_from_callback = read, make  # type: ignore[method-assign]
+    return counts
+
+
+def _theirs(directory: str) -> dict[str, object]:
+    try:
+        import torch
+    except ImportError:
+        return {}
+    from transformers import AutoModelForCausalLM
+
+    began, used = time.perf_counter(), time.process_time()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    with torch.no_grad():
+        _touch(p.contiguous().view(torch.uint8).numpy() for p in model.parameters())
+    return {
+        "seconds": time.perf_counter() - began,
+        "processor": time.process_time() - used,
+    }
+
+
+def _touch(arrays: Any) -> None:
+    """Read something of every page, so that no loading is put off."""
+    for array in arrays:
+        np.asarray(array).reshape(-1).view(np.uint8)[::4096].sum()
+
+
+def show(results: list[Result]) -> str:
+    """The results as a table."""
+    rows = []
+    for r in results:
+        cells = [f"{r.seconds[who][0]:.2f} ({r.seconds[who][1]:.2f})" for who in r.seconds]
+        ratio = (
+            f"{r.seconds['torch'][0] / r.seconds['ours'][0]:.2f}" if "torch" in r.seconds else ""
+        )
+        rows.append(
+            [
+                f"{r.dtype}, {r.size / 1e9:.2f} GB",
+                f"{r.host[0]:.1%}",
+                f"{r.host[1]:.1%}",
+                f"{min(r.shares):.1%} – {max(r.shares):.1%}",
+                *[*cells, ""][:2],
+                ratio,
+            ]
+        )
+    header = ["", "host, 1 device", "host, 4 devices", "a device of four reads"]
+    return table([*header, "ours s (CPU)", "torch s (CPU)", "torch / ours"], rows)
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.loading",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(work(*given.worker)))
+        return
+    print(machine())
+    print(show([measure(given.gigabytes, dtype, given.rounds) for dtype in given.dtype]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Run the conformance suite and keep the largest error of each check in docs/conformance.json.
+
+    uv run python -m tools.conformance_results                  every registered family
+    uv run python -m tools.conformance_results llama gpt2       these
+    uv run python -m tools.conformance_results --missing        those whose results are incomplete
+    uv run python -m tools.conformance_results --checks parity cache
+
+The file is written after each row, so a run that is interrupted goes on with `--missing`, and
+several runs may share the families between them.
+`tools.model_table` makes the table of docs/models.md of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tools.workspace import ROOT
+
+if TYPE_CHECKING:
+    from ed_models.conformance import Check, Subject
+
+PATH = ROOT / "docs/conformance.json"
+CACHE = ROOT / ".cache/jax"
+#: Checks that a mistake of `transformers` makes impossible: (model type, row, check).
+IMPOSSIBLE = {
+    # transformers 5.23 makes matrices for experts that do nothing, and refuses Meituan's files.
+    ("longcat_flash", "experts that do nothing", "saved"),
+}
+#: Model type -> row of `CONFORMANCE` -> check -> largest error, or why the check failed.
+Results = dict[str, dict[str, dict[str, float | str]]]
+
+
+def checks() -> Mapping[str, Check]:
+    """Every check: those of models, and that of the engine."""
+    from ed_esurge.conformance import engine
+    from ed_models.conformance import CHECKS
+
+    return {**CHECKS, "engine": engine}
+
+
+def read() -> Results:
+    """The results that are kept."""
+    return json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
+
+
+def write(results: Results) -> None:
+    """Keep results, families in order."""
+    families = []
+    for family, rows in sorted(results.items()):
+        lines = [f"  {_json(row)}: {_json(of)}" for row, of in sorted(rows.items())]
+        families.append(f" {_json(family)}: {{\n" + ",\n".join(lines) + "\n }")
+    partial = PATH.with_name(f"{PATH.name}.{os.getpid()}")
+    partial.write_text("{\n" + ",\n".join(families) + "\n}\n", encoding="utf-8")
+    partial.replace(PATH)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def is_complete(results: Results, subject: Subject) -> bool:
+    """Whether every check that applies to a row has a number."""
+    row = results.get(subject.model_type, {}).get(subject.row, {})
+    return all(isinstance(row.get(check), float) for check in applicable(subject))
+
+
+def applicable(subject: Subject) -> list[str]:
+    """Names of the checks of a row: without torch's, where transformers has no such model."""
+    from ed_models.conformance import AGAINST_TORCH
+
+    left_out = set() if subject.is_in_transformers else set(AGAINST_TORCH)
+    left_out |= {n for n in checks() if (subject.model_type, subject.row, n) in IMPOSSIBLE}
+    return [name for name in checks() if name not in left_out]
+
+
+def run(subject: Subject, names: list[str]) -> dict[str, float | str]:
+    """Run checks on one row; an error to two digits, or the first line of what went wrong."""
+    table = checks()
+    found: dict[str, float | str] = {}
+    for name in names:
+        began = time.perf_counter()
+        try:
+            found[name] = float(f"{table[name](subject):.1e}")
+        except Exception as error:  # a failure is a result too
+            found[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"{subject}: {name}: {found[name]} ({time.perf_counter() - began:.1f} s)", flush=True)
+    return found
+
+
+def main() -> int:
+    """Parse the command line, run, keep; 1 if a check failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.conformance_results",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("families", nargs="*", help="model types; default: all")
+    parser.add_argument("--checks", nargs="+", help="only these checks")
+    parser.add_argument("--missing", action="store_true", help="only rows that are incomplete")
+    given = parser.parse_args()
+    _surroundings()
+
+    import jax
+    from ed_models.conformance import subjects
+
+    failed = 0
+    rows = subjects(*given.families)
+    unknown = set(given.checks or ()) - set(checks())
+    if unknown:
+        parser.error(f"unknown checks {sorted(unknown)} (known: {', '.join(checks())})")
+    if not given.families:  # what is no longer there is forgotten
+        there = {(s.model_type, s.row) for s in rows}
+        kept = {
+            family: {row: value for row, value in of.items() if (family, row) in there}
+            for family, of in read().items()
+        }
+        write({family: of for family, of in kept.items() if of})
+    for subject in rows:
+        if given.missing and is_complete(read(), subject):
+            continue
+        names = [n for n in applicable(subject) if n in (given.checks or applicable(subject))]
+        found = run(subject, names)
+        failed += sum(isinstance(value, str) for value in found.values())
+        results = read()  # another run may have written meanwhile
+        of_row = results.setdefault(subject.model_type, {}).setdefault(subject.row, {})
+        of_row |= found
+        write(results)
+        jax.clear_caches()
+    return 1 if failed else 0
+
+
+def _surroundings() -> None:
+    """Eight simulated devices and a kept compilation cache, as the tests have."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Write the table of docs/models.md: every family, its tasks, its errors in the conformance suite.
+
+uv run python -m tools.model_table            rewrite it
+uv run python -m tools.model_table --check    exit 1 if it is not what it would write
+
+The errors are those of docs/conformance.json, which `tools.conformance_results` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+
+from tools.attention_table import heading, row
+from tools.conformance_results import Results, read
+from tools.workspace import ROOT
+
+PAGE = ROOT / "docs/models.md"
+BEGIN, END = "<!-- tools/model_table.py -->\n", "<!-- end -->\n"
+
+
+def special(model_type: str) -> str:
+    """The first sentence of a family's file."""
+    from ed_infra import registry
+    from ed_infra.enums import TaskType
+
+    module = registry.get_module(TaskType.CAUSAL_LM, model_type).__module__
+    text = inspect.getsource(sys.modules[module])
+    return text.split('"""')[1].strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+def largest(results: Results, model_type: str, check: str) -> str:
+    """The largest error over a family's rows; `0` is equality, to the token or to the bit."""
+    values = [of[check] for of in results.get(model_type, {}).values() if check in of]
+    if not values:
+        return ""
+    if any(isinstance(value, str) for value in values):
+        return "fails"
+    worst = max(value for value in values if isinstance(value, float))
+    return f"{worst:.0e}".replace("e-0", "e-") if worst else "0"
+
+
+def table(results: Results | None = None) -> str:
+    """A line for each registered family."""
+    from ed_infra import registry
+    from ed_infra.enums import TaskType
+
+    from tools.conformance_results import checks
+
+    results = read() if results is None else results
+    names = list(checks())
+    lines = heading("`model_type`", "what is special", *names)
+    for model_type in registry.model_types():
+        if TaskType.CAUSAL_LM in registry.tasks_of(model_type):
+            errors = (largest(results, model_type, name) for name in names)
+            lines.append(row(f"`{model_type}`", special(model_type), *errors))
+    tasks = [set(registry.tasks_of(model_type)) for model_type in registry.model_types()]
+    shared = ", ".join(f"`{task}`" for task in sorted(set.intersection(*tasks)))
+    said = f"{len(lines) - 2} families; each has the tasks {shared}."
+    return "\n".join([said, "", *lines]) + "\n"
+
+
+def page(text: str) -> str:
+    """The page with its table as it should be."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    text = PAGE.read_text(encoding="utf-8")
+    if not parser.parse_args().check:
+        PAGE.write_text(page(text), encoding="utf-8")
+        return 0
+    if page(text) == text:
+        return 0
+    print("docs/models.md is out of date: run `uv run python -m tools.model_table`")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
