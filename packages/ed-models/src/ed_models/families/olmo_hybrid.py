@@ -84,6 +84,7 @@ class OlmoHybridForCausalLM(CausalLM):
     WEIGHTS = renamed(OTHER_NAMES, *STANDARD)
     CONFORMANCE = {
         "positions, two value heads for a key head": {
+            "rms_norm_eps": 0.1,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 12,
@@ -91,6 +92,7 @@ class OlmoHybridForCausalLM(CausalLM):
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
         "no positions, heads by default, biases": {
+            "rms_norm_eps": 0.1,
             "num_hidden_layers": 4,
             "linear_key_head_dim": 6,
             "linear_value_head_dim": 6,
