@@ -69,6 +69,9 @@ def test_schedules():
         (("normalizer_proj", "kernel"), True),
         (("model", "layers", "layer_0", "mixer", "A_log"), False),
         (("model", "layers", "layer_0", "mixer", "dt_proj", "kernel"), True),
+        (("model", "layers", "layer_0", "attention", "time_decay"), False),
+        (("model", "layers", "layer_0", "self_attn", "input_gate_bias"), False),
+        (("model", "layers", "layer_0", "self_attn", "input_gate_weight"), True),
     ],
 )
 def test_norms_and_biases_do_not_decay(path, expected):

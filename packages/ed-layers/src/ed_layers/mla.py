@@ -85,7 +85,8 @@ class LatentAttention(nnx.Module):
         self.interleaved = interleaved
         self.q_scale = math.sqrt(d / q_rank) if scaled else 1.0
         self.kv_scale = math.sqrt(d / rank) if scaled else 1.0
-        self.scale = (plain + turned) ** -0.5 * yarn_factor(config.rope_parameters or {})
+        rope_parameters = getattr(config, "rope_parameters", None) or {}
+        self.scale = (plain + turned) ** -0.5 * yarn_factor(rope_parameters)
         used = {"value_dim": v != plain + turned, "bias": indexer is not None}
         self.mechanism = Mechanism.resolve(
             config,

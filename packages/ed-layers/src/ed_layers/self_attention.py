@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -45,6 +46,7 @@ class SelfAttention(nnx.Module):
         scale: factor on the scores; None = `head_dim ** -0.5`.
         sinks: a learned logit per head takes part in the softmax (gpt-oss).
         alibi: a bias by distance, where nothing turns (MPT, Falcon).
+        gated: the outputs are multiplied by the sigmoid of a projection `g_proj` (Qwen3-Next).
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SelfAttention(nnx.Module):
         scale: float | None = None,
         sinks: bool = False,
         alibi: Alibi | None = None,
+        gated: bool = False,
     ):
         config = parts.config
         d, h, g = config.hidden_size, config.num_attention_heads, kv_heads or kv_heads_of(config)
@@ -74,6 +77,9 @@ class SelfAttention(nnx.Module):
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         self.k_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
         self.v_proj = parts.linear(d, g * k, axes=("embed", "kv_heads"), bias=bias)
+        if gated:
+            self.g_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
+        self.gated = gated
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=out_bias)
         if qk_norm is not None:
@@ -109,6 +115,8 @@ class SelfAttention(nnx.Module):
         if self.normed is not None and self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = self.attended(q, k, v, ctx, cache, layer)
+        if self.gated:
+            out = out * jax.nn.sigmoid(self.g_proj(x, ctx)).reshape(out.shape)
         out = ctx.named(out, "attn_output")
         return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
 

@@ -28,7 +28,10 @@ MakeNorm = Callable[[int], nnx.Module]
 class Attention(Protocol):
     """What a layer needs of its attention, such as `ed_layers.self_attention.SelfAttention`."""
 
-    cache_spec: LayerSpecs
+    @property
+    def cache_spec(self) -> LayerSpecs:
+        """What it keeps in a cache."""
+        ...
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
         """Return what is added to the stream, and the cache."""
@@ -232,9 +235,10 @@ def sigmoid_experts(parts: Parts) -> SparseMLP:
     that training moves without a gradient joins in the choice, which is limited to the best groups;
     some experts are shared."""
     config = parts.config
+    experts = getattr(config, "n_routed_experts", None) or config.num_local_experts
     gate = Router(
         parts,
-        config.n_routed_experts,
+        experts,
         config.num_experts_per_tok,
         score="sigmoid",
         normalize=config.norm_topk_prob,
@@ -247,6 +251,6 @@ def sigmoid_experts(parts: Parts) -> SparseMLP:
     return SparseMLP(
         parts,
         gate=gate,
-        experts=Experts(parts, config.n_routed_experts, f),
+        experts=Experts(parts, experts, f),
         shared=GatedMLP(parts, f * config.n_shared_experts),
     )

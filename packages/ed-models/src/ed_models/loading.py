@@ -28,7 +28,7 @@ from ed_models.packed_tensors import unpacked
 from ed_models.pieces import Shape
 from ed_models.tensor_files import TensorFiles, arrays
 from ed_models.weight_map import WeightMap, window_of
-from ed_models.weights import STANDARD, TIED
+from ed_models.weights import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
 
@@ -65,6 +65,7 @@ def load(
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
+            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.renamer`), its
             `TIED_WEIGHTS` which head is which embedding, and its `new_tensors` which tensors start
             random because files of this kind lack them.
         config: its configuration; gives the mesh and the sharding.
@@ -93,6 +94,7 @@ def load(
     files, config = unpacked(files, config)
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
+    files = _with_our_names(cls, files, made.weights.hf_shapes)
     if hasattr(cls, "new_tensors"):
         new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
         files = files.joined(arrays(files, new)) if new else files
@@ -222,6 +224,13 @@ def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     shorter = {n: n.removeprefix(f"{other}.") for n in files}
     fitting = ({n: new for n, new in m.items() if new in wanted} for m in (longer, shorter))
     return files.renamed(max(fitting, key=len))
+
+
+def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+    """Read a tensor that the model lacks under the name that `OTHER_NAMES` of the class says."""
+    rename = renamer(getattr(cls, "OTHER_NAMES", {}))
+    others = {name: rename(name) for name in files if name not in wanted}
+    return files.renamed({n: to for n, to in others.items() if to in wanted and to not in files})
 
 
 def _with_one_matrix(

@@ -236,7 +236,17 @@ def concat(axis: int, then: Layout = transpose) -> Layout:
 
 
 def renamed(names: Mapping[str, str], *rules: Rule) -> tuple[Rule, ...]:
-    """The rules, with parts of their Hugging Face names replaced.
+    """The rules, with parts of their Hugging Face names replaced; see `renamer`."""
+    rename = renamer(names)
+
+    def under_new_names(layout: Layout) -> Layout:
+        return lambda ours, hf, config: layout(ours, lambda **more: rename(hf(**more)), config)
+
+    return tuple(Rule(r.ours, r.hf, under_new_names(r.layout)) for r in rules)
+
+
+def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that replaces parts of names.
 
     A name is read part by part from the left. Where several entries of `names` fit, the first one
     counts; what it wrote is not read again. A key may span parts (`"mlp.up_proj"`), and `{i}` in it
@@ -257,10 +267,7 @@ def renamed(names: Mapping[str, str], *rules: Rule) -> tuple[Rule, ...]:
                 result.append(parts.pop(0))
         return ".".join(filter(None, result))
 
-    def under_new_names(layout: Layout) -> Layout:
-        return lambda ours, hf, config: layout(ours, lambda **more: rename(hf(**more)), config)
-
-    return tuple(Rule(r.ours, r.hf, under_new_names(r.layout)) for r in rules)
+    return rename
 
 
 def ignore(hf: str) -> Rule:
@@ -269,7 +276,7 @@ def ignore(hf: str) -> Rule:
 
 
 STANDARD: tuple[Rule, ...] = (
-    Rule("{path}.conv1d.kernel", "{path}.conv1d.weight", permute(2, 1, 0)),
+    Rule("{path}conv1d.kernel", "{path}conv1d.weight", permute(2, 1, 0)),
     Rule("{path}.kernel", "{path}.weight", transpose),
     Rule("{path}.embedding", "{path}.weight", equal),
     Rule("{path}", "{path}", equal),

@@ -19,11 +19,10 @@ from ed_infra.rules import Rules
 
 from ed_trainers.base_arguments import OPTIMIZERS, TrainingArguments
 
-#: Parameters that weight decay leaves alone: biases, whatever a norm holds, and the rates, steps
-#: and skips of a state space (Mamba).
-NO_DECAY = re.compile(
-    r"(^|\.)(bias|A_log|D|dt_bias)$|norm[^.]*(\.(weight|scale|bias))?$", re.IGNORECASE
-)
+#: Parameters that weight decay leaves alone: biases, whatever a norm holds, and the rates, steps,
+#: skips and mixtures of a recurrence (Mamba, RG-LRU, RWKV).
+_OWN = r"bias|A_log|D|dt_bias|\w+_gate_bias|recurrent_param|time_(decay|first|mix_\w+)"
+NO_DECAY = re.compile(rf"(^|\.)({_OWN})$|norm[^.]*(\.(weight|scale|bias))?$", re.IGNORECASE)
 
 #: The parameters of an optimizer; optax lets callers leave them out, ours never do.
 Params = optax.Params | None

@@ -1,0 +1,101 @@
+"""Attention with decay, a chunk of tokens at a time: what linear attention and delta rules share.
+
+A head has a state `S` [k, v]. Token t lets it decay and writes `k[t] u[t]^T`; `S^T q[t]` is read:
+
+    S[t] = exp(g[t]) S[t - 1] + k[t] u[t]^T
+
+Within a chunk this is a sum over pairs of tokens, and the state of before reaches the tokens until
+a sequence begins. The decay is one number of a head (g [.., 1]) or one of each channel of its key
+(g [.., k]). Everything is float32.
+
+Legend: q rows, c tokens (i one that reads, j one that wrote), h heads, k key channels, v values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_layers.recurrence.rows import reach
+
+EXACT = jax.lax.Precision.HIGHEST
+
+
+@dataclass(frozen=True)
+class Decay:
+    """The decays of one chunk.
+
+    Attributes:
+        at: log of what is left at a token of what was before the chunk, or before the token's
+            sequence, [q, c, h, 1 or k].
+        reach: whether j reaches i, [q or 1, i, j].
+        fresh: whether the state of before reaches a token, [q, c]; None = all of them.
+    """
+
+    at: Float[Array, "q c h one_or_k"]
+    reach: Bool[Array, "q c c"]
+    fresh: Bool[Array, "q c"] | None
+
+    @classmethod
+    def of(cls, g: Float[Array, "q c h one_or_k"], begun: Int[Array, "q c"] | None) -> Decay:
+        """Add up the log decays `g` of a chunk; `begun` as in `ed_layers.recurrence.rows.Step`."""
+        g = g.astype(jnp.float32)
+        reached = reach(begun, g.shape[1])
+        if begun is None:
+            return cls(jnp.cumsum(g, axis=1), reached, None)
+        # A product and no cumulative sum: other sequences leave no rounding errors behind.
+        at = jnp.einsum("qij,qjhk->qihk", reached.astype(g.dtype), g, precision=EXACT)
+        return cls(at, reached, begun == 0)
+
+    def scores(
+        self, a: Float[Array, "q c h k"], b: Float[Array, "q c h k"]
+    ) -> Float[Array, "q h c c"]:
+        """`sum_k a[i] b[j] exp(at[i] - at[j])` where j reaches i, else 0; [q, h, i, j]."""
+        if self.at.shape[-1] == 1:
+            at = jnp.moveaxis(self.at[..., 0], 1, 2)
+            left = jnp.where(self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf)
+            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(left)
+        # The exponent is of each pair: split into one of i and one of j it would overflow.
+        left = jnp.where(
+            self.reach[..., None, None], self.at[:, :, None] - self.at[:, None], -jnp.inf
+        )
+        pairs = jnp.sum(a[:, :, None] * b[:, None] * jnp.exp(left), axis=-1)
+        return jnp.moveaxis(pairs, 3, 1)
+
+    def read(
+        self, a: Float[Array, "q c h k"], state: Float[Array, "q h k v"]
+    ) -> Float[Array, "q c h v"]:
+        """What the tokens read of the state of before the chunk."""
+        seen = jnp.exp(self.at)
+        if self.fresh is not None:
+            seen = jnp.where(self.fresh[..., None, None], seen, 0)
+        return jnp.einsum("qihk,qhkv->qihv", a * seen, state, precision=EXACT)
+
+    def attend(
+        self,
+        a: Float[Array, "q c h k"],
+        b: Float[Array, "q c h k"],
+        u: Float[Array, "q c h v"],
+        state: Float[Array, "q h k v"],
+    ) -> Float[Array, "q c h v"]:
+        """What the tokens read after each has written `b u^T`, its own included."""
+        own = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
+        return self.read(a, state) + own
+
+    def write(
+        self,
+        b: Float[Array, "q c h k"],
+        u: Float[Array, "q c h v"],
+        state: Float[Array, "q h k v"],
+    ) -> Float[Array, "q h k v"]:
+        """The state after the chunk."""
+        end = self.at[:, -1]
+        left = jnp.where(self.reach[:, -1, :, None, None], end[:, None] - self.at, -jnp.inf)
+        kept = jnp.exp(end)
+        if self.fresh is not None:
+            kept = jnp.where(self.fresh[:, -1, None, None], kept, 0)
+        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(left), u, precision=EXACT)
+        return kept[..., None] * state + new

@@ -1,0 +1,86 @@
+"""Lightning attention (MiniMax 2025): linear attention whose heads forget at fixed rates.
+
+    S[t] = exp(-rate) S[t - 1] + k[t] v[t]^T;  y[t] = S[t]^T q[t]
+
+Legend: b batch, s sequence, d hidden, q rows, c tokens, h heads, k numbers of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_layers.cache.spec import RecurrentSpec, StateSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
+from ed_layers.mlp import activation
+from ed_layers.parts import Parts
+from ed_layers.recurrence.decay import Decay
+from ed_layers.recurrence.rows import CHUNK, Rows
+
+#: q, k, v [.., h, k] and g [.., h, 1] of each token.
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def linear_attention(
+    state: Float[Array, "q h k v"], inputs: Inputs, begun: Int[Array, "q c"] | None
+) -> tuple[Float[Array, "q h k v"], Float[Array, "q c h v"]]:
+    """Linear attention with decay over a chunk, float32; a `Step` of `Rows.scan`."""
+    q, k, v, g = (x.astype(jnp.float32) for x in inputs)
+    decay = Decay.of(g, begun)
+    return decay.write(k, v, state), decay.attend(q, k, v, state)
+
+
+class LightningAttention(nnx.Module):
+    """A mixer with linear attention; sizes are those of the configuration's attention.
+
+    Queries, keys and values pass the activation `hidden_act`. The outputs of all heads are normed
+    as one and multiplied by the sigmoid of `output_gate`. `qkv_proj` makes query, key and value of
+    head 0, then those of head 1, and so on.
+    """
+
+    #: Tokens that are computed in parallel.
+    chunk = CHUNK
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        d, h = config.hidden_size, config.num_attention_heads
+        self.heads, self.layers = h, config.num_hidden_layers
+        self.head_dim = k = getattr(config, "head_dim", None) or d // h
+        self.qkv_proj = parts.linear(d, 3 * h * k, axes=("embed", "heads"))
+        self.output_gate = parts.linear(d, h * k, axes=("embed", "heads"))
+        self.norm = parts.norm(h * k, eps=1e-6)
+        self.out_proj = parts.linear(h * k, d, axes=("heads", "embed"))
+        self.hidden_act = config.hidden_act
+        activation(self.hidden_act)
+        self.cache_spec = RecurrentSpec((StateSpec("kv", (h, k, k)),))
+
+    def rates(self, layer: Layer) -> Float[Array, " h"]:
+        """How fast the heads of a layer forget: later heads and later layers more slowly."""
+        of_head = (2.0 ** (-8 / self.heads)) ** np.arange(1, self.heads + 1)
+        of_layer = 1 - jnp.asarray(layer, jnp.float32) / (self.layers - 1 + 1e-5) + 1e-5
+        return jnp.asarray(of_head, jnp.float32) * of_layer
+
+    def __call__(
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Return what is added to the stream, and the cache."""
+        x = ctx.named(x, "normed_input")
+        b, s, _ = x.shape
+        rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
+        states = rows.states(cache, layer, self.cache_spec)
+        both = activation(self.hidden_act)(self.qkv_proj(x, ctx)).astype(jnp.float32)
+        both = rows.enter(both.reshape(b, s, self.heads, 3 * self.head_dim), "heads")
+        q, k, v = jnp.split(both, 3, axis=-1)
+        g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))
+        inputs = (q, rows.masked(k), v, rows.masked(g))
+        y, states["kv"] = rows.scan(linear_attention, states["kv"], inputs)
+        cache = rows.store(cache, layer, states, self.cache_spec)
+        y = self.norm(rows.leave(y).reshape(b, s, -1))
+        y = ctx.named(jax.nn.sigmoid(self.output_gate(x, ctx)) * y, "attn_output")
+        return ctx.named(self.out_proj(y, ctx), "attn_dense"), cache

@@ -1,0 +1,180 @@
+"""The time mixing and the channel mixing of RWKV-4 (Peng et al. 2023).
+
+A channel keeps a mean of values, weighted by the exponentials of their keys, which decay:
+
+    y[t] = (n[t-1] + exp(u + k[t]) v[t]) / (d[t-1] + exp(u + k[t]))
+    n[t] = exp(-w) n[t-1] + exp(k[t]) v[t];  d[t] = exp(-w) d[t-1] + exp(k[t])
+
+`n` and `d` are kept divided by the exponential of a third number, the largest exponent so far.
+
+Legend: b batch, s sequence, d hidden, r and q rows, c tokens, f channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_layers.cache.protocol import States
+from ed_layers.cache.spec import StateSpec
+from ed_layers.context import Ctx
+from ed_layers.parts import Parts
+from ed_layers.recurrence.rows import Rows
+
+#: The largest exponent where nothing has been seen yet; a sum of three is still a float32.
+NOTHING = -1e38
+
+
+class Sums(NamedTuple):
+    """Some tokens in a row: `n exp(m)` and `d exp(m)`, and the log of how much they let decay what
+    was before them. All [q, c, f]."""
+
+    n: jax.Array
+    d: jax.Array
+    m: jax.Array
+    g: jax.Array
+
+    def then(self, right: Sums) -> Sums:
+        """These tokens, then others."""
+        m = jnp.maximum(self.m + right.g, right.m)
+        old, new = jnp.exp(self.m + right.g - m), jnp.exp(right.m - m)
+        return Sums(old * self.n + new * right.n, old * self.d + new * right.d, m, self.g + right.g)
+
+
+def time_mixing(
+    state: States, inputs: dict[str, Float[Array, "q c f"]], begun: Int[Array, "q c"] | None
+) -> tuple[States, Float[Array, "q c f"]]:
+    """The recurrence over a chunk, float32; a `Step` of `Rows.scan`.
+
+    Args:
+        state: `n`, `d` and `m`, [q, f]; zeros have seen nothing.
+        inputs: `k`; `u`, which the current token's key has besides; `v`; `g`, the log of the decay;
+            `one`, 1 for a token and 0 for a place without.
+        begun: see `Step`.
+    """
+    k, u, v, g, one = (inputs[name] for name in ("k", "u", "v", "g", "one"))
+    undecayed = jnp.zeros_like(g)
+    if begun is not None:
+        starts = jnp.diff(begun, axis=1, prepend=0)[..., None] > 0
+        g, undecayed = (jnp.where(starts, NOTHING, x) for x in (g, undecayed))
+    tokens = Sums(one * v, one, jnp.where(one > 0, k, NOTHING), g)
+    kept = jnp.where(state["d"] > 0, state["m"], NOTHING)
+    before = Sums(state["n"], state["d"], kept, jnp.zeros_like(kept))
+    # Place 0 is the state of before; place t + 1 is what is known after token t.
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b], axis=1), before, tokens)
+    known = jax.lax.associative_scan(lambda left, right: left.then(right), both, axis=1)
+    last = {name: getattr(known, name)[:, -1] for name in ("n", "d", "m")}
+    seen = Sums(*(x[:, :-1] for x in known))
+    # A token reads what was there before it, undecayed; the first one of a sequence, nothing.
+    now = seen.then(Sums(v, jnp.ones_like(v), k + u, undecayed))
+    return last, now.n / now.d
+
+
+def shifted(
+    x: Float[Array, "b s d"], state: Float[Array, "m 1 d"], rows: Rows
+) -> tuple[Float[Array, "b s d"], Float[Array, "m 1 d"]]:
+    """The token before each one, zeros before the first; and the state after this step."""
+    whole, state = rows.remembered(rows.masked(rows.enter(x)), state)
+    before = whole[:, :-1]
+    if rows.starts is not None:
+        before = jnp.where(rows.starts[..., None], 0, before)
+    return rows.leave(before), state
+
+
+class Mixed(nnx.Module):
+    """Linear layers that read mixtures of a token and the one before it.
+
+    Args:
+        parts: says initialisation and dtypes.
+        names: of the mixtures: `time_mix_<name>` has a share of the token for each channel.
+    """
+
+    def __init__(self, parts: Parts, *names: str):
+        d = parts.config.hidden_size
+        for name in names:
+            half = jnp.full((1, 1, d), 0.5, parts.param_dtype)
+            setattr(self, f"time_mix_{name}", nnx.Param(half, axes=(None, None, None)))
+
+    def mixed(self, name: str, x: jax.Array, before: jax.Array, ctx: Ctx) -> Float[Array, "b s f"]:
+        """The layer of that name, of its mixture."""
+        share = getattr(self, f"time_mix_{name}").get_value().astype(x.dtype)
+        return getattr(self, name)(x * share + before * (1 - share), ctx)
+
+
+class TimeMixing(Mixed):
+    """What RWKV has for attention. Its states are `n`, `d`, `m` and `attention_x`.
+
+    Args:
+        parts: makes the projections.
+        width: f.
+    """
+
+    def __init__(self, parts: Parts, width: int):
+        super().__init__(parts, "key", "value", "receptance")
+        d = parts.config.hidden_size
+        for name in ("key", "value", "receptance"):
+            setattr(self, name, parts.linear(d, width, axes=("embed", "mlp")))
+        self.output = parts.linear(width, d, axes=("mlp", "embed"))
+        decay = jnp.linspace(-5.0, 3.0, width, dtype=parts.param_dtype)
+        self.time_decay = nnx.Param(decay, axes=("mlp",))
+        self.time_first = nnx.Param(jnp.zeros((width,), parts.param_dtype), axes=("mlp",))
+        last = StateSpec("attention_x", (1, d), jnp.dtype(parts.dtype).name)
+        self.states = (*(StateSpec(name, (width,)) for name in "ndm"), last)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], states: States, rows: Rows
+    ) -> tuple[Float[Array, "b s d"], States]:
+        """Return what is added to the stream, and the states after this step."""
+        ctx = rows.ctx
+        before, last = shifted(x, states["attention_x"], rows)
+
+        def entered(name: str) -> jax.Array:
+            return rows.enter(self.mixed(name, x, before, ctx), "mlp").astype(jnp.float32)
+
+        k, v = entered("key"), entered("value")
+        decay = -jnp.exp(self.time_decay.get_value().astype(jnp.float32))
+        first = self.time_first.get_value().astype(jnp.float32)
+        inputs = {
+            "k": k,
+            "u": jnp.broadcast_to(first, k.shape),
+            "v": v,
+            "g": rows.masked(jnp.broadcast_to(decay, k.shape)),
+            "one": rows.masked(jnp.ones_like(k)),
+        }
+        y, sums = rows.scan(time_mixing, {name: states[name] for name in "ndm"}, inputs)
+        receptance = ctx.named(self.mixed("receptance", x, before, ctx), "attn_receptance")
+        y = jax.nn.sigmoid(receptance) * rows.leave(y).astype(x.dtype)
+        y = self.output(ctx.named(y, "attn_output"), ctx)
+        return ctx.named(y, "attn_dense"), {**sums, "attention_x": last}
+
+
+class ChannelMixing(Mixed):
+    """What RWKV has for a feed-forward layer. Its state is `feed_forward_x`.
+
+    Args:
+        parts: makes the projections.
+        width: of the layer within.
+    """
+
+    def __init__(self, parts: Parts, width: int):
+        super().__init__(parts, "key", "receptance")
+        d = parts.config.hidden_size
+        self.key = parts.linear(d, width, axes=("embed", "mlp"))
+        self.receptance = parts.linear(d, d, axes=("embed", None))
+        self.value = parts.linear(width, d, axes=("mlp", "embed"))
+        self.states = (StateSpec("feed_forward_x", (1, d), jnp.dtype(parts.dtype).name),)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], states: States, rows: Rows
+    ) -> tuple[Float[Array, "b s d"], States]:
+        """Return what is added to the stream, and the state after this step."""
+        ctx = rows.ctx
+        before, last = shifted(x, states["feed_forward_x"], rows)
+        key = ctx.named(self.mixed("key", x, before, ctx), "mlp_up")
+        value = ctx.named(self.value(jnp.square(jax.nn.relu(key)), ctx), "mlp_down")
+        out = jax.nn.sigmoid(self.mixed("receptance", x, before, ctx)) * value
+        return ctx.named(out, "mlp_output"), {"feed_forward_x": last}

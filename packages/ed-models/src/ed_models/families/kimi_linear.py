@@ -1,0 +1,123 @@
+"""Kimi Linear (Kimi Team 2025): three layers of Kimi delta attention, then one of latent attention.
+
+- each channel of a key of the delta rule has a decay of its own
+- latent attention without positions: nothing turns
+- scores of experts are sigmoids; a bias that training moves without a gradient joins in the choice
+- `mlp_layer_types` says which layers are dense
+
+Numbers follow Hugging Face's `modeling_kimi_linear.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mla import LatentAttention
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.recurrence.delta import KimiDelta
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, sigmoid_experts
+from ed_models.weights import EXPERTS, STANDARD, renamed
+
+
+@register_config("kimi_linear")
+class KimiLinearConfig(EasyDeLBaseConfig, transformers.KimiLinearConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "kimi_linear"
+
+
+class StillLatentAttention(LatentAttention):
+    """Latent attention of which nothing turns."""
+
+    def turn(self, x, first, ctx):
+        return x
+
+
+class KimiLinearDecoderLayer(DecoderLayer):
+    """Delta attention or latent attention, then a feed-forward layer or experts."""
+
+    def __init__(self, parts: Parts, index: int):
+        config = parts.config
+        if config.layer_types[index] == "linear_attention":
+            attention = KimiDelta(
+                parts,
+                key_heads=config.linear_num_heads,
+                value_heads=config.linear_num_heads,
+                key_dim=config.linear_head_dim,
+                value_dim=config.linear_head_dim,
+                taps=config.linear_conv_kernel_dim,
+            )
+        else:
+            attention = StillLatentAttention(parts)
+        sparse = config.mlp_layer_types[index] == "sparse"
+        mlp = sigmoid_experts(parts) if sparse else GatedMLP(parts)
+        super().__init__(parts, self_attn=attention, mlp=mlp)
+
+
+class KimiLinearModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = KimiLinearConfig
+    layer_class = KimiLinearDecoderLayer
+
+    @staticmethod
+    def layer_kinds(config):
+        return list(zip(config.layer_types, config.mlp_layer_types, strict=True))
+
+    def rope_settings(self):
+        return {}
+
+
+@register_module(TaskType.CAUSAL_LM, config=KimiLinearConfig, model_type="kimi_linear")
+class KimiLinearForCausalLM(CausalLM):
+    """Kimi Linear with a language-model head."""
+
+    body_class = KimiLinearModel
+    WEIGHTS = renamed(
+        {"mlp": "block_sparse_moe"},
+        *renamed({"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}, EXPERTS),
+        *STANDARD,
+    )
+    # transformers writes dense layers as `block_sparse_moe` too; Moonshot's files have `mlp`.
+    OTHER_NAMES = {"mlp": "block_sparse_moe"}
+    _LATENT = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "rms_norm_eps": 0.1,
+    }
+    CONFORMANCE = {
+        "experts in groups": {
+            **_LATENT,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 16,
+        },
+        "compressed queries, two dense layers": {
+            **_LATENT,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "q_lora_rank": 20,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": False,
+        },
+    }

@@ -1,0 +1,76 @@
+"""LFM2 (Liquid AI 2025): gated short convolutions, and some layers of attention.
+
+- most layers mix tokens by a convolution over three of them, between two gates
+- queries and keys of attention are RMS-normed
+- the size of the feed-forward layer is adjusted as `block_auto_adjust_ff_dim` says
+
+Numbers follow Hugging Face's `modeling_lfm2.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+
+from ed_models.heads import CausalLM
+from ed_models.short_conv_layers import SHORT_CONV, ShortConvDecoder, ShortConvLayer
+
+
+@register_config("lfm2")
+class Lfm2Config(EasyDeLBaseConfig, transformers.Lfm2Config):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "lfm2"
+
+
+def intermediate_size(config: Lfm2Config) -> int:
+    """The size of the feed-forward layer."""
+    size = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    size = 2 * size // 3
+    if config.block_ffn_dim_multiplier is not None:
+        size = int(config.block_ffn_dim_multiplier * size)
+        size = -(-size // config.block_multiple_of) * config.block_multiple_of
+    return size
+
+
+class Lfm2DecoderLayer(ShortConvLayer):
+    """A convolution or attention, then a feed-forward layer."""
+
+    def __init__(self, parts: Parts, index: int):
+        mlp = GatedMLP(parts, intermediate_size(parts.config), hidden_act="silu")
+        super().__init__(parts, index, mlp)
+
+
+class Lfm2Model(ShortConvDecoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = Lfm2Config
+    layer_class = Lfm2DecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=Lfm2Config, model_type="lfm2")
+class Lfm2ForCausalLM(CausalLM):
+    """LFM2 with a language-model head."""
+
+    body_class = Lfm2Model
+    WEIGHTS = SHORT_CONV
+    CONFORMANCE = {
+        "adjusted size": {
+            "num_hidden_layers": 4,
+            "full_attn_idxs": [2],
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.2,
+        },
+        "four taps, tied": {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    }

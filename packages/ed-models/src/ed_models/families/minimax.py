@@ -1,0 +1,104 @@
+"""MiniMax-Text-01 (MiniMax 2025): lightning attention and full attention in turns, with experts.
+
+- lightning attention is linear; its heads forget at rates that follow from head and layer
+- what is added to is the normed stream, each part with a factor of its own
+- the softmax weights of the chosen experts add up to one
+
+Numbers follow Hugging Face's `modeling_minimax.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.experts import Experts
+from ed_layers.moe import Router, SparseMLP
+from ed_layers.parts import Parts
+from ed_layers.recurrence.lightning import LightningAttention
+from ed_layers.self_attention import SelfAttention
+
+from ed_models.decoder import Decoder
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer
+from ed_models.weights import BLOCK_SPARSE, ignore
+
+#: What the configuration determines, but checkpoints may have.
+DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
+
+@register_config("minimax")
+class MiniMaxConfig(EasyDeLBaseConfig, transformers.MiniMaxConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "minimax"
+
+
+class MiniMaxDecoderLayer(DecoderLayer):
+    """Attention of either kind, and experts; each is added to its own normed input."""
+
+    def __init__(self, parts: Parts, index: int):
+        config = parts.config
+        linear = config.layer_types[index] == "linear_attention"
+        experts = config.num_local_experts
+        mlp = SparseMLP(
+            parts,
+            gate=Router(parts, experts, config.num_experts_per_tok),
+            experts=Experts(parts, experts, config.intermediate_size),
+        )
+        full = SelfAttention(parts, window=config.sliding_window) if not linear else None
+        super().__init__(parts, self_attn=full or LightningAttention(parts), mlp=mlp)
+        kind = "linear" if linear else "full"
+        names = (f"{kind}_attn_alpha", f"{kind}_attn_beta", "mlp_alpha", "mlp_beta")
+        self.factors: tuple[Any, ...] = tuple(getattr(config, f"{n}_factor") for n in names)
+
+    def __call__(self, x, ctx, cache, layer):
+        keep, add, mlp_keep, mlp_add = self.factors
+        x = self.input_layernorm(x)
+        attended, cache = self.self_attn(x, ctx, cache, layer)
+        x = ctx.named(x * keep + attended * add, "residual")
+        x = self.post_attention_layernorm(x)
+        out, report = self.feed_forward(x, ctx)
+        return x * mlp_keep + out * mlp_add, cache, report
+
+
+class MiniMaxModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = MiniMaxConfig
+    layer_class = MiniMaxDecoderLayer
+
+
+@register_module(TaskType.CAUSAL_LM, config=MiniMaxConfig, model_type="minimax")
+class MiniMaxForCausalLM(CausalLM):
+    """MiniMax-Text-01 with a language-model head."""
+
+    body_class = MiniMaxModel
+    WEIGHTS = (
+        *BLOCK_SPARSE,
+        *(ignore(f"{{path}}.self_attn.{name}") for name in DERIVED),
+    )
+    # Attention comes first: transformers counts the tokens of its cache in layer 0.
+    CONFORMANCE = {
+        "factors": {
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.8,
+            "full_attn_alpha_factor": 0.9,
+            "full_attn_beta_factor": 1.1,
+            "mlp_alpha_factor": 1.1,
+            "mlp_beta_factor": 0.7,
+        },
+        "short blocks, window, own head size": {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "head_dim": 12,
+            "block_size": 8,
+            "num_local_experts": 4,
+            "sliding_window": 6,
+        },
+    }

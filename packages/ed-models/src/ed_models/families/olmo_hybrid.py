@@ -1,0 +1,104 @@
+"""OLMo Hybrid (Ai2 2026): three layers of the gated delta rule, then one of OLMo 3's attention.
+
+- layers of the delta rule are normed before, those of attention after
+- beta reaches 2, so that a state may change its sign
+- queries and keys of attention are RMS-normed, over all heads together
+- nothing turns where `rope_parameters` has no `rope_theta`
+
+Numbers follow Hugging Face's `modeling_olmo_hybrid.py`; parameter names are its names.
+"""
+
+from __future__ import annotations
+
+import transformers
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.enums import TaskType
+from ed_infra.registry import register_config, register_module
+from ed_layers.context import ALL_LAYERS
+from ed_layers.mlp import GatedMLP
+from ed_layers.parts import Parts
+from ed_layers.self_attention import SelfAttention
+from flax import nnx
+
+from ed_models.decoder import Decoder
+from ed_models.delta_layers import delta_mixer
+from ed_models.heads import CausalLM
+from ed_models.layers import DecoderLayer, PostNormLayer
+from ed_models.weights import STANDARD, renamed
+
+
+@register_config("olmo_hybrid")
+class OlmoHybridConfig(EasyDeLBaseConfig, transformers.OlmoHybridConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
+
+    model_type = "olmo_hybrid"
+
+
+def turns(config: OlmoHybridConfig) -> bool:
+    """Whether attention knows positions."""
+    return (config.rope_parameters or {}).get("rope_theta") is not None
+
+
+def layer(parts: Parts, index: int) -> nnx.Module:
+    """A layer of either kind."""
+    config = parts.config
+    if config.layer_types[index] == "linear_attention":
+        mixer = delta_mixer(
+            parts,
+            beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0,
+            eps=1e-5,
+            rates=(config.linear_a_log_min, config.linear_a_log_max),
+            steps=(config.linear_dt_min, config.linear_dt_max),
+        )
+        return DecoderLayer(parts, self_attn=mixer, mlp=GatedMLP(parts), name="linear_attn")
+    attention = SelfAttention(
+        parts,
+        bias=config.attention_bias,
+        qk_norm=parts.norm,
+        norm_heads="all",
+        rope=ALL_LAYERS if turns(config) else None,
+    )
+    return PostNormLayer(parts, self_attn=attention, mlp=GatedMLP(parts))
+
+
+class OlmoHybridModel(Decoder):
+    """Embedding, decoder layers, final norm."""
+
+    config_class = OlmoHybridConfig
+    layer_class = staticmethod(layer)
+
+    def rope_settings(self):
+        return super().rope_settings() if turns(self.config) else {}
+
+
+@register_module(TaskType.CAUSAL_LM, config=OlmoHybridConfig, model_type="olmo_hybrid")
+class OlmoHybridForCausalLM(CausalLM):
+    """OLMo Hybrid with a language-model head."""
+
+    body_class = OlmoHybridModel
+    # transformers writes these names in layers of both kinds, and reads the others too.
+    OTHER_NAMES = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
+    WEIGHTS = renamed(OTHER_NAMES, *STANDARD)
+    CONFORMANCE = {
+        "positions, two value heads for a key head": {
+            "rms_norm_eps": 0.5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 6,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        "no positions, heads by default, biases": {
+            "rms_norm_eps": 0.5,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+        },
+    }
