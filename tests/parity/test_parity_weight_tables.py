@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ed_models.weight_map import WeightMap
+from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights import (
     STANDARD,
     Rule,

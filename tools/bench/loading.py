@@ -66,9 +66,9 @@ class Result:
 def make(directory: Path, gigabytes: float, dtype: str) -> int:
     """Write a sharded checkpoint of about so many GB; returns its bytes."""
     import jax
+    from ed_models.checkpoints.loading import weight_map
+    from ed_models.checkpoints.tensor_writer import TensorSpec, write_tensors
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-    from ed_models.loading import weight_map
-    from ed_models.tensor_writer import TensorSpec, write_tensors
     from flax import nnx
 
     width = np.dtype(jax.numpy.dtype(dtype))
@@ -170,7 +170,7 @@ def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object
 def _count_reads() -> Mapping[int, int]:
     """Count the bytes of tensors that are read for each device, from now on."""
     import jax
-    from ed_models.tensor_files import TensorFiles
+    from ed_models.checkpoints.tensor_files import TensorFiles
 
     counts = {device.id: 0 for device in jax.devices()}
     total, original = [0], TensorFiles.read

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError
 from ed_infra.logging import forget_said
-from ed_models import AutoEasyDeLModelForCausalLM, hub, loading
+from ed_models import AutoEasyDeLModelForCausalLM
+from ed_models.checkpoints import hub, loading
+from ed_models.checkpoints.pickled_files import open_tensors, read_pickled
 from ed_models.conformance import subjects
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_models.pickled_files import open_tensors, read_pickled
 from flax import nnx
 from safetensors.numpy import load_file
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models import decoding
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_models.generation import decoding
 from flax import nnx
 
 LENGTH, NEW = 12, 10

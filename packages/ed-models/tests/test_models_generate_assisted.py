@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.assisted import look_up
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.mistral import MistralConfig, MistralForCausalLM
+from ed_models.generation.assisted import look_up
 from flax import nnx
 
 V, S, NEW = 40, 9, 14

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.testing import require_torch
-from ed_models import assisted, beams, decoding
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_models.token_choice import TokenChoice, process
+from ed_models.generation import assisted, beams, decoding
+from ed_models.generation.token_choice import TokenChoice, process
 from scipy import stats
 
 V, S, NEW = 40, 9, 12

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.generation_options import GenerationOptions
-from ed_models.token_choice import TokenChoice
+from ed_models.generation.options import GenerationOptions
+from ed_models.generation.token_choice import TokenChoice
 from transformers import GenerationConfig
 
 MODEL = SimpleNamespace(eos_token_id=2, pad_token_id=None, bos_token_id=1)

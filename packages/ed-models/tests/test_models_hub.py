@@ -129,7 +129,7 @@ def test_large_stacks_are_filled_layer_by_layer(model, saved, dims, monkeypatch)
 
 
 def test_a_device_reads_only_its_slice(saved, monkeypatch):
-    from ed_models.tensor_files import TensorFiles
+    from ed_models.checkpoints.tensor_files import TensorFiles
 
     read, original = [], TensorFiles.read
 

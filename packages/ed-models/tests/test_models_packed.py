@@ -15,12 +15,12 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_infra.testing import require_torch
 from ed_models.auto import AutoEasyDeLModelForCausalLM
+from ed_models.checkpoints.packed_tensors import unpacked
+from ed_models.checkpoints.tensor_files import TensorFiles
+from ed_models.checkpoints.tensor_writer import TensorSpec, write_tensors
 from ed_models.conformance import TINY
 from ed_models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 from ed_models.families.gpt_oss import GptOssConfig, GptOssForCausalLM
-from ed_models.packed_tensors import unpacked
-from ed_models.tensor_files import TensorFiles
-from ed_models.tensor_writer import TensorSpec, write_tensors
 from flax import nnx
 
 BLOCK = (16, 8)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.testing import require_torch
-from ed_models.processors import PROCESSORS, Rows
-from ed_models.token_choice import TokenChoice, process
+from ed_models.generation.processors import PROCESSORS, Rows
+from ed_models.generation.token_choice import TokenChoice, process
 
 B, T, V, NEW, LIMIT = 4, 24, 37, 5, 9
 EOS = (7, 11)

@@ -11,7 +11,7 @@ import pytest
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.registry import get_config, get_module
-from ed_models import hub
+from ed_models.checkpoints import hub
 from ed_models.conformance import ONE, TINY
 from ed_models.families import kimi_linear, olmo_hybrid  # noqa: F401  (registers them)
 from flax import nnx

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.processors import Rows
-from ed_models.sampling import (
+from ed_models.generation.processors import Rows
+from ed_models.generation.sampling import (
     first_argmax,
     in_nucleus,
     likely_enough,
     penalize_repetition,
     row_keys,
 )
-from ed_models.token_choice import TokenChoice, next_token
+from ed_models.generation.token_choice import TokenChoice, next_token
 
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)) * 2, jnp.float32)
 

@@ -18,9 +18,9 @@ from ed_models import (
     AutoEasyDeLModelForSequenceClassification,
     hub,
 )
-from ed_models.classification import SequenceClassifier
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
-from ed_models.pooling import Pooling
+from ed_models.tasks.classification import SequenceClassifier
+from ed_models.tasks.pooling import Pooling
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -83,7 +83,7 @@ class TestBodies:
         assert type(again) is LlamaModel
 
     def test_a_family_on_the_body_of_another(self, tmp_path):
-        from ed_models.derived import base_module
+        from ed_models.tasks.derived import base_module
         from ed_models.weights import STANDARD, renamed
 
         class Other(LlamaForCausalLM):
@@ -323,7 +323,7 @@ class TestToTorch:
             assert type(theirs).__name__ == name and theirs.dtype == torch.bfloat16
 
     def test_without_torch_or_a_counterpart(self, model, monkeypatch):
-        from ed_models import bridge
+        from ed_models.checkpoints import bridge
 
         class Own(LlamaForCausalLM):
             pass

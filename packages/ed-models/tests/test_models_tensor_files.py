@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_models.tensor_files import DTYPES, TensorFiles, read_header
-from ed_models.tensor_writer import TensorSpec, parse_size, plan_shards, write_tensors
+from ed_models.checkpoints.tensor_files import DTYPES, TensorFiles, read_header
+from ed_models.checkpoints.tensor_writer import TensorSpec, parse_size, plan_shards, write_tensors
 from safetensors.numpy import load_file, save_file
 
 

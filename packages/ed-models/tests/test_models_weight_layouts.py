@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.weight_map import WeightMap
+from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights import (
     STANDARD,
     Rule,

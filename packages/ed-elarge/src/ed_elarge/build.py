@@ -115,8 +115,8 @@ def _new_model(elm: eLargeModel) -> CausalLM:
 
 def _load(run: RunConfig) -> CausalLM:
     from ed_infra import registry
-    from ed_models import hub
-    from ed_models.checkpoint_checks import task_of
+    from ed_models.checkpoints import hub
+    from ed_models.checkpoints.checks import task_of
 
     section = _model_section(run)
     changes = {"sharding_axis_names": run.sharding.axis_names}

@@ -14,14 +14,14 @@ from ed_infra.errors import CheckpointError, ConfigError
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ed_models import hub
-from ed_models.checkpoint_checks import task_of
-from ed_models.classification import SequenceClassifier
-from ed_models.embedding import Embedder
+from ed_models.checkpoints import hub
+from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.loading import float_dtype
 from ed_models.heads import CausalLM
-from ed_models.loading import float_dtype
 from ed_models.module import EasyDeLBaseModule
-from ed_models.pooling import Pooling
+from ed_models.tasks.classification import SequenceClassifier
+from ed_models.tasks.embedding import Embedder
+from ed_models.tasks.pooling import Pooling
 
 ModelT = TypeVar("ModelT", bound=EasyDeLBaseModule)
 _OF_HUB = frozenset(hub.HubOptions.__annotations__)
@@ -43,8 +43,8 @@ class AutoEasyDeLConfig:
 
         Args:
             name_or_path: the directory or repository.
-            options: those of `ed_models.hub.HubOptions`; all others are fields to set instead of
-                the file's values, and unknown names are errors.
+            options: those of `ed_models.checkpoints.hub.HubOptions`; all others are fields to set
+                instead of the file's values, and unknown names are errors.
 
         Raises:
             CheckpointError: no readable config.json.
@@ -115,7 +115,7 @@ class _AutoModel(Generic[ModelT]):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> ModelT:
-        """Load a directory or a hub repository; options: see `ed_models.hub.from_pretrained`."""
+        """Load a directory or a hub repository; options: see `hub.from_pretrained`."""
         return hub.from_pretrained(name_or_path, task=cls.task, **options)
 
 
@@ -157,7 +157,7 @@ class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> SequenceClassifier:
-        """Load a directory or a hub repository; options: see `ed_models.hub.from_pretrained`."""
+        """Load a directory or a hub repository; options: see `hub.from_pretrained`."""
         where = {name: options[name] for name in _OF_HUB if name in options}
         directory = hub.resolve(name_or_path, weights=False, **where)
         if task_of(directory) == cls.task:
@@ -189,7 +189,7 @@ class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
 
         Args:
             config, args, options: as for other tasks.
-            pooling_mode, normalize: see `ed_models.pooling.Pooling`.
+            pooling_mode, normalize: see `ed_models.tasks.pooling.Pooling`.
         """
         pooling = Pooling.of(pooling_mode, normalize)
         model = super().from_config(config, *args, **options)
@@ -208,7 +208,7 @@ class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
         """Load a directory or a hub repository.
 
         Args:
-            name_or_path, options: see `ed_models.hub.from_pretrained`.
+            name_or_path, options: see `ed_models.checkpoints.hub.from_pretrained`.
             pooling_mode, normalize: instead of what the checkpoint says; where neither says
                 anything, the mean of the tokens, not normalized.
         """

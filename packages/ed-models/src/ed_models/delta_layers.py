@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,19 +69,18 @@ class GatedHybridLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int, mlp: FeedForward):
         config = parts.config
-        norm = partial(parts.norm, offset=1.0, scale_first=True)
         if config.layer_types[index] == "linear_attention":
             mixer, name = delta_mixer(parts), "linear_attn"
         else:
-            bias = config.attention_bias
+            bias, norm = config.attention_bias, parts.own_norm
             mixer, name = SelfAttention(parts, bias=bias, qk_norm=norm, gated=True), "self_attn"
-        super().__init__(parts, self_attn=mixer, mlp=mlp, norm=norm, name=name)
+        super().__init__(parts, self_attn=mixer, mlp=mlp, name=name)
 
 
 class GatedHybrid(Decoder):
     """The body of Qwen3-Next and Qwen3.5: a norm that stores `weight - 1`."""
 
     @staticmethod
-    def final_norm(parts: Parts) -> nnx.Module:
-        """The norm after the last layer."""
-        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Makes the family's norm."""
+        return partial(parts.norm, offset=1.0, scale_first=True)

@@ -5,15 +5,17 @@ Legend: b batch, s sequence, d hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from ed_infra.rope import RopeSettings
 from ed_layers.context import Ctx
-from ed_layers.norms import RMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.mamba import MambaMixer
 from ed_layers.recurrence.mamba2 import Mamba2Mixer
+from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.decoder import Decoder
@@ -66,9 +68,9 @@ class MixerDecoder(Decoder):
     where `residual_in_fp32` says so."""
 
     @staticmethod
-    def final_norm(parts: Parts) -> RMSNorm:
-        """The norm after the last layer."""
-        return parts.norm(parts.config.hidden_size, eps=parts.config.layer_norm_epsilon)
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Makes the family's norm."""
+        return partial(parts.norm, eps=parts.config.layer_norm_epsilon)
 
     def rope_settings(self) -> dict[str, RopeSettings]:
         """None: a recurrence knows the order."""

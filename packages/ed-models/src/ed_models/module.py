@@ -1,7 +1,7 @@
 """`EasyDeLBaseModule`: the one base class of every model.
 
-Its methods are thin calls: sharding is `ed_infra.sharding`, loading and saving is `ed_models.hub`,
-caches are `ed_models.caches`, generating is `ed_models.generation`.
+Its methods are thin calls: sharding is `ed_infra.sharding`, loading and saving is
+`ed_models.checkpoints`, caches are `ed_models.caches`, generating is `ed_models.generation`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
 from ed_models.adapters import EasyAdapterMixin
-from ed_models.bridge import EasyBridgeMixin
 from ed_models.caches import EasyCacheMixin
-from ed_models.generation import EasyGenerationMixin
-from ed_models.loading import float_dtype
+from ed_models.checkpoints.bridge import EasyBridgeMixin
+from ed_models.checkpoints.loading import float_dtype
+from ed_models.generation.generate import EasyGenerationMixin
 from ed_models.weights import Rule
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")

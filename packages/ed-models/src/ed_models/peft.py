@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ed_models.adapters import M, apply_lora, lora_layers
-from ed_models.loading import weight_map
-from ed_models.weight_map import WeightMap
+from ed_models.checkpoints.loading import weight_map
+from ed_models.checkpoints.weight_map import WeightMap
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

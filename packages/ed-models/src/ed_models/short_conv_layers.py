@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from ed_layers.parts import Parts
@@ -46,19 +47,18 @@ class ShortConvLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int, mlp: FeedForward):
         config = parts.config
-        norm = partial(parts.norm, eps=config.norm_eps)
         if config.layer_types[index] == "conv":
             bias = config.conv_bias
             mixer, name = GatedShortConv(parts, config.conv_L_cache, bias=bias), "conv"
         else:
-            mixer, name = SelfAttention(parts, qk_norm=norm), "self_attn"
-        super().__init__(parts, self_attn=mixer, mlp=mlp, norm=norm, name=name)
+            mixer, name = SelfAttention(parts, qk_norm=parts.own_norm), "self_attn"
+        super().__init__(parts, self_attn=mixer, mlp=mlp, name=name)
 
 
 class ShortConvDecoder(Decoder):
-    """The body: its last norm has `norm_eps`."""
+    """The body: norms have `norm_eps`."""
 
     @staticmethod
-    def final_norm(parts: Parts) -> nnx.Module:
-        """The norm after the last layer."""
-        return parts.norm(parts.config.hidden_size, eps=parts.config.norm_eps)
+    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+        """Makes the family's norm."""
+        return partial(parts.norm, eps=parts.config.norm_eps)

@@ -15,7 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from ed_models.sampling import first_argmax, in_nucleus, penalize_repetition
+from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
 # Rows that filter (top-k, top-p, min-p) look at this many of the most probable tokens, and at the

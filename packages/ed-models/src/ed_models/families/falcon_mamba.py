@@ -36,9 +36,7 @@ class FalconMambaBlock(MixerLayer):
     def __init__(self, parts: Parts, index: int):
         config: FalconMambaConfig = parts.config
         mixer = mamba_mixer(parts, norm=partial(parts.norm, eps=config.mixer_rms_eps, weight=False))
-        super().__init__(
-            parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
-        )
+        super().__init__(parts, mixer=mixer)
 
 
 class FalconMambaModel(MixerDecoder):

@@ -10,8 +10,6 @@ say how parameters start, those of the step sizes' biases hold; matrices start n
 
 from __future__ import annotations
 
-from functools import partial
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -35,11 +33,7 @@ class MambaBlock(MixerLayer):
     """A mixer, normed before and added to the stream."""
 
     def __init__(self, parts: Parts, index: int):
-        config: MambaConfig = parts.config
-        mixer = mamba_mixer(parts)
-        super().__init__(
-            parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
-        )
+        super().__init__(parts, mixer=mamba_mixer(parts))
 
 
 class MambaModel(MixerDecoder):

@@ -12,8 +12,6 @@ that say how parameters start, those of the step sizes' biases hold; matrices st
 
 from __future__ import annotations
 
-from functools import partial
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -52,9 +50,7 @@ class Mamba2Block(MixerLayer):
             dt_limits=config.time_step_limit,
             time_step=(config.time_step_min, config.time_step_max, config.time_step_floor),
         )
-        super().__init__(
-            parts, mixer=mixer, norm=partial(parts.norm, eps=config.layer_norm_epsilon)
-        )
+        super().__init__(parts, mixer=mixer)
 
 
 class Mamba2Model(MixerDecoder):

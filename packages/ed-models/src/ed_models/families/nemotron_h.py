@@ -70,15 +70,13 @@ class NemotronHBlock(MixerLayer):
     """A mixer, normed before and added to the stream."""
 
     def __init__(self, parts: Parts, index: int):
-        config: NemotronHConfig = parts.config
         make = {
             "linear_attention": self.mamba,
             "full_attention": partial(SelfAttention, rope=None),
             "mlp": self.mlp,
             "moe": self.sparse,
         }[parts.config.layers_block_type[index]]
-        norm = partial(parts.norm, eps=config.layer_norm_epsilon, scale_first=True)
-        super().__init__(parts, mixer=make(parts), norm=norm)
+        super().__init__(parts, mixer=make(parts))
 
     @staticmethod
     def mamba(parts: Parts) -> Mamba2Mixer:
@@ -142,9 +140,8 @@ class NemotronHModel(MixerDecoder):
         return config.layers_block_type
 
     @staticmethod
-    def final_norm(parts):
-        config = parts.config
-        return parts.norm(config.hidden_size, eps=config.layer_norm_epsilon, scale_first=True)
+    def norm_of(parts):
+        return partial(parts.norm, eps=parts.config.layer_norm_epsilon, scale_first=True)
 
     def enter(self, x, ctx):
         return x

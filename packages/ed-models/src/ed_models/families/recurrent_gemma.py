@@ -51,7 +51,6 @@ class RecurrentGemmaDecoderLayer(DecoderLayer):
             parts,
             self_attn=mixer,
             mlp=GatedMLP(parts, config.intermediate_size // 2, hidden_act=act, bias=True),
-            norm=partial(parts.norm, offset=1.0, scale_first=True),
         )
 
 
@@ -66,8 +65,8 @@ class RecurrentGemmaModel(Decoder):
         return config.layers_block_type
 
     @staticmethod
-    def final_norm(parts):
-        return parts.norm(parts.config.hidden_size, offset=1.0, scale_first=True)
+    def norm_of(parts):
+        return partial(parts.norm, offset=1.0, scale_first=True)
 
     def enter(self, x, ctx):
         # Hugging Face keeps the factor in bfloat16.

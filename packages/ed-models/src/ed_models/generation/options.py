@@ -18,11 +18,11 @@ import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
-from ed_models.generation_settings import SETTINGS, SPECIAL, Beams, Drafts
-from ed_models.option_values import token_ids
-from ed_models.processors import PROCESSORS
-from ed_models.stop_strings import Decoder, StopStrings
-from ed_models.token_choice import TokenChoice
+from ed_models.generation.processors import PROCESSORS
+from ed_models.generation.settings import SETTINGS, SPECIAL, Beams, Drafts
+from ed_models.generation.stop_strings import Decoder, StopStrings
+from ed_models.generation.token_choice import TokenChoice
+from ed_models.generation.values import token_ids
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -20,9 +20,9 @@ from ed_layers.cache.protocol import ContiguousCache
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ed_models.processors import Rows
+from ed_models.generation.processors import Rows
+from ed_models.generation.token_choice import Candidates, TokenChoice, process
 from ed_models.protocol import LanguageModel
-from ed_models.token_choice import Candidates, TokenChoice, process
 
 Leaves = list[jax.Array]
 Kept = dict[str, jax.Array]

@@ -21,9 +21,9 @@ from ed_infra.errors import ConfigError
 from flax import nnx
 from jaxtyping import Float, Int
 
-from ed_models.assisted import assisted_program
-from ed_models.beams import beam_program
-from ed_models.decoding import (
+from ed_models.generation.assisted import assisted_program
+from ed_models.generation.beams import beam_program
+from ed_models.generation.decoding import (
     Draws,
     Split,
     draw_keys,
@@ -31,11 +31,11 @@ from ed_models.decoding import (
     repeated,
     token_program,
 )
-from ed_models.generation_options import GenerationOptions
-from ed_models.processors import Rows
-from ed_models.prompts import Prompts, TokenRows, bucket, token_ids
+from ed_models.generation.options import GenerationOptions
+from ed_models.generation.processors import Rows
+from ed_models.generation.prompts import Prompts, TokenRows, bucket, token_ids
+from ed_models.generation.stop_strings import Decoder
 from ed_models.protocol import LanguageModel
-from ed_models.stop_strings import Decoder
 
 if TYPE_CHECKING:
     import jax

@@ -19,8 +19,8 @@ from ed_infra.errors import CheckpointError
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ed_models.loading import float_dtype, weight_map
-from ed_models.tensor_writer import TensorSpec, write_order, write_tensors
+from ed_models.checkpoints.loading import float_dtype, weight_map
+from ed_models.checkpoints.tensor_writer import TensorSpec, write_order, write_tensors
 
 # Files of the model that was in the directory before.
 _REPLACED = ("model*.safetensors", "model.safetensors.index.json", "modules.json", "*_Pooling")

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ed_models import sampling
-from ed_models.option_values import (
+from ed_models.generation import sampling
+from ed_models.generation.stop_strings import StopStrings
+from ed_models.generation.values import (
     Bans,
     Biases,
     callables,
@@ -27,7 +28,6 @@ from ed_models.option_values import (
     token_list,
     whole,
 )
-from ed_models.stop_strings import StopStrings
 
 
 @jax.tree_util.register_dataclass

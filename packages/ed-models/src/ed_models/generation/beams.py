@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ed_models.decoding import Kept, Split, empty, measured, record
-from ed_models.generation_settings import Beams
-from ed_models.processors import Rows
-from ed_models.token_choice import TokenChoice, process
+from ed_models.generation.decoding import Kept, Split, empty, measured, record
+from ed_models.generation.processors import Rows
+from ed_models.generation.settings import Beams
+from ed_models.generation.token_choice import TokenChoice, process
 
 _NEVER = -1e9  # as transformers has it; -inf would make NaN of differences
 

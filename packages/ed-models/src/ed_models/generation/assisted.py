@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_models.decoding import Draws, Finished, Split
-from ed_models.generation_settings import Drafts
-from ed_models.processors import Rows
+from ed_models.generation.decoding import Draws, Finished, Split
+from ed_models.generation.processors import Rows
+from ed_models.generation.settings import Drafts
+from ed_models.generation.token_choice import TokenChoice, process
 from ed_models.protocol import LanguageModel
-from ed_models.token_choice import TokenChoice, process
 
 
 def look_up(ids: Int[Array, "b t"], count: int, ngram: int) -> Int[Array, "b k"]:

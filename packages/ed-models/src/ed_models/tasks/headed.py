@@ -13,8 +13,8 @@ from ed_layers.parts import Parts
 from flax import nnx
 
 from ed_models.module import EasyDeLBaseModule
+from ed_models.tasks.weights_alone import without_first_part
 from ed_models.weights import STANDARD
-from ed_models.weights_alone import without_first_part
 
 
 class Headed(EasyDeLBaseModule):

@@ -24,10 +24,10 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
-from ed_models.packed_tensors import unpacked
-from ed_models.pieces import Shape
-from ed_models.tensor_files import TensorFiles, arrays
-from ed_models.weight_map import WeightMap, window_of
+from ed_models.checkpoints.packed_tensors import unpacked
+from ed_models.checkpoints.pieces import Shape
+from ed_models.checkpoints.tensor_files import TensorFiles, arrays
+from ed_models.checkpoints.weight_map import WeightMap, window_of
 from ed_models.weights import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
@@ -61,7 +61,7 @@ def load(
     embedding's, is loaded as a head of its own, and the module's config says so; `transformers`
     does the same. A body that was saved alone loads although its names lack the first part, and a
     body alone loads from the files of a model with a head. Packed tensors
-    (`ed_models.packed_tensors`) become plain ones, and the module's config says so.
+    (`ed_models.checkpoints.packed_tensors`) become plain ones, and the module's config says so.
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its

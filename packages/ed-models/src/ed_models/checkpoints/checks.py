@@ -15,7 +15,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-from ed_models.pooling import MODULES_NAME
+from ed_models.tasks.pooling import MODULES_NAME
 
 logger = get_logger(__name__)
 _MAX_CONFIG = 2**24  # bytes

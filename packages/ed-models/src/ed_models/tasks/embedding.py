@@ -13,7 +13,7 @@ from ed_infra.outputs import EmbeddingOutput
 from jaxtyping import Array, Float, Int
 
 from ed_models.module import EasyDeLBaseModule
-from ed_models.pooling import Pooling
+from ed_models.tasks.pooling import Pooling
 
 
 class Embedder(EasyDeLBaseModule):

@@ -18,13 +18,13 @@ import numpy as np
 from ed_infra.errors import ConfigError, did_you_mean
 from jaxtyping import Array, Float, Int, Key
 
-from ed_models.processors import PROCESSORS, Rows
-from ed_models.sampling import among_largest, first_argmax
+from ed_models.generation.processors import PROCESSORS, Rows
+from ed_models.generation.sampling import among_largest, first_argmax
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class TokenChoice:
-    """How the next token is chosen: an option of `ed_models.processors.PROCESSORS` is an attribute.
+    """How the next token is chosen: an option of `processors.PROCESSORS` is an attribute.
 
     A pytree: the values are leaves, so that a compiled function takes any temperature. What makes
     another program is static: `do_sample`, `top_k` and the like, and which options there are at

@@ -12,11 +12,11 @@ from typing import Any
 
 from ed_infra.enums import TaskType
 
-from ed_models.classification import SequenceClassifier
-from ed_models.embedding import Embedder
-from ed_models.headed import Headed
 from ed_models.module import EasyDeLBaseModule
-from ed_models.weights_alone import under_a_classifier, without_first_part
+from ed_models.tasks.classification import SequenceClassifier
+from ed_models.tasks.embedding import Embedder
+from ed_models.tasks.headed import Headed
+from ed_models.tasks.weights_alone import under_a_classifier, without_first_part
 
 
 def base_module(headed: type[Headed]) -> type[EasyDeLBaseModule]:
@@ -51,7 +51,7 @@ DERIVED: Mapping[TaskType, Callable[[type[Any]], type]] = {
 }
 
 
-# What else a class says of its files (see `ed_models.loading.load`).
+# What else a class says of its files (see `ed_models.checkpoints.loading.load`).
 _OF_FILES = ("OTHER_NAMES", "TIED_WEIGHTS")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
-from ed_models.tensor_files import DTYPES, INDEX_NAME, PACKED_BITS, SINGLE_NAME
+from ed_models.checkpoints.tensor_files import DTYPES, INDEX_NAME, PACKED_BITS, SINGLE_NAME
 
 _FORMATS = {dtype: name for name, dtype in DTYPES.items() if name not in PACKED_BITS}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -21,7 +21,7 @@ import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, did_you_mean
 
-from ed_models.tensor_files import Computed, Index, TensorEntry, TensorFiles
+from ed_models.checkpoints.tensor_files import Computed, Index, TensorEntry, TensorFiles
 
 #: Values of a 4-bit number E2M1: sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

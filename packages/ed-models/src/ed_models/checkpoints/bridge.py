@@ -17,11 +17,12 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from jax.typing import DTypeLike
 
-from ed_models import generation_options, hub
 from ed_models.adapters import has_lora
+from ed_models.checkpoints import hub
+from ed_models.checkpoints.pieces import Shape
+from ed_models.checkpoints.saving import Tokenizer, save
+from ed_models.generation import options as generation_options
 from ed_models.peft import save_adapter
-from ed_models.pieces import Shape
-from ed_models.saving import Tokenizer, save
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +49,7 @@ class EasyBridgeMixin:
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> Self:
         """Load this class from a directory or a hub repository.
 
-        `ed_models.hub.from_pretrained` lists the options and errors.
+        `ed_models.checkpoints.hub.from_pretrained` lists the options and errors.
         """
         return hub.from_pretrained(name_or_path, cls, **options)
 
@@ -83,8 +84,8 @@ class EasyBridgeMixin:
         """Write config, weights, generation settings and tokenizer as `transformers` reads them.
 
         Of a model with adapters, these alone are written, as PEFT reads them (float32, one file);
-        merge them (`unwrap_lora_to_layers`) to write a model. See `ed_models.saving.save` for the
-        arguments.
+        merge them (`unwrap_lora_to_layers`) to write a model. See
+        `ed_models.checkpoints.saving.save` for the arguments.
 
         Raises:
             ConfigError: `dtype` with adapters.

@@ -1,6 +1,6 @@
 """The options of `generate` that change no logits: what each may be, and what gives it an effect.
 
-Those that change logits are in `ed_models.processors`.
+Those that change logits are in `ed_models.generation.processors`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from ed_infra.errors import ConfigError
 
-from ed_models.option_values import flag, number, whole
+from ed_models.generation.values import flag, number, whole
 
 EarlyStopping = Literal["never"] | bool
 #: Special tokens: of the call, else of the checkpoint.

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 
 from ed_infra.errors import CheckpointError
 
-from ed_models.tensor_files import DTYPES, TensorEntry, TensorFiles, read_weight_map, with_variant
+from ed_models.checkpoints.tensor_files import (
+    DTYPES,
+    TensorEntry,
+    TensorFiles,
+    read_weight_map,
+    with_variant,
+)
 
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"

@@ -1,7 +1,7 @@
 """Functions on logits that `generate` and the engine share: penalties, bans, filters, draws.
 
-Each is pure, and its numbers are one for all rows or `[b, 1]`. `ed_models.processors` says by which
-options of `generate` they are called.
+Each is pure, and its numbers are one for all rows or `[b, 1]`. `ed_models.generation.processors`
+says by which options of `generate` they are called.
 
 Tokens of rows come as `ids` [b, t], right-aligned: the latest token is the last, and what lies to
 the left of a row's first token is -1.

@@ -1,0 +1,1 @@
+"""Checkpoints of Hugging Face: looked up, checked, read into shards, written."""

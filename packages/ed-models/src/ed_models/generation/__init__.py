@@ -1,0 +1,1 @@
+"""`generate`: options, prompts, the compiled loops, and the processors of logits."""
