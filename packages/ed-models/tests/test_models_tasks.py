@@ -323,7 +323,7 @@ class TestToTorch:
             assert type(theirs).__name__ == name and theirs.dtype == torch.bfloat16
 
     def test_without_torch_or_a_counterpart(self, model, monkeypatch):
-        from ed_models.checkpoints import bridge
+        from ed_models import bridge
 
         class Own(LlamaForCausalLM):
             pass

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.checkpoints.pieces import Piece, Relation
 from ed_models.checkpoints.weight_map import WeightMap, copy
+from ed_models.pieces import Piece, Relation
 from ed_models.weights import STANDARD, Rule, split, stack, transpose
 
 RULES = (

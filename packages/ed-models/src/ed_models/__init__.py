@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ed_models.auto import (
         AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
     )
-    from ed_models.checkpoints.bridge import EasyBridgeMixin as EasyBridgeMixin
+    from ed_models.bridge import EasyBridgeMixin as EasyBridgeMixin
     from ed_models.generation.generate import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.generation.generate import GenerateOutput as GenerateOutput
     from ed_models.generation.token_choice import TokenChoice as TokenChoice
@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
         "AutoEasyDeLModelForReward": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
-        "EasyBridgeMixin": "ed_models.checkpoints.bridge",
+        "EasyBridgeMixin": "ed_models.bridge",
         "EasyDeLBaseModule": "ed_models.module",
         "EasyGenerationMixin": "ed_models.generation.generate",
         "GenerateOutput": "ed_models.generation.generate",

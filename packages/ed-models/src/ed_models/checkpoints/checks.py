@@ -15,8 +15,8 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-from ed_models.tasks.pooling import MODULES_NAME
-
+#: The file of sentence-transformers that says what stands behind a model.
+MODULES_NAME = "modules.json"
 logger = get_logger(__name__)
 _MAX_CONFIG = 2**24  # bytes
 _MAX_TOKENIZER = 2**28  # bytes

@@ -27,10 +27,15 @@ from huggingface_hub.errors import (
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ed_models.checkpoints.checks import check_config, check_tokenizer, read_json, task_of
+from ed_models.checkpoints.checks import (
+    MODULES_NAME,
+    check_config,
+    check_tokenizer,
+    read_json,
+    task_of,
+)
 from ed_models.checkpoints.loading import load
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
-from ed_models.tasks.pooling import MODULES_NAME
 
 #: Files of a repository that a model is made of; other copies of the weights stay where they are.
 SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")

@@ -25,9 +25,9 @@ from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
 from ed_models.checkpoints.packed_tensors import unpacked
-from ed_models.checkpoints.pieces import Shape
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.weight_map import WeightMap, window_of
+from ed_models.pieces import Shape
 from ed_models.weights import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")

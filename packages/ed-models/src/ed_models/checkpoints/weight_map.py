@@ -11,8 +11,8 @@ from itertools import pairwise, takewhile
 import numpy as np
 from ed_infra.errors import ConfigError
 
-from ed_models.checkpoints.pieces import Piece, Shape, positions_between
 from ed_models.checkpoints.tensor_files import Index
+from ed_models.pieces import Piece, Shape, positions_between
 from ed_models.weights import Rule
 
 _MOST_THREADS = 8

@@ -21,7 +21,7 @@ from ed_infra.outputs import SequenceClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
-from ed_models.checkpoints.pieces import Shape
+from ed_models.pieces import Shape
 from ed_models.tasks.headed import Headed
 from ed_models.tasks.weights_alone import SCORE
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from ed_infra.errors import CheckpointError, unknown_name
 from jaxtyping import Array, Float, Int
 
-MODULES_NAME = "modules.json"
+from ed_models.checkpoints.checks import MODULES_NAME
+
 PoolingMode = Literal["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
 #: Other spellings of modes.
 POOLING_ALIASES: dict[str, PoolingMode] = {"last": "lasttoken", "weighted": "weightedmean"}
