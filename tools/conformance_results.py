@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 PATH = ROOT / "docs/conformance.json"
 CACHE = ROOT / ".cache/jax"
-#: Checks that a mistake of `transformers` makes impossible: (model type, row, check).
+#: Checks that a mistake of `transformers` makes impossible: (model type, row, check) -> mistake.
 IMPOSSIBLE = {
-    # transformers 5.23 makes matrices for experts that do nothing, and refuses Meituan's files.
-    ("longcat_flash", "experts that do nothing", "saved"),
+    ("longcat_flash", "experts that do nothing", "saved"): (
+        "transformers 5.23 makes matrices for experts that do nothing, and so refuses checkpoints "
+        "in Meituan's layout, which has none"
+    ),
 }
 #: Model type -> row of `CONFORMANCE` -> check -> largest error, or why the check failed.
 Results = dict[str, dict[str, dict[str, float | str]]]

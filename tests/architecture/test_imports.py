@@ -51,8 +51,15 @@ def observe():
 
 def python(code: str) -> str:
     """Run code in a fresh interpreter; returns what it prints."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # By standard input: a list of all modules is longer than an argument may be.
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=textwrap.dedent(code),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

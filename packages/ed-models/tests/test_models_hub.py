@@ -14,11 +14,8 @@ from ed_infra.logging import forget_said
 from ed_models import (
     AutoEasyDeLConfig,
     AutoEasyDeLModelForCausalLM,
-    hub,
-    loading,
-    saving,
-    tensor_files,
 )
+from ed_models.checkpoints import hub, loading, saving, tensor_files
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 from safetensors.numpy import load_file, save_file

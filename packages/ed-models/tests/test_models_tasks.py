@@ -16,8 +16,8 @@ from ed_models import (
     AutoEasyDeLModelForEmbedding,
     AutoEasyDeLModelForReward,
     AutoEasyDeLModelForSequenceClassification,
-    hub,
 )
+from ed_models.checkpoints import hub
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.pooling import Pooling

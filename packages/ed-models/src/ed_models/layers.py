@@ -12,9 +12,6 @@ from ed_infra.outputs import Report
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
-from ed_layers.experts import Experts
-from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
@@ -221,36 +218,3 @@ def rope_kind(config: Any, layer_type: str) -> str:
     """Whose rotary tables a layer takes: its type's where each has parameters of its own."""
     parameters = config.rope_parameters or {}
     return layer_type if isinstance(parameters.get(layer_type), Mapping) else ALL_LAYERS
-
-
-def has_experts(config: Any, index: int) -> bool:
-    """Whether a layer has experts, as Qwen's configurations say: every `decoder_sparse_step`-th one
-    that `mlp_only_layers` does not name."""
-    often = (index + 1) % config.decoder_sparse_step == 0
-    return often and config.num_experts > 0 and index not in config.mlp_only_layers
-
-
-def sigmoid_experts(parts: Parts) -> SparseMLP:
-    """Experts as the configurations of DeepSeek-V3 and its heirs say: scores are sigmoids, a bias
-    that training moves without a gradient joins in the choice, which is limited to the best groups;
-    some experts are shared."""
-    config = parts.config
-    experts = getattr(config, "n_routed_experts", None) or config.num_local_experts
-    gate = Router(
-        parts,
-        experts,
-        config.num_experts_per_tok,
-        score="sigmoid",
-        normalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-        selection_bias=True,
-        groups=config.n_group,
-        groups_chosen=config.topk_group,
-    )
-    f = config.moe_intermediate_size
-    return SparseMLP(
-        parts,
-        gate=gate,
-        experts=Experts(parts, experts, f),
-        shared=GatedMLP(parts, f * config.n_shared_experts),
-    )

@@ -21,7 +21,8 @@ from ed_layers.sparse_index import Indexer
 
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer, sigmoid_experts
+from ed_models.layers import DecoderLayer
+from ed_models.sparse import sigmoid_experts
 from ed_models.weights import EXPERTS, STANDARD, ignore
 
 

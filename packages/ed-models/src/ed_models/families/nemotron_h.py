@@ -19,7 +19,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.experts import Experts
 from ed_layers.mlp import MLP
-from ed_layers.moe import Router, SparseMLP
+from ed_layers.moe import SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.recurrence.mamba2 import Mamba2Mixer
 from ed_layers.self_attention import SelfAttention
@@ -28,6 +28,7 @@ from flax import nnx
 from ed_models.heads import CausalLM
 from ed_models.layers import MixerLayer
 from ed_models.mixers import MixerDecoder
+from ed_models.sparse import sigmoid_router
 from ed_models.weights import BACKBONE, EXPERTS, MAMBA2, Rule, ignore, renamed, transpose
 
 
@@ -107,21 +108,10 @@ class NemotronHBlock(MixerLayer):
     def sparse(cls, parts: Parts) -> SparseMLP:
         """The layer with experts."""
         config: NemotronHConfig = parts.config
-        gate = Router(
-            parts,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            score="sigmoid",
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-            selection_bias=True,
-            groups=config.n_group,
-            groups_chosen=config.topk_group,
-        )
         latent = config.moe_latent_size
         return SparseMLP(
             parts,
-            gate=gate,
+            gate=sigmoid_router(parts),
             experts=LatentExperts(parts, latent)
             if latent
             else experts_of(parts, config.hidden_size),

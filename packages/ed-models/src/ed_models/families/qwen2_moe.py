@@ -13,15 +13,14 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer, has_experts, window_of
+from ed_models.layers import DecoderLayer, window_of
+from ed_models.sparse import has_experts, qwen_experts
 from ed_models.weights import EXPERTS, STANDARD, renamed
 
 
@@ -40,21 +39,8 @@ class Qwen2MoeDecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts, bias=config.qkv_bias, out_bias=False, window=window_of(config, index)
         )
-        mlp = self.sparse(parts) if has_experts(config, index) else GatedMLP(parts)
+        mlp = qwen_experts(parts) if has_experts(config, index) else GatedMLP(parts)
         super().__init__(parts, self_attn=attention, mlp=mlp)
-
-    @staticmethod
-    def sparse(parts: Parts) -> SparseMLP:
-        """The layer with experts."""
-        config: Qwen2MoeConfig = parts.config
-        experts, k = config.num_experts, config.num_experts_per_tok
-        return SparseMLP(
-            parts,
-            gate=Router(parts, experts, k, normalize=config.norm_topk_prob),
-            experts=Experts(parts, experts, config.moe_intermediate_size),
-            shared=GatedMLP(parts, config.shared_expert_intermediate_size),
-            shared_gate=True,
-        )
 
 
 class Qwen2MoeModel(Decoder):

@@ -14,13 +14,11 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.experts import Experts
-from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 
 from ed_models.delta_layers import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
 from ed_models.heads import CausalLM
+from ed_models.sparse import qwen_experts
 from ed_models.weights import EXPERTS, renamed
 
 
@@ -35,15 +33,7 @@ class Qwen3_5MoeDecoderLayer(GatedHybridLayer):
     """The delta rule or attention, then experts."""
 
     def __init__(self, parts: Parts, index: int):
-        config: Qwen3_5MoeTextConfig = parts.config
-        mlp = SparseMLP(
-            parts,
-            gate=Router(parts, config.num_experts, config.num_experts_per_tok),
-            experts=Experts(parts, config.num_experts, config.moe_intermediate_size),
-            shared=GatedMLP(parts, config.shared_expert_intermediate_size),
-            shared_gate=True,
-        )
-        super().__init__(parts, index, mlp)
+        super().__init__(parts, index, qwen_experts(parts))
 
 
 class Qwen3_5MoeTextModel(GatedHybrid):

@@ -15,14 +15,12 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 
 from ed_models.delta_layers import GATED_DELTA, GatedHybrid, GatedHybridLayer
 from ed_models.heads import CausalLM
-from ed_models.layers import has_experts
+from ed_models.sparse import has_experts, qwen_experts
 from ed_models.weights import EXPERTS, fused, renamed
 
 
@@ -38,20 +36,7 @@ class Qwen3NextDecoderLayer(GatedHybridLayer):
 
     def __init__(self, parts: Parts, index: int):
         sparse = has_experts(parts.config, index)
-        super().__init__(parts, index, self.sparse(parts) if sparse else GatedMLP(parts))
-
-    @staticmethod
-    def sparse(parts: Parts) -> SparseMLP:
-        """The layer with experts."""
-        config: Qwen3NextConfig = parts.config
-        experts, k = config.num_experts, config.num_experts_per_tok
-        return SparseMLP(
-            parts,
-            gate=Router(parts, experts, k, normalize=config.norm_topk_prob),
-            experts=Experts(parts, experts, config.moe_intermediate_size),
-            shared=GatedMLP(parts, config.shared_expert_intermediate_size),
-            shared_gate=True,
-        )
+        super().__init__(parts, index, qwen_experts(parts) if sparse else GatedMLP(parts))
 
 
 class Qwen3NextModel(GatedHybrid):
