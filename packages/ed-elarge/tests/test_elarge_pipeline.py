@@ -110,6 +110,43 @@ def test_running_it_again_trains_nothing(folder: Path, capsys: pytest.CaptureFix
     assert metrics.read_text() == before
 
 
+@pytest.mark.xdist_group("elarge-pipeline")
+def test_adapters_from_the_file(folder: Path) -> None:
+    """They alone learn; what is left serves, and what PEFT reads lies beside it."""
+    settings = config(folder, lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "mlp"]})
+    settings["trainer"]["save_directory"] = str(folder / "adapted")
+    settings["actions"] = ["train", {"generate": {"prompts": ["The "], "max_tokens": 3}}]
+    assert run(settings) == 0
+    left = folder / "adapted"
+    said = json.loads((left / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"]) == (4, 8.0)
+    assert sorted(said["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    settings["model"] = {"name_or_path": str(left / "model")}
+    settings["trainer"]["save_directory"] = str(folder / "again")
+    settings.pop("lora")
+    settings["actions"] = settings["actions"][1:]
+    assert run(settings) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "words"),
+    [
+        ({"lora": {"rank": 0}}, "lora.rank", "greater than or equal to 1"),
+        ({"lora": {"targets": ["qproj"]}}, "lora.targets", "qproj"),
+        ({"lora": {"rnk": 4}}, "lora.rnk", "did you mean 'rank'"),
+    ],
+)
+def test_adapters_that_cannot_be(
+    folder: Path, changes: dict[str, Any], where: str, words: str
+) -> None:
+    settings = config(folder, **changes)
+    settings["trainer"]["save_directory"] = str(folder / "no")
+    with pytest.raises(InputError) as error:
+        run(settings)
+    assert where in str(error.value)
+    assert words in str(error.value)
+
+
 BEFORE_TRAINING: list[tuple[dict[str, Any], str, str]] = [
     (
         {"sharding": {"axis_dims": [3, 1, 1, 1, 7]}},

@@ -224,7 +224,12 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"trainer__trainer_type": "sftt"}, "trainer.trainer_type", "did you mean 'sft'?"),
     ({"trainer__save_steps": -1}, "trainer.save_steps", "must be greater than 0, got -1"),
     ({"trainr": {}}, "trainr", "unknown section 'trainr'; did you mean 'trainer'?"),
-    ({"lora": {"rank": 4}}, "lora", "not part of this version"),
+    ({"quantization": {}}, "quantization", "not part of this version"),
+    (
+        {"lora": {}, "trainer__trainable_rules": [["", True]]},
+        "trainer.trainable_rules",
+        "the adapters alone learn",
+    ),
     ({"loader": {"dtype": "bf61"}}, "loader.dtype", "did you mean 'bf16'?"),
     ({"loader": 3}, "loader", "must be a mapping of keys to values, got 3"),
     ({"model__config__model_type": "lama"}, "model.config.model_type", "did you mean 'llama'?"),
@@ -327,7 +332,7 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
-        "loader, sharding, platform, base_config, mixture, trainer, esurge, eval, actions)",
+        "lora, loader, sharding, platform, base_config, mixture, trainer, esurge, eval, actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "

@@ -167,6 +167,28 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     return model
 
 
+def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
+    """Put the adapters on the model that was built."""
+    run = elm.config
+    if run.lora is None:
+        return model
+    from ed_infra.specs import LoraSpec
+
+    section = run.lora
+    with run.blame("lora", "targets" if section.targets else ""):
+        return model.apply_lora(
+            LoraSpec(
+                rank=section.rank,
+                alpha=section.alpha,
+                dropout=section.dropout,
+                targets=section.targets,
+                rslora=section.rslora,
+                dora=section.dora,
+            ),
+            seed=run.trainer.seed if run.trainer is not None else 0,
+        )
+
+
 # Data and training.
 
 

@@ -219,6 +219,19 @@ def _positions(run: RunConfig) -> int | None:
     return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
 
 
+# What learns.
+
+
+def one_says_what_learns(run: RunConfig) -> Iterator[Problem]:
+    """Adapters and rules over parameters are two answers to one question."""
+    if run.lora is not None and run.trainer is not None and run.trainer.trainable_rules:
+        yield Problem(
+            ("trainer", "trainable_rules"),
+            "with the section lora the adapters alone learn: leave trainable_rules out, or the "
+            "section",
+        )
+
+
 # Tasks of an evaluation.
 
 

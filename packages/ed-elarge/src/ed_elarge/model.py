@@ -155,6 +155,7 @@ class eLargeModel:
         return self.clear_cache()
 
     set_loader = _setter("loader")
+    set_lora = _setter("lora")
     set_sharding = _setter("sharding")
     set_platform = _setter("platform")
     set_mixture = _setter("mixture")

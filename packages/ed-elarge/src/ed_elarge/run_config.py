@@ -19,6 +19,7 @@ from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS, TrainingArguments
 
+from ed_elarge.adaptation import LoraSection
 from ed_elarge.errors import Document, InputError, KeyPath, Problem
 from ed_elarge.sections import (
     BaseConfigSection,
@@ -52,8 +53,8 @@ class Action:
 class RunConfig:
     """A checked configuration: one attribute for each section of `ed_elarge.table.SECTIONS`.
 
-    Sections that the user left out have their defaults; `model`, `mixture` and `trainer` have none
-    and are None instead.
+    Sections that the user left out have their defaults; `model`, `lora`, `mixture` and `trainer`
+    have none and are None instead.
 
     Args:
         document: the file that it came from, so that a later error can point at a line; or a
@@ -66,6 +67,7 @@ class RunConfig:
     """
 
     model: ModelSection | None
+    lora: LoraSection | None
     loader: LoaderSection
     sharding: ShardingSection
     platform: PlatformSection

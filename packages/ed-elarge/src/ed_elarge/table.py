@@ -21,6 +21,7 @@ from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS
 
 from ed_elarge import checks, idle, surroundings
+from ed_elarge.adaptation import LoraSection
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.sections import (
@@ -95,6 +96,12 @@ SECTIONS: dict[str, Section] = {
         idle=idle.model,
         builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
     ),
+    "lora": Section(
+        LoraSection,
+        has_default=False,
+        checks=(checks.one_says_what_learns,),
+        finishes="ed_elarge.build:adapted",
+    ),
     "loader": Section(LoaderSection, finishes="ed_elarge.build:show_parameters"),
     "sharding": Section(ShardingSection, checks=(checks.axes,)),
     "platform": Section(PlatformSection),
@@ -129,7 +136,7 @@ SECTIONS: dict[str, Section] = {
 
 #: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
 LATER: frozenset[str] = frozenset(
-    {"quantization", "lora", "teacher_model", "reference_model", "reward_model"}
+    {"quantization", "teacher_model", "reference_model", "reward_model"}
 )
 
 

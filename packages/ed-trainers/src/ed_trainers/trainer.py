@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
+from ed_models.adapters import has_lora, merge_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -24,6 +25,9 @@ from ed_trainers.optimizers import check_rules
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
+
+#: Folder of a run that holds the adapters of its model, in PEFT's layout.
+ADAPTER = "adapter"
 
 
 class Saveable(Protocol):
@@ -238,8 +242,15 @@ class Trainer(ABC):
             self._loop.stop.ask(reason)
 
     def save_model(self, directory: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face layout."""
-        self.model.save_pretrained(directory)
+        """Write model and tokenizer in Hugging Face layout.
+
+        Adapters are merged into the model, and stand alone in the folder `adapter` beside it.
+        """
+        model = self.model
+        if has_lora(model):
+            model.save_pretrained(Path(directory).parent / ADAPTER)
+            model = merge_lora(cast(Any, model))
+        model.save_pretrained(directory)
         if self.processing_class is not None and jax.process_index() == 0:
             self.processing_class.save_pretrained(directory)
 
