@@ -149,6 +149,8 @@ def test_a_model_with_adapters_saves_them(tmp_path: Path) -> None:
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        type(model).from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="merge them first"):
         model.to_torch()
     with pytest.raises(ConfigError, match="float32"):

@@ -26,10 +26,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ed_models.adapters import M, apply_lora, lora_layers
+from ed_models.checkpoints.checks import ADAPTER_NAME
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.weight_map import WeightMap
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS = ADAPTER_NAME, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LINEAR = ("lora_A.weight", "lora_B.weight")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")

@@ -17,6 +17,8 @@ from ed_infra.logging import get_logger, once
 
 #: The file of sentence-transformers that says what stands behind a model.
 MODULES_NAME = "modules.json"
+#: The settings of an adapter in PEFT's layout.
+ADAPTER_NAME = "adapter_config.json"
 logger = get_logger(__name__)
 _MAX_CONFIG = 2**24  # bytes
 _MAX_TOKENIZER = 2**28  # bytes
@@ -47,6 +49,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it is not there, too large, or no JSON object.
     """
     if not path.is_file():
+        if (path.parent / ADAPTER_NAME).is_file():
+            raise CheckpointError(
+                f"{path.parent} holds an adapter, and no model: load the model that it was made "
+                "for, and then ed_models.peft.load_adapter(model, directory)"
+            )
         raise CheckpointError(f"{path.parent} has no {path.name}, so it holds no model")
     if path.stat().st_size > _MAX_CONFIG:
         raise CheckpointError(
