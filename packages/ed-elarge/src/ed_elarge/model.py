@@ -154,8 +154,7 @@ class eLargeModel:
         self._document, self._run = Document("configuration", value=value), None
         return self.clear_cache()
 
-    set_loader = _setter("loader")
-    set_lora = _setter("lora")
+    set_loader, set_lora = _setter("loader"), _setter("lora")
     set_sharding = _setter("sharding")
     set_platform = _setter("platform")
     set_mixture = _setter("mixture")
