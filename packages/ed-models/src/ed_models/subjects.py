@@ -77,8 +77,10 @@ class Subject:
         with torch.no_grad():
             for name, value in model.named_parameters():
                 own = ".".join(name.split(".")[-2:])
-                factors = "norm" in own or value.ndim == 1  # of norms, whatever their name
-                value.normal_(1.0 if factors and name.endswith("weight") else 0.0, 0.2)
+                # Factors of norms, whatever their name, stay near what they begin with: 1, or 0
+                # where one is added to them. Twice as large they would amplify rounding.
+                factors = ("norm" in own or value.ndim == 1) and name.endswith("weight")
+                value.normal_(float(value.mean().round()) if factors else 0.0, 0.2)
             saved = model.state_dict()
             for name, value in model.named_buffers():  # biases that choose experts
                 if name in saved and value.is_floating_point() and not self.ignores(name):

@@ -72,7 +72,6 @@ class Gemma3ForCausalLM(CausalLM):
     CONFORMANCE = {
         "both kinds of layers": {
             "head_dim": 16,
-            "rms_norm_eps": 0.1,
             "sliding_window": 6,
             "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

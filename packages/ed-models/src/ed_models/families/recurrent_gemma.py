@@ -99,7 +99,6 @@ class RecurrentGemmaForCausalLM(CausalLM):
         "one key head, tied": {
             "num_key_value_heads": 1,
             "attention_window_size": 6,
-            "rms_norm_eps": 0.5,
             "tie_word_embeddings": True,
         },
         "own width, biases": {
@@ -109,7 +108,6 @@ class RecurrentGemmaForCausalLM(CausalLM):
             "attention_bias": True,
             "lru_width": 24,
             "conv1d_width": 3,
-            "rms_norm_eps": 0.5,
             "logits_soft_cap": 4.0,
         },
     }
