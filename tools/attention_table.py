@@ -6,7 +6,6 @@ uv run python -m tools.attention_table --check    exit 1 if they are not what it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +15,8 @@ from ed_layers.attention import MECHANISMS, Kernel
 from ed_layers.attention.registry import BUILT_IN
 from ed_layers.attention.scoring import FEATURES
 
+from tools import pages
+from tools.pages import heading, row
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/attention.md"
@@ -41,35 +42,11 @@ def tables(kernels: Iterable[Kernel[Any]] = BUILT_IN) -> str:
     return "\n".join(lines) + "\n"
 
 
-def heading(*cells: str) -> list[str]:
-    """The first two lines of a table."""
-    return [row(*cells), "| --- " * len(cells) + "|"]
-
-
-def row(*cells: str) -> str:
-    """One line of a table."""
-    return f"| {' | '.join(cells)} |"
-
-
 def page(text: str) -> str:
     """The page with its tables as they should be."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + tables() + END + rest.split(END)[1]
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
-    text = PAGE.read_text(encoding="utf-8")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(text), encoding="utf-8")
-        return 0
-    if page(text) == text:
-        return 0
-    print("docs/attention.md is out of date: run `uv run python -m tools.attention_table`")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main("attention_table", PAGE, lambda: page(PAGE.read_text(encoding="utf-8"))))

@@ -10,13 +10,12 @@ test proves belongs into `LATER`, with the part of the project that will give it
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
-from pathlib import Path
 
 from ed_infra.fields import FIELDS, canonical_field
 
+from tools import pages
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/config_reference.md"
@@ -187,19 +186,5 @@ def _proof(name: str, proven: dict[str, list[str]]) -> str:
     return ", ".join(links) or "**missing**"
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
-    text = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if Path(PAGE).read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/config_reference.md is out of date: run `uv run python -m tools.config_reference`")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main("config_reference", PAGE, page))

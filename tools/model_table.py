@@ -8,12 +8,12 @@ The errors are those of docs/conformance.json, which `tools.conformance_results`
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 
-from tools.attention_table import heading, row
+from tools import pages
 from tools.conformance_results import Results, read
+from tools.pages import heading, row
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/models.md"
@@ -67,19 +67,5 @@ def page(text: str) -> str:
     return before + BEGIN + table() + END + rest.split(END)[1]
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
-    text = PAGE.read_text(encoding="utf-8")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(text), encoding="utf-8")
-        return 0
-    if page(text) == text:
-        return 0
-    print("docs/models.md is out of date: run `uv run python -m tools.model_table`")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main("model_table", PAGE, lambda: page(PAGE.read_text(encoding="utf-8"))))

@@ -9,7 +9,6 @@ that follows its field. No jax is imported, as for the runner's own `--dry-run`.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import itertools
@@ -24,6 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from tools import pages
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/yaml.md"
@@ -216,13 +216,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tools.yaml_reference")
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        sys.exit(
-            None
-            if page() == PAGE.read_text(encoding="utf-8")
-            else "docs/yaml.md is not what the option classes say: "
-            "run `uv run python -m tools.yaml_reference`"
-        )
-    PAGE.write_text(page(), encoding="utf-8")
+    sys.exit(pages.main("yaml_reference", PAGE, page))

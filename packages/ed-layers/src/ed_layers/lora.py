@@ -11,7 +11,7 @@ Legend: i in features, o out features, r rank, v vocabulary, d hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -49,6 +49,11 @@ class LowRank:
         """(i, o)."""
         return self.base.shape
 
+    def dense(self) -> jax.Array:
+        """`W + scale * A B`, float32; without the factor."""
+        assert isinstance(self.base, jax.Array), "the base of an adapter is a plain matrix"
+        return self.base.astype(jnp.float32) + self.scale * (self.a @ self.b)
+
     def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         return self.finish(
@@ -73,9 +78,6 @@ class LoRALinear(Linear):
         base: the layer; its variables become this layer's.
         spec: rank, scale, dropout, DoRA.
         key: of the random numbers of A.
-
-    Raises:
-        ConfigError: `base` has an adapter.
     """
 
     def __init__(self, base: Linear, spec: LoraSpec, key: jax.Array):
@@ -97,13 +99,12 @@ class LoRALinear(Linear):
     def weight(self) -> LowRank:
         """The matrix with its change, as `dot` takes it."""
         a, b = self.lora_a.get_value(), self.lora_b.get_value()
-        base, scale = self.kernel.get_value(), self.spec.scale
+        weight = LowRank(self.kernel.get_value(), a, b, scale=self.spec.scale)
         if not self.spec.dora:
-            return LowRank(base, a, b, scale=scale)
-        whole = base.astype(jnp.float32) + scale * (a @ b)
+            return weight
         # The length is a constant to the gradient (section 4.3 of the paper).
-        length = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=0))
-        return LowRank(base, a, b, self.lora_magnitude.get_value() / length, scale)
+        length = jax.lax.stop_gradient(jnp.linalg.norm(weight.dense(), axis=0))
+        return replace(weight, factor=self.lora_magnitude.get_value() / length)
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
         """Project [..., in] to [..., out]; in training the adapter's input has dropout."""
@@ -129,12 +130,10 @@ class LoRALinear(Linear):
     def merged(self) -> Linear:
         """The layer without an adapter, its kernel changed."""
         weight = self.weight
-        kernel = self.kernel.get_value()
-        whole = kernel.astype(jnp.float32) + weight.scale * (weight.a @ weight.b)
-        whole = whole if weight.factor is None else whole * weight.factor
+        whole = weight.dense() if weight.factor is None else weight.dense() * weight.factor
         layer = self.base()
         layer.kernel = nnx.clone(self.kernel)
-        layer.kernel.set_value(whole.astype(kernel.dtype))
+        layer.kernel.set_value(whole.astype(self.kernel.get_value().dtype))
         return layer
 
     def base(self) -> Linear:

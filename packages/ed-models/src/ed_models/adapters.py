@@ -12,9 +12,8 @@ import jax
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import LoraSpec
-from ed_layers.embed import Embed
 from ed_layers.linear import Linear
-from ed_layers.lora import LoRAEmbed, LoRALinear
+from ed_layers.lora import ADAPTED, LoRAEmbed, LoRALinear
 from ed_layers.transform import Replace, transform
 from flax import nnx
 
@@ -45,10 +44,10 @@ def apply_lora(
             "new ones are put on"
         )
     if isinstance(spec, LoraSpec):
-        kinds = (Linear, Embed) if spec.targets else (Linear,)
+        kinds = tuple(ADAPTED) if spec.targets else (Linear,)
         targets = [(target, spec) for target in targets_of(spec)]
     else:
-        kinds = (Linear, Embed)
+        kinds = tuple(ADAPTED)
         targets = [(f"^{re.escape(n)}$", one) for one, names in spec.items() for n in names]
     adapted = {one: partial(_adapted, one) for _, one in targets}
     rules: Rules[Replace] = Rules(((t, adapted[one]) for t, one in targets), kind="LoRA target")
@@ -63,10 +62,8 @@ def targets_of(spec: LoraSpec) -> tuple[str, ...]:
 
 
 def _adapted(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
-    if isinstance(module, Embed):
-        return LoRAEmbed(module, spec, key)
-    assert isinstance(module, Linear)
-    return LoRALinear(module, spec, key)
+    adapted = next(to for of, to in ADAPTED.items() if isinstance(module, of))
+    return adapted(cast(Any, module), spec, key)
 
 
 def merge_lora(model: M) -> M:
