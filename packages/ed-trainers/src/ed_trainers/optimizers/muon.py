@@ -78,7 +78,10 @@ def orthogonal(matrix: Float[Array, "i o"], *, steps: int, eps: float) -> Float[
     wide = x.shape[0] <= x.shape[1]
     x = x if wide else x.T
     x = x / jnp.maximum(jnp.linalg.norm(x), eps)
-    for _ in range(steps):
+
+    def closer(_: int, x: jax.Array) -> jax.Array:
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        return a * x + (b * gram + c * gram @ gram) @ x
+
+    x = jax.lax.fori_loop(0, steps, closer, x)  # a loop compiles once for all steps
     return x if wide else x.T
