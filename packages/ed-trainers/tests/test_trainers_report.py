@@ -48,7 +48,7 @@ def test_long_curves_keep_their_spikes() -> None:
 
 
 def test_what_the_run_left_is_shown_as_text(tmp_path: Path) -> None:
-    samples = [{"prompt": "<i>", "completion": "& more"}]
+    samples = [{"prompt": "<i>", "completion": "& {{DATA}}"}]
     evaluation = {"heldout": {"acc": 0.25}}
     run = a_run(
         tmp_path / "a<b", metrics={"seconds": 7200.0}, samples=samples, evaluation=evaluation
