@@ -49,7 +49,7 @@ def write_report(directory: str | Path) -> Path:
         )
     summary = _read_json(directory / SUMMARY)
     config = directory / CONFIG
-    page = (files(__package__) / "page.html").read_text(encoding="utf-8")
+    page = (files("ed_trainers.report") / "page.html").read_text(encoding="utf-8")
     parts = {
         "TITLE": html.escape(directory.resolve().name),
         "SUBTITLE": html.escape(_subtitle(rows)),
