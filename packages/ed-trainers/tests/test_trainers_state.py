@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_trainers.state import EasyDeLState, flat_arrays, leaf_names
+from ed_trainers.arrays import flat_arrays, leaf_names
+from ed_trainers.state import EasyDeLState
 
 
 def equal(left, right):

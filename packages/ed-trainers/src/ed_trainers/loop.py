@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 
 from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.checkpoint import Checkpoints, describe_run, move_aside
+from ed_trainers.checkpoint import Checkpoints
 from ed_trainers.contract import Method
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
@@ -25,6 +25,7 @@ from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
 from ed_trainers.rollout import Weights
+from ed_trainers.run_record import describe_run, move_aside
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 
@@ -149,8 +150,10 @@ class TrainingLoop:
         tx = state.tx or build_optimizer(self.arguments, schedule)
         restored = None
         if self.checkpoints.steps():
+            # The frozen weights are not in a checkpoint: the ones that are there stay.
+            template = state.abstract(tx).replace(graphother=state.graphother)
             restored = self.checkpoints.restore_newest(
-                state.abstract(tx), run=self._run_facts(), difference=self.job.feed.difference
+                template, run=self._run_facts(), difference=self.job.feed.difference
             )
         if restored is not None:
             _, state, saved = restored
@@ -191,6 +194,7 @@ class TrainingLoop:
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
+            self.checkpoints.look()
             # Asked once a step: a signal that comes later in it must not end the loop unsaved.
             if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
                 self._stopped_by = self.stop.reason
@@ -299,8 +303,8 @@ class TrainingLoop:
     def _save(self) -> None:
         # The rows of these steps must outlive a crash if the checkpoint does.
         self.log.flush()
-        self.checkpoints.save(self.step, self._state(), run=self._run_facts())
-        self.job.notify("on_save", self.step)
+        if self.checkpoints.save(self.step, self._state(), run=self._run_facts()):
+            self.job.notify("on_save", self.step)
 
     # --- the end ---
 
@@ -319,6 +323,8 @@ class TrainingLoop:
             self.job.save_model(directory / MODEL)
             self._say(f"trained {self.step} steps; the model is in {directory / MODEL}")
         self.job.notify("on_train_end", self.step)
+        if self.checkpoints.failed is not None:
+            raise CheckpointError(self.checkpoints.failed)
         return {
             "state": state,
             "metrics": self._summary(),
