@@ -72,10 +72,16 @@ def size_of(arrays: Iterable[jax.Array]) -> int:
 
 
 def stored_arrays(directory: Path) -> dict[str, Stored]:
-    """Return shape and dtype of each array in a directory that orbax wrote."""
+    """Return shape and dtype of each array in a directory that orbax wrote.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     with ocp.StandardCheckpointer() as checkpointer:
-        metadata: Any = checkpointer.metadata(directory)
-    return dict(metadata.item_metadata.tree)
+        metadata: Any = checkpointer.metadata(directory).item_metadata
+    if metadata is None:
+        raise CheckpointError(f"{directory} holds no arrays of a checkpoint")
+    return dict(metadata.tree)
 
 
 def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
