@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 from ed_infra.errors import unknown_name
 from ed_infra.options import Count, Positive
 
-from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, TrainingArguments
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.optimizer_arguments import DECAYING, OPTIMIZERS
 
 __all__ = [
     "ARGUMENTS",
@@ -95,4 +96,8 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
     if arguments.optimizer == "sgd" and settings.get("nesterov") and not settings.get("momentum"):
         why = "nesterov is a kind of momentum, and sgd has none here: set momentum as well"
         idle.append(("optimizer_kwargs", why))
+    if not arguments.skip_bad_steps:
+        for name in ("sigma_factor", "rolling_interval_length"):
+            if name in arguments.model_fields_set:
+                idle.append((name, "skip_bad_steps is false: no step is skipped"))
     return idle

@@ -7,6 +7,7 @@ stored in float32 and back, through the masters of the optimizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,8 @@ T = TypeVar("T")
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
 # Where the state of a run has its parameters, and their float32 masters.
-_PARAMETERS, _MASTERS = "graphstate.", "opt_state.masters."
+_PARAMETERS = "graphstate."
+_MASTER = re.compile(r"opt_state\.(?:inner\.)*masters\.(?P<parameter>.+)")
 
 
 class Stored(Protocol):
@@ -165,42 +167,38 @@ def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
         entries = range(len(canonical(path))) if is_stacked(path) else [None]
         for one, entry in zip(canonical(path), entries, strict=True):
             there[one] = _Piece(name, entry)
-    here = {one for name in wanted for one in canonical(name.split("/"))}
+    here = _masters(one for name in wanted for one in canonical(name.split("/")))
+    masters = _masters(there)
 
     def source(one: str) -> str:
         """The canonical name under which an array was saved."""
-        parameter = one.removeprefix(_MASTERS)
-        if parameter != one and one not in there:
-            return _PARAMETERS + parameter
-        master = _MASTERS + one.removeprefix(_PARAMETERS)
-        if one.startswith(_PARAMETERS) and master in there and master not in here:
-            return master
-        return one
+        of = _MASTER.fullmatch(one)
+        if of is not None and one not in there:
+            return _PARAMETERS + of["parameter"]
+        return one if one in here else masters.get(one, one)
 
-    pieces, missing, reads, mastered = {}, [], {}, set()
+    pieces, missing, reads, used, mastered = {}, [], {}, set(), set()
     for name, leaf in wanted.items():
-        names = canonical(name.split("/"))
-        sources = [source(one) for one in names]
-        if any(one not in there for one in sources):
+        path = name.split("/")
+        sources = {one: source(one) for one in canonical(path)}
+        if any(origin not in there for origin in sources.values()):
             missing.append(name)
             continue
-        pieces[name] = [there[one] for one in sources]
-        for one, origin in zip(names, sources, strict=True):
-            own_master = _MASTERS + one.removeprefix(_PARAMETERS)
-            if origin != one or (own_master in here) != (own_master in there):
-                mastered.add(one)
+        used.update(sources.values())
+        mastered |= {
+            one for one in sources if sources[one] != one or (one in here) != (one in masters)
+        }
+        pieces[name] = [there[origin] for origin in sources.values()]
         for piece in pieces[name]:
-            shape = tuple(saved[piece.stored].shape)
-            sharding = _restacked(
-                leaf.sharding, is_stacked(name.split("/")), piece.entry is not None
+            sharding = _restacked(leaf.sharding, is_stacked(path), piece.entry is not None)
+            known = reads.get(piece.stored, leaf)
+            reads[piece.stored] = jax.ShapeDtypeStruct(
+                tuple(saved[piece.stored].shape),
+                jnp.promote_types(known.dtype, leaf.dtype),
+                sharding=sharding,
             )
-            dtype = jnp.promote_types(
-                reads[piece.stored].dtype if piece.stored in reads else leaf.dtype, leaf.dtype
-            )
-            reads[piece.stored] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    used = {source(one) for name in pieces for one in canonical(name.split("/"))}
     # A float32 run has no use for the rounded parameters beside the masters that it reads.
-    used |= {_PARAMETERS + one.removeprefix(_MASTERS) for one in used if one.startswith(_MASTERS)}
+    used |= {parameter for parameter, master in masters.items() if master in used}
     unused = [name for name in saved if not used.issuperset(canonical(name.split("/")))]
     # Orbax reads all arrays or none.
     default = next(iter(wanted.values())).sharding if wanted else None
@@ -211,6 +209,12 @@ def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
                 tuple(saved[name].shape), saved[name].dtype, sharding=sharding
             )
     return _Plan(reads, pieces, missing, unused, frozenset(mastered))
+
+
+def _masters(names: Iterable[str]) -> dict[str, str]:
+    """Canonical names of parameters, and of their masters, among those of a state."""
+    matches = [match for match in map(_MASTER.fullmatch, names) if match is not None]
+    return {_PARAMETERS + match["parameter"]: match[0] for match in matches}
 
 
 def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:

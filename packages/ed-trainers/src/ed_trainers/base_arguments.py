@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.errors import ConfigError
 from ed_infra.options import (
     Count,
     NotNegative,
@@ -22,74 +22,26 @@ from ed_infra.options import (
 )
 from ed_infra.rules import Rules
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-# The share of a running mean that stays.
-Share = Annotated[float, Field(ge=0, lt=1)]
-Flag = Annotated[bool, Field(strict=True)]
-# No run is longer: a larger number is a slip of the hand.
-_LONGEST = 100_000_000
-Steps = Annotated[int, Field(gt=0, le=_LONGEST)]
+from ed_trainers.optimizer_arguments import (
+    DECAYING,
+    LONGEST,
+    OPTIMIZERS,
+    SCHEDULERS,
+    WITH_MU,
+    Flag,
+    Steps,
+    checked_settings,
+    conflict,
+    problem,
+)
+
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
 Decisions = tuple[tuple[str, Flag], ...]
 Factors = tuple[tuple[str, Positive], ...]
 Amounts = tuple[tuple[str, NotNegative], ...]
 
-
-class AdamWSettings(Options):
-    """What `optimizer_kwargs` may set for adamw."""
-
-    b1: Share = 0.9
-    b2: Share = 0.999
-    eps: Positive = 1e-8
-    nesterov: Flag = False
-
-
-class LionSettings(Options):
-    """What `optimizer_kwargs` may set for lion."""
-
-    b1: Share = 0.9
-    b2: Share = 0.99
-
-
-class AdafactorSettings(Options):
-    """What `optimizer_kwargs` may set for adafactor."""
-
-    decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
-    clipping_threshold: Positive | None = 1.0
-    min_dim_size_to_factor: Count = 128
-    multiply_by_parameter_scale: Flag = True
-
-
-class RmspropSettings(Options):
-    """What `optimizer_kwargs` may set for rmsprop."""
-
-    decay: Share = 0.9
-    eps: Positive = 1e-8
-    momentum: Share | None = None
-
-
-class SgdSettings(Options):
-    """What `optimizer_kwargs` may set for sgd."""
-
-    momentum: Share | None = None
-    nesterov: Flag = False
-
-
-#: Optimizers, with the settings that `optimizer_kwargs` may give: names, kinds, bounds, defaults.
-OPTIMIZERS: dict[str, type[Options]] = {
-    "adamw": AdamWSettings,
-    "lion": LionSettings,
-    "adafactor": AdafactorSettings,
-    "rmsprop": RmspropSettings,
-    "sgd": SgdSettings,
-}
-
-SCHEDULERS = ("none", "constant", "linear", "cosine")
-DECAYING = ("linear", "cosine")
-
-# The optimizers that keep a first moment whose dtype can be chosen.
-_WITH_MU = ("adamw", "lion")
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "sec": 1.0}
 
@@ -114,7 +66,10 @@ def _duration(value: object) -> object:
 class TrainingArguments(Options):
     """Options that every method has."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"extra_optimizer_kwargs": "optimizer_kwargs"}
+    ALIASES: ClassVar[dict[str, str]] = {
+        "extra_optimizer_kwargs": "optimizer_kwargs",
+        "lr_scheduler_kwargs": "scheduler_kwargs",
+    }
 
     learning_rate: Positive = 5e-5
     """Highest learning rate."""
@@ -122,15 +77,27 @@ class TrainingArguments(Options):
     optimizer_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the optimizer, such as `{b2: 0.95}`."""
     scheduler: Annotated[str, choice("scheduler", SCHEDULERS)] = "none"
-    """Course of the learning rate after the warm-up; `none` and `constant` keep it."""
+    """Course of the learning rate after the warm-up; `none` and `constant` keep it, `wsd` keeps it
+    until its decay at the end."""
+    scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the scheduler: `power` of `polynomial`; `num_decay_steps` and `decay_type`
+    (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
     learning_rate_end: NotNegative | None = None
-    """The learning rate that `linear` and `cosine` decay to; None means zero."""
-    warmup_steps: Annotated[int, Field(ge=0, le=_LONGEST)] = 0
+    """The learning rate that a scheduler decays to; None means zero."""
+    warmup_steps: Annotated[int, Field(ge=0, le=LONGEST)] = 0
     """Steps in which the learning rate rises linearly to its highest value."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay; norms and biases do not decay."""
     clip_grad: Positive | None = None
     """Largest global norm of the gradient."""
+    skip_bad_steps: Flag = False
+    """Skip a step whose loss or gradient is not finite, or a spike; the next batch goes on."""
+    sigma_factor: Positive | None = 6.0
+    """With `skip_bad_steps`: standard deviations above the mean of the steps before that make a
+    loss, or the norm of a gradient, a spike; None skips only what is not finite."""
+    rolling_interval_length: Annotated[int, Field(ge=4, le=100_000)] = 128
+    """With `skip_bad_steps`: steps that a loss is compared with. As many skipped in a row end the
+    run."""
     tx_mu_dtype: Annotated[str | None, dtype_name] = None
     """Dtype in which adamw and lion store their first moment; None means the parameter's."""
     master_dtype: Annotated[Literal["float32"] | None, dtype_name] = "float32"
@@ -194,22 +161,15 @@ class TrainingArguments(Options):
         optimizer = info.data.get("optimizer")
         if optimizer is None:  # the optimizer itself is wrong: that is reported already
             return value
-        settings = OPTIMIZERS[optimizer]
-        unknown = [
-            _problem(
-                name,
-                setting,
-                f"unknown setting of {optimizer} {name!r}"
-                f"{did_you_mean(name, settings.model_fields)} "
-                f"(known: {', '.join(settings.model_fields)})",
-            )
-            for name, setting in value.items()
-            if name not in settings.model_fields
-        ]
-        if unknown:
-            raise ValidationError.from_exception_data(settings.__name__, unknown)
-        checked = settings(**value)  # its errors keep the place of their key
-        return {name: getattr(checked, name) for name in value}
+        return checked_settings(optimizer, value, OPTIMIZERS)
+
+    @field_validator("scheduler_kwargs")
+    @classmethod
+    def _known_scheduler_settings(
+        cls, value: dict[str, Any], info: ValidationInfo
+    ) -> dict[str, Any]:
+        scheduler = info.data.get("scheduler")
+        return value if scheduler is None else checked_settings(scheduler, value, SCHEDULERS)
 
     @field_validator("learning_rate_end")
     @classmethod
@@ -226,10 +186,10 @@ class TrainingArguments(Options):
     @classmethod
     def _has_moment(cls, value: str | None, info: ValidationInfo) -> str | None:
         optimizer = info.data.get("optimizer", "adamw")
-        if value is not None and optimizer not in _WITH_MU:
+        if value is not None and optimizer not in WITH_MU:
             raise conflict(
                 f"tx_mu_dtype has no effect with optimizer {optimizer!r}: "
-                f"only {' and '.join(_WITH_MU)} take it"
+                f"only {' and '.join(WITH_MU)} take it"
             )
         return value
 
@@ -243,7 +203,7 @@ class TrainingArguments(Options):
             try:
                 Rules([(pattern, None)], kind=f"{info.field_name} pattern")
             except ConfigError as error:
-                problems.append(_problem(index, pattern, str(error)))
+                problems.append(problem(index, pattern, str(error)))
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return value
@@ -268,13 +228,3 @@ class TrainingArguments(Options):
             if path.is_file():
                 raise conflict(f"{path} is a file: save_directory must name a directory")
         return value
-
-
-def conflict(message: str) -> PydanticCustomError:
-    """The error of a validator, for a value that contradicts another or the world."""
-    return PydanticCustomError("conflict", "{message}", {"message": message})
-
-
-def _problem(key: str | int, value: object, message: str) -> InitErrorDetails:
-    """A problem at a key below the field that is being checked."""
-    return InitErrorDetails(type=conflict(message), loc=(key,), input=value)

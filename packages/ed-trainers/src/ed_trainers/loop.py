@@ -101,6 +101,7 @@ class TrainingLoop:
         self._lent: list[Weights] = []
         self._stopped_by: str | None = None
         self._clock: float | None = None
+        self._skipped = 0  # bad steps in a row
         self._window = [0, 0.0]  # tokens and seconds since the last row
         self._whole = [0, 0.0]  # and since the beginning
 
@@ -255,12 +256,18 @@ class TrainingLoop:
         self._write(row)
 
     def _check_finite(self, step: int, figures: Mapping[str, float]) -> None:
-        if math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
+        skipped = bool(figures.get("skipped"))
+        self._skipped = self._skipped + 1 if skipped else 0
+        longest = self.arguments.rolling_interval_length
+        if skipped and self._skipped < longest:
+            return
+        if not skipped and math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
             return
         kept = self.checkpoints.steps()
         where = f"the checkpoint of step {kept[-1]} is intact" if kept else "there is no checkpoint"
         raise TrainingDiverged(
-            f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}; {where}. "
+            f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}"
+            f"{f', {longest} steps in a row were skipped' if skipped else ''}; {where}. "
             "Lower learning_rate, add warmup_steps, or set clip_grad"
         )
 

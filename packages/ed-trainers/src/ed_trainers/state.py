@@ -16,7 +16,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
 from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
-from ed_trainers.optimizers import apply_updates
+from ed_trainers.optimizers import apply_updates, gradient_point
 from ed_trainers.placement import replicated, shardings_like
 from ed_trainers.saved import load, save, saved_facts
 
@@ -119,20 +119,27 @@ class EasyDeLState(struct.PyTreeNode):
         )
         return rest.replace(tx=tx, opt_state=opt_state)
 
-    def apply_gradients(self, *, grads: nnx.State) -> EasyDeLState:
+    def apply_gradients(self, *, grads: nnx.State, value: jax.Array | None = None) -> EasyDeLState:
         """Take one optimizer step; traceable.
 
         Args:
-            grads: gradients, a tree like `graphstate`.
+            grads: gradients at `gradient_point`, a tree like `graphstate`.
+            value: the loss, for an optimizer that skips bad steps.
 
         Raises:
             ConfigError: the optimizer state is missing.
         """
         if self.tx is None or self.opt_state is None:
             raise ConfigError("the state has no optimizer: call init_tx(tx) first")
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.graphstate)
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, self.opt_state, self.graphstate, value=value)
         graphstate = apply_updates(self.graphstate, updates, opt_state)
         return self.replace(step=self.step + 1, graphstate=graphstate, opt_state=opt_state)
+
+    @property
+    def gradient_point(self) -> nnx.State:
+        """Where the next gradient is to be taken: `graphstate`, unless the optimizer averages."""
+        return gradient_point(self.graphstate, self.opt_state)
 
     @property
     def model(self) -> LanguageModel:
