@@ -16,7 +16,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
 from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
-from ed_trainers.optimizers import apply_updates, gradient_point
+from ed_trainers.optimizers import apply_updates, averaged, gradient_point
 from ed_trainers.placement import replicated, shardings_like
 from ed_trainers.saved import load, save, saved_facts
 
@@ -140,6 +140,13 @@ class EasyDeLState(struct.PyTreeNode):
     def gradient_point(self) -> nnx.State:
         """Where the next gradient is to be taken: `graphstate`, unless the optimizer averages."""
         return gradient_point(self.graphstate, self.opt_state)
+
+    def averaged(self) -> EasyDeLState:
+        """Return the state with the mean of its parameters (`ema_decay`) in their place.
+
+        A state whose optimizer keeps no mean is returned as it is.
+        """
+        return self.replace(graphstate=averaged(self.graphstate, self.opt_state))
 
     @property
     def model(self) -> LanguageModel:
