@@ -31,6 +31,7 @@ from ed_trainers.optimizer_arguments import (
     SCHEDULERS,
     WITH_MU,
     Flag,
+    Share,
     Steps,
     checked_settings,
     conflict,
@@ -147,6 +148,21 @@ class TrainingArguments(Options):
     """Steps between updates of the progress bar's figures."""
     evaluation_steps: Steps | None = None
     """Steps between evaluations; None evaluates at the end only."""
+    save_best_k: Steps | None = None
+    """Checkpoints that are kept because they are the best, beside the newest that
+    `save_total_limit` keeps (one, where it is None)."""
+    load_best_model_at_end: Flag = False
+    """End with the best checkpoint instead of the last: `model` is written from it."""
+    metric_for_best_model: str | None = None
+    """The figure of an evaluation that says which checkpoint is best; None means the loss."""
+    greater_is_better: Flag | None = None
+    """Whether more of `metric_for_best_model` is better; None means no for names that end with
+    `loss` or `perplexity`, and yes for others."""
+    ema_decay: Share | None = None
+    """Decay of a running mean of the parameters, which is kept beside them in float32."""
+    use_ema: Flag = True
+    """With `ema_decay`: evaluate the mean, and end with it as the model; false only keeps it in the
+    checkpoints."""
     progress_bar_type: Annotated[str, choice("progress bar", ("rich", "json", "none"))] = "rich"
     """`rich` draws a bar where standard output is a terminal, `json` prints each metrics row."""
     use_tensorboard: bool = True
@@ -206,6 +222,36 @@ class TrainingArguments(Options):
                 problems.append(problem(index, pattern, str(error)))
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
+        return value
+
+    @field_validator("load_best_model_at_end", "save_best_k")
+    @classmethod
+    def _checkpoints_are_evaluated(
+        cls, value: bool | int | None, info: ValidationInfo
+    ) -> bool | int | None:
+        save, evaluate = info.data.get("save_steps"), info.data.get("evaluation_steps")
+        if value and (save is None or evaluate is None or save % evaluate):
+            raise conflict(
+                f"{info.field_name} compares checkpoints by their evaluations: save_steps "
+                f"({save}) must be a multiple of evaluation_steps ({evaluate})"
+            )
+        return value
+
+    @field_validator("metric_for_best_model", "greater_is_better")
+    @classmethod
+    def _something_is_best(cls, value: str | bool | None, info: ValidationInfo) -> Any:
+        best = info.data.get("save_best_k"), info.data.get("load_best_model_at_end")
+        if value is not None and not any(best):
+            raise conflict(
+                f"{info.field_name} has no effect without save_best_k or load_best_model_at_end"
+            )
+        return value
+
+    @field_validator("use_ema")
+    @classmethod
+    def _there_is_a_mean(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("ema_decay") is None:
+            raise conflict("use_ema: false has no effect without ema_decay")
         return value
 
     @field_validator("gradient_accumulation_steps")

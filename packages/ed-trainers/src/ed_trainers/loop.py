@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 
 from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.checkpoint import Checkpoints, describe_run, move_aside
+from ed_trainers.best import Best
+from ed_trainers.checkpoint import Checkpoints
 from ed_trainers.contract import Method
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
@@ -25,6 +26,7 @@ from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
 from ed_trainers.rollout import Weights
+from ed_trainers.run_record import describe_run, move_aside
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 
@@ -87,8 +89,14 @@ class TrainingLoop:
             moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL))
             if moved is not None:
                 print(f"the earlier run in {directory} was moved to {moved}", flush=True)
+        self._best = Best(self.arguments)
+        keep, best = self.arguments.save_total_limit, self.arguments.save_best_k
         self.checkpoints = Checkpoints(
-            directory / CHECKPOINTS, keep=self.arguments.save_total_limit, say=self._say
+            directory / CHECKPOINTS,
+            keep=1 if keep is None and best is not None else keep,
+            keep_best=best or int(self.arguments.load_best_model_at_end),
+            score=lambda step: self._best.score(self.log.evaluation(step)),
+            say=self._say,
         )
         board = directory / TENSORBOARD if self.arguments.use_tensorboard else None
         self.log = MetricsLog(directory / RECORD, board, active=first)
@@ -99,6 +107,7 @@ class TrainingLoop:
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
         self._lent: list[Weights] = []
         self._stopped_by: str | None = None
+        self._save_asked = False
         self._clock: float | None = None
         self._skipped = 0  # bad steps in a row
         self._window = [0, 0.0]  # tokens and seconds since the last row
@@ -150,8 +159,10 @@ class TrainingLoop:
         tx = state.tx or build_optimizer(self.arguments, schedule)
         restored = None
         if self.checkpoints.steps():
+            # The frozen weights are not in a checkpoint: the ones that are there stay.
+            template = state.abstract(tx).replace(graphother=state.graphother)
             restored = self.checkpoints.restore_newest(
-                state.abstract(tx), run=self._run_facts(), difference=self.job.feed.difference
+                template, run=self._run_facts(), difference=self.job.feed.difference
             )
         if restored is not None:
             _, state, saved = restored
@@ -192,9 +203,11 @@ class TrainingLoop:
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
+            self.checkpoints.look()
             # Asked once a step: a signal that comes later in it must not end the loop unsaved.
             if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
                 self._stopped_by = self.stop.reason
+                self._save_asked = self.stop.take_save()
             if self._evaluation_is_due() or self._save_is_due():
                 self._finish_pending()
                 if self._evaluation_is_due():
@@ -288,7 +301,10 @@ class TrainingLoop:
         assert self.job.evaluator is not None
         assert self.progress is not None
         began = time.monotonic()
-        metrics = self.job.evaluator.run(self._state(), self.progress.evaluating)
+        state = self._state().averaged() if self.arguments.use_ema else self._state()
+        metrics = self.job.evaluator.run(state, self.progress.evaluating)
+        if self.arguments.save_best_k or self.arguments.load_best_model_at_end:
+            self._best.check(metrics)
         seconds = time.monotonic() - began
         self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
         self.progress.step(self.step)
@@ -297,26 +313,29 @@ class TrainingLoop:
 
     def _save_is_due(self) -> bool:
         every = self.arguments.save_steps
-        if self._stopped_by is not None:
+        if self._stopped_by is not None or self._save_asked:
             return True
         if self.step == self.total:
             return self.arguments.do_last_save
         return every is not None and self.step % every == 0
 
     def _save(self) -> None:
+        self._save_asked = False
         # The rows of these steps must outlive a crash if the checkpoint does.
         self.log.flush()
-        self.checkpoints.save(self.step, self._state(), run=self._run_facts())
-        self.job.notify("on_save", self.step)
+        if self.checkpoints.save(self.step, self._state(), run=self._run_facts()):
+            self.job.notify("on_save", self.step)
 
     # --- the end ---
 
     def _end(self) -> dict[str, Any]:
-        state = self._state()
         stopped_by = None if self.step >= self.total else self._stopped_by
-        steps = self.checkpoints.steps()
+        steps, best = self.checkpoints.steps(), self.checkpoints.best()
         path = self.checkpoints.path(steps[-1]) if steps else None
         directory = Path(self.arguments.save_directory)
+        which = ""
+        if stopped_by is None:
+            which = self._settle(best)
         if stopped_by is not None:
             self._say(
                 f"stopped by {stopped_by} at step {self.step} of {self.total}; "
@@ -324,14 +343,30 @@ class TrainingLoop:
             )
         elif self.arguments.do_last_save:
             self.job.save_model(directory / MODEL)
-            self._say(f"trained {self.step} steps; the model is in {directory / MODEL}")
+            self._say(f"trained {self.step} steps; the model{which} is in {directory / MODEL}")
         self.job.notify("on_train_end", self.step)
+        if self.checkpoints.failed is not None:
+            raise CheckpointError(self.checkpoints.failed)
         return {
-            "state": state,
+            "state": self._state(),
             "metrics": self._summary(),
             "checkpoint_path": path,
+            "best_checkpoint_path": None if best is None else self.checkpoints.path(best),
             "stopped_by": stopped_by,
         }
+
+    def _settle(self, best: int | None) -> str:
+        """Put the parameters that the run ends with in the place of the last ones; say which."""
+        state, which = self._state(), ""
+        if self.arguments.load_best_model_at_end and best is not None:
+            row = self.log.evaluation(best) or {}
+            which = f" of step {best}, where {self._best.metric} is {row.get(self._best.metric)},"
+            if best != self.step:
+                state = self.checkpoints.restore(best, state)
+        if self.arguments.use_ema:
+            state = state.averaged()
+        self._leaves = tuple(jax.tree.leaves(state))
+        return which
 
     def _summary(self) -> dict[str, float]:
         trained = self.log.last(evaluation=False) or {}

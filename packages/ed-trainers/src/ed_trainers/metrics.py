@@ -151,6 +151,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard: Path | None, *, active: bool):
         self._last: dict[bool, Row] = {}
+        self._evaluations: dict[int, Row] = {}
         self._path = path
         self._sinks: list[Sink] = []
         if active:
@@ -162,18 +163,25 @@ class MetricsLog:
         """Go on after a step: rows beyond it are forgotten, for they will come again."""
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
         self._last = {is_evaluation(row): row for row in rows}
+        self._evaluations = {row["step"]: row for row in rows if is_evaluation(row)}
         for sink in self._sinks:
             sink.restart(list(rows))
 
     def write(self, row: Row) -> None:
         """Add a row to every sink."""
         self._last[is_evaluation(row)] = row
+        if is_evaluation(row):
+            self._evaluations[row["step"]] = row
         for sink in self._sinks:
             sink.write(row)
 
     def last(self, *, evaluation: bool) -> Row | None:
         """Return the newest training row, or the newest evaluation row."""
         return self._last.get(evaluation)
+
+    def evaluation(self, step: int) -> Row | None:
+        """Return the row of the evaluation after a step, if there was one."""
+        return self._evaluations.get(step)
 
     def flush(self) -> None:
         """Make every row survive; called before each checkpoint is written."""

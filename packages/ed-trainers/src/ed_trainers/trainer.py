@@ -49,6 +49,7 @@ class TrainerOutput:
         metrics: `train_loss` (of the last logged step), `eval_loss` and the other figures of the
             last evaluation, `steps`, `seconds`, `tokens_per_second` of this process.
         checkpoint_path: newest checkpoint, if there is one.
+        best_checkpoint_path: the one whose evaluation was best, if any was evaluated.
         save_directory: where everything is; the model, if it was saved, is in `model` under it.
         stopped_by: None when training ran to its end, else why it stopped ("SIGTERM", "SIGINT",
             "time limit", or what a callback said): it can go on from `checkpoint_path`.
@@ -59,6 +60,7 @@ class TrainerOutput:
     checkpoint_path: Path | None
     save_directory: Path
     stopped_by: str | None = None
+    best_checkpoint_path: Path | None = None
 
 
 class Trainer(ABC):
@@ -119,6 +121,11 @@ class Trainer(ABC):
         first = self._first_state()
         if first.tx is None:
             check_rules(arguments, first.graphstate)
+        tracked = arguments.load_best_model_at_end or arguments.save_best_k
+        if tracked and eval_dataset is None:
+            raise ConfigError(
+                "load_best_model_at_end and save_best_k compare evaluations: give an eval_dataset"
+            )
         self._version = int(first.step)
         self.feed = None if train_dataset is None else Feed(train_dataset)
         self.eval_dataset = eval_dataset
@@ -231,7 +238,8 @@ class Trainer(ABC):
         if self.evaluator is None:
             raise ConfigError("there is no eval_dataset")
         self._refresh()
-        return self.evaluator.run(self.state or self._first_state())
+        state = self.state or self._first_state()
+        return self.evaluator.run(state.averaged() if self.arguments.use_ema else state)
 
     def adopt(self, state: EasyDeLState) -> None:
         """Let `model` hold the arrays of a state."""
@@ -244,6 +252,11 @@ class Trainer(ABC):
         """End the running training after the present step, with a checkpoint."""
         if self._loop is not None:
             self._loop.stop.ask(reason)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of the running training after the present step, as SIGUSR1 does."""
+        if self._loop is not None:
+            self._loop.stop.ask_save()
 
     def save_model(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face layout.

@@ -18,6 +18,7 @@ from ed_trainers.optimizer_arguments import (
     optimizer_settings,
 )
 from ed_trainers.optimizers.eight_bit import SMALLEST, eight_bit
+from ed_trainers.optimizers.ema import with_ema
 from ed_trainers.optimizers.groups import Numbers, learning_rate_factors, weight_decays
 from ed_trainers.optimizers.mars import scale_by_mars
 from ed_trainers.optimizers.masters import in_parameter_dtype, with_masters
@@ -37,8 +38,9 @@ def build_optimizer(
     """Make the gradient transformation that the arguments describe.
 
     Gradients may come in any float dtype. The structure of the state depends on `optimizer`,
-    `skip_bad_steps` and the dtypes of the parameters alone, so a resumed run may change every other
-    setting. With `skip_bad_steps` the update wants the loss too, as `value=`.
+    `skip_bad_steps`, whether there is an `ema_decay`, and the dtypes of the parameters alone, so a
+    resumed run may change every other setting. With `skip_bad_steps` the update wants the loss too,
+    as `value=`.
     """
     core = optax.chain(
         _direction(arguments),
@@ -49,6 +51,8 @@ def build_optimizer(
     if isinstance(settings, ScheduleFreeAdamWSettings):
         power = settings.weight_lr_power
         core = schedule_free(core, schedule, b1=settings.b1, weight_lr_power=power)
+    if arguments.ema_decay is not None:
+        core = with_ema(core, arguments.ema_decay)
     core = with_masters(core) if arguments.master_dtype else in_parameter_dtype(core)
     if arguments.clip_grad is not None:
         core = _clipped(core, arguments.clip_grad)
