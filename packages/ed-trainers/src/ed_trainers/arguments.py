@@ -108,4 +108,8 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
         for name in ("sigma_factor", "rolling_interval_length"):
             if name in arguments.model_fields_set:
                 idle.append((name, "skip_bad_steps is false: no step is skipped"))
+    if not arguments.report_to:
+        for name in ("project", "run_name"):
+            if name in arguments.model_fields_set:
+                idle.append((name, "report_to names no tracker"))
     return idle

@@ -6,7 +6,7 @@ Legend: b sequences, s positions, d hidden.
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,4 +73,4 @@ def token_table(model: LanguageModel) -> Embeds:
             f"neftune_noise_alpha adds noise to model.embed_tokens, which {type(model).__name__} "
             "has not: leave neftune_noise_alpha out"
         )
-    return table
+    return cast(Embeds, table)

@@ -31,7 +31,7 @@ class MuonState(NamedTuple):
     momentum: jax.Array
 
 
-def matrices(params: optax.Params) -> Any:
+def matrices(params: optax.Params | None) -> Any:
     """Return a tree like the parameters that says of each whether Muon takes it.
 
     It takes the matrices of layers and of experts. Embeddings, the head of the vocabulary or of
