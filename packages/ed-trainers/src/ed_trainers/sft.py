@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.masks import segment_index
 from ed_layers.losses import TokenLoss
 from ed_models.heads import next_token_targets
 
@@ -99,7 +98,7 @@ def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
     segments = np.ones_like(inputs) if segments is None else np.asarray(segments, np.int32)
     positions = batch.get("position_ids")
     if positions is None:
-        positions = np.where(segments > 0, segment_index(segments), 0)
+        positions = np.where(segments > 0, places_in_segments(segments), 0)
     labels = np.asarray(batch.get("labels", inputs), np.int32)
     targets, weights = next_token_targets(labels, segments)
     if "loss_weights" in batch:
@@ -112,3 +111,14 @@ def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
         "targets": targets,
         "weights": weights,
     }
+
+
+def places_in_segments(segment_ids: np.ndarray) -> np.ndarray:
+    """Count the positions of each segment from 0: `ed_infra.masks.segment_index` on the host.
+
+    A device would have to be waited for, once a step.
+    """
+    reached = np.maximum.accumulate(segment_ids, axis=1)
+    begins = np.diff(reached, axis=1, prepend=0) > 0
+    places = np.arange(segment_ids.shape[1], dtype=np.int32)
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
