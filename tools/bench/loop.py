@@ -3,8 +3,8 @@
     uv run python -m tools.bench.loop
     uv run python -m tools.bench.loop --steps 1000 --log-steps 10
 
-A tiny Llama trains on one batch, over and over, with a row of metrics every `--log-steps` steps. The
-loop's own time is the processor time of its thread between two rows, less that of the bare compiled
+A tiny Llama trains on one batch, over and over, with a row of metrics every `--log-steps` steps.
+The loop's own time is the processor time of its thread between two rows, less that of the bare compiled
 step, which runs on the same thread where it is small. Both are medians over pieces of 50 steps.
 """
 
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,7 @@ def figures(steps: int, log_steps: int) -> dict[str, float]:
 
 
 def _median(seconds: list[float]) -> float:
-    pairs = zip(seconds[:-1], seconds[1:], strict=True)
-    return 1e3 * statistics.median((b - a) / PIECE for a, b in pairs)
+    return 1e3 * statistics.median((b - a) / PIECE for a, b in pairwise(seconds))
 
 
 if __name__ == "__main__":

@@ -139,9 +139,8 @@ def test_peaks_are_found_by_the_longest_name():
 
 def run(toy, directory, **given):
     settings = {"max_training_steps": 4, "do_last_save": False, "use_tensorboard": False, **given}
-    arguments = SFTArguments(
-        save_directory=str(directory), total_batch_size=8, log_steps=1, **settings
-    )
+    settings = {"log_steps": 1, **settings}
+    arguments = SFTArguments(save_directory=str(directory), total_batch_size=8, **settings)
     data = toy.loader(), toy.loader(steps=1, seed=9)
     return SFTTrainer(arguments, toy.model(), *data).train()
 
@@ -161,6 +160,15 @@ def test_rows_and_outcome_say_where_time_went(toy, tmp_path, capsys):
     assert text.count("mfu = (6 x 512 parameters that learn) FLOP/token") == 1
     rate = rows[-1]["tokens_per_second"]
     assert rows[-1]["mfu"] == pytest.approx(rate * 6 * 512 / 1e9)
+
+
+def test_without_a_terminal_there_are_plain_lines(toy, tmp_path, capsys):
+    run(toy, tmp_path, log_steps=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines if "/" in line] == ["1/4", "2/4", "4/4"]
+    assert re.fullmatch(r"step 4/4  loss \d\.\d{4}  [\d,]+ tokens/s", lines[-2])
+    run(toy, tmp_path / "json", progress_bar_type="json")
+    assert "/4  loss" not in capsys.readouterr().out
 
 
 # --- sinks ---

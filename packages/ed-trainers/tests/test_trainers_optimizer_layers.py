@@ -175,6 +175,25 @@ def test_meshes_and_microbatches_do_not_matter(toy, tmp_path, name, dims, accumu
     np.testing.assert_allclose(many, one, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit", "mars", "schedule_free_adamw"])
+def test_resumed_is_uninterrupted(toy, tmp_path, name):
+    def run(directory, steps):
+        arguments = SFTArguments(
+            save_directory=str(directory),
+            optimizer=name,
+            skip_bad_steps=True,
+            total_batch_size=8,
+            max_training_steps=steps,
+            learning_rate=0.02,
+            use_tensorboard=False,
+        )
+        return SFTTrainer(arguments, toy.model(), toy.loader()).train().state
+
+    run(tmp_path / "parts", 3)
+    whole, parts = run(tmp_path / "whole", 5), run(tmp_path / "parts", 5)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
 def test_schedule_free_evaluates_and_saves_the_average(toy, tmp_path):
     """The parameters of the state are x: what `schedule_free_eval_params` gives in optax."""
     arguments = SFTArguments(

@@ -175,7 +175,8 @@ class TrainingArguments(Options):
     """With `ema_decay`: evaluate the mean, and end with it as the model; false only keeps it in the
     checkpoints."""
     progress_bar_type: Annotated[str, choice("progress bar", ("rich", "json", "none"))] = "rich"
-    """`rich` draws a bar where standard output is a terminal, `json` prints each metrics row."""
+    """`rich` draws a bar, or prints plain lines where standard output is no terminal; `json` prints
+    each metrics row."""
     use_tensorboard: bool = True
     """Write the metrics for TensorBoard too, under `<save_directory>/tensorboard`."""
     report_to: Annotated[
