@@ -38,8 +38,8 @@ class Tokenization(Options):
     `max_length` cuts documents. Without it, packing splits a long document over several rows, and
     unpacked rows are cut at the sequence length. `truncation: true` cuts in packing too;
     `truncation: false` splits in both. An end-of-text token ends each document that is not cut.
-    `assistant_only_loss` takes the loss of chat rows on the part that the chat template puts in
-    `{% generation %}`.
+    `assistant_only_loss` takes the loss of chat rows on the answers: what the chat template puts in
+    `{% generation %}`, and where it marks nothing, what each answer adds to the text.
     """
 
     tokenizer: str | None = None
