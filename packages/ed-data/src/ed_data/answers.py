@@ -1,8 +1,8 @@
 """Where the answers of a chat are, for templates that do not mark them with `{% generation %}`.
 
 A turn is what showing one more message adds to the text: the answer begins where the template with
-`add_generation_prompt` ends, and ends with the turn. Tokens belong to an answer by their characters.
-Space that the template puts behind the token that ends a turn does not belong to the turn.
+`add_generation_prompt` ends, and ends with the turn. Space at the end of a turn, behind the token
+that ends it, is no part of the answer. Tokens belong to an answer by their characters.
 """
 
 from __future__ import annotations
