@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on.
+#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on; of an adapter
+#: "up_proj.lora_a" and "up_proj.lora_b", its scale in the latter.
 Params = Mapping[str, jax.Array]
 #: `(name of a layer, x) -> y`: how the rows of `x` meet the matrices of their experts.
 Product = Callable[[str, jax.Array], jax.Array]
@@ -26,9 +27,14 @@ def product_of(params: Params, precision: Any) -> Product:
     """The layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
-        y = jnp.matmul(x, params[f"{name}.kernel"].astype(x.dtype), precision=precision)
+        y = times(x, f"{name}.kernel")
+        if f"{name}.lora_a" in params:
+            y = y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
         return y if bias is None else y + bias.astype(x.dtype)
+
+    def times(x: jax.Array, name: str) -> jax.Array:
+        return jnp.matmul(x, params[name].astype(x.dtype), precision=precision)
 
     return product
 

@@ -57,10 +57,15 @@ def grouped(
     expert = jnp.searchsorted(bounds[1:-1], places, side="right")
 
     def product(name: str, rows: jax.Array) -> jax.Array:
-        kernel = params[f"{name}.kernel"].astype(rows.dtype)
-        y = jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
+        y = times(rows, f"{name}.kernel")
+        if f"{name}.lora_a" in params:
+            y = y + times(times(rows, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
         return y if bias is None else y + bias.astype(rows.dtype)[expert]
+
+    def times(rows: jax.Array, name: str) -> jax.Array:
+        kernel = params[name].astype(rows.dtype)
+        return jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
 
     # What a grouped product makes of rows that are in no group is open.
     return jnp.where(real, network(jnp.where(real, rows, 0), product), 0)
