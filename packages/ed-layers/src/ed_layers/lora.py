@@ -217,9 +217,7 @@ ADAPTED: dict[type[nnx.Module], type[AdaptedLayer]] = {
 }
 
 
-def fresh(
-    kernel: nnx.Variable, rank: int, key: jax.Array
-) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
+def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
     """A and B of a kernel [*experts, i, o]; B is zero."""
     *leading, inputs, outputs = kernel.get_value().shape
     *before, of_inputs, of_outputs = kernel.get_metadata().get("axes", (None, None))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
+    from ed_layers.quantization.encoding import encode as encode
     from ed_layers.quantization.formats import FORMATS as FORMATS
     from ed_layers.quantization.model import QuantParam as QuantParam
     from ed_layers.quantization.model import dequantize as dequantize
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from ed_layers.quantization.model import quantize as quantize
     from ed_layers.quantization.qarray import QArray as QArray
     from ed_layers.quantization.qarray import Scales as Scales
-    from ed_layers.quantization.qarray import encode as encode
     from ed_layers.quantization.qarray import pack as pack
 
 __getattr__, __dir__, __all__ = attach(
@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = attach(
         "QuantParam": "ed_layers.quantization.model",
         "Scales": "ed_layers.quantization.qarray",
         "dequantize": "ed_layers.quantization.model",
-        "encode": "ed_layers.quantization.qarray",
+        "encode": "ed_layers.quantization.encoding",
         "is_quantized": "ed_layers.quantization.model",
         "pack": "ed_layers.quantization.qarray",
         "quantize": "ed_layers.quantization.model",

@@ -20,8 +20,9 @@ from flax import nnx
 from ed_layers.embed import Embed
 from ed_layers.experts import ExpertLinear
 from ed_layers.linear import Linear
+from ed_layers.quantization.encoding import encode
 from ed_layers.quantization.formats import ACTIVATIONS_TOO
-from ed_layers.quantization.qarray import QArray, encode
+from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import Replace, transform
 
 M = TypeVar("M", bound=nnx.Module)
@@ -124,7 +125,7 @@ def _quantized(spec: EasyDeLQuantizationConfig, module: nnx.Module, _: jax.Array
         spec,
         variable.get_value(),
         rows=isinstance(module, Embed),
-        absorbed=getattr(module, "absorbed", False),
+        absorbed=isinstance(module, Linear) and module.absorbed,
     )
     setattr(module, name, QuantParam(w, axes=variable.get_metadata().get("axes")))
     return module

@@ -8,6 +8,7 @@ Legend: i in features, o out features, n groups along i, k values of a group.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_layers.quantization.formats import FORMATS, Format
+from ed_layers.quantization.formats import FORMATS
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +98,19 @@ class QArray:
         return self.shape[self.axis] // self.groups
 
     @property
+    def pieces(self) -> tuple[int, ...]:
+        """Along each dimension, into how many parts the matrix can be cut so that each is one."""
+        codes = list(self.codes.shape)
+        if self.groups > 1 or self.activations:
+            codes[self.axis] = math.gcd(codes[self.axis], self.groups)
+        if (
+            isinstance(self.scale, Scales)
+            and (blocks := self.scale.scale.shape[-3 - self.axis]) > 1
+        ):
+            codes[-3 - self.axis] = blocks
+        return tuple(codes)
+
+    @property
     def nbytes(self) -> int:
         """Of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
@@ -106,6 +120,11 @@ class QArray:
         """The transpose [.., o, i], of the same bytes."""
         swapped: QArray = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, -1, -2), self)
         return replace(swapped, axis=-3 - self.axis)
+
+    @property
+    def factors_out(self) -> bool:
+        """Whether a product can be scaled after it, column by column."""
+        return self.axis == -2 and self.groups == 1 and self.zero is None
 
     def scales(self) -> jax.Array:
         """The scales, float32."""
@@ -146,6 +165,12 @@ class QArray:
         """Return `x @ self`, [..., o], in the dtype of `x`; it has a gradient in `x` alone."""
         return _product(precision, x, self)
 
+    def grouped_product(
+        self, rows: Float[Array, "r i"], counts: Int[Array, " e"], *, precision: Any = None
+    ) -> Float[Array, "r o"]:
+        """As `jax.lax.ragged_dot` of a stack [e, i, o], with a gradient in the rows alone."""
+        return _grouped(precision, rows, self, counts)
+
 
 def _f32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
@@ -165,73 +190,75 @@ def unpack(codes: jax.Array, axis: int = -2) -> jax.Array:
     return both.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :])
 
 
+def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
+    """Activations in 8 bits: whole numbers [*rows, n, k], and a scale for each row and group."""
+    grouped = _f32(x).reshape(*x.shape[:-1], groups, -1)
+    scale = jnp.max(jnp.abs(grouped), axis=-1) / jnp.float32(127.0)
+    return jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None]), scale
+
+
+def _whole_product(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+    """The product of whole numbers: of 8 bits by 8 bits, summed in 32, group by group."""
+    assert w.axis == -2, "groups of a product lie along the contracted dimension"
+    numbers, of_row = rounded(x, w.groups)
+    codes = w.levels().reshape(w.groups, -1, w.shape[-1])
+    if w.zero is not None:
+        codes = codes - _f32(w.zero)[:, None]
+
+    def add(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        a, b, row, column = group
+        y = jnp.matmul(a.astype(jnp.int8), b.astype(jnp.int8), preferred_element_type=jnp.int32)
+        return total + _f32(y) * row[..., None] * column, None
+
+    parts = jnp.moveaxis(numbers, -2, 0), codes, jnp.moveaxis(of_row, -1, 0), w.scales()
+    total = jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32)
+    if w.groups == 1:
+        return add(total, tuple(part[0] for part in parts))[0].astype(x.dtype)
+    return jax.lax.scan(add, total, parts)[0].astype(x.dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(precision: Any, x: jax.Array, w: QArray) -> jax.Array:
-    if w.axis == -2 and w.groups == 1 and w.zero is None:
+    if w.activations:
+        return _whole_product(x, w)
+    if w.factors_out:
         y = jnp.matmul(x, w.levels().astype(x.dtype), precision=precision)
         return (y * w.scales()[..., 0, :]).astype(x.dtype)
     return jnp.matmul(x, w.dense(x.dtype), precision=precision)
 
 
-def _forward(precision: Any, x: jax.Array, w: QArray) -> tuple[jax.Array, QArray]:
+def _product_forward(precision: Any, x: jax.Array, w: QArray) -> tuple[jax.Array, QArray]:
     # Codes are kept for the backward pass, never the matrix.
     return _product(precision, x, w), w
 
 
-def _backward(precision: Any, w: QArray, g: jax.Array) -> tuple[jax.Array, None]:
+def _product_backward(precision: Any, w: QArray, g: jax.Array) -> tuple[jax.Array, None]:
     return jnp.matmul(g, w.dense(g.dtype).mT, precision=precision), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
-def encode(
-    x: Float[Array, "*lead i o"],
-    name: str,
-    group_size: int | None = None,
-    *,
-    double: bool = False,
-    activations: bool = False,
-) -> QArray:
-    """Quantize a matrix, or a stack of them.
-
-    Args:
-        x: floating-point.
-        name: of the format.
-        group_size: k; None = the format's own.
-        double: quantize the scales too.
-        activations: of `QArray`.
-
-    Raises:
-        ConfigError: the group does not fit.
-    """
-    group = FORMATS[name].group_of(x.shape[-2], group_size, name)
-    w = _encoded(x, FORMATS[name], group, double)
-    return replace(w, format=name, activations=activations, dtype=np.dtype(x.dtype))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array) -> jax.Array:
+    if w.activations:
+        numbers, scale = rounded(rows, w.groups)
+        rows = (numbers * scale[..., None]).reshape(rows.shape).astype(rows.dtype)
+    if not w.factors_out:
+        return jax.lax.ragged_dot(rows, w.dense(rows.dtype), counts, precision=precision)
+    y = jax.lax.ragged_dot(rows, w.levels().astype(rows.dtype), counts, precision=precision)
+    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
+    return (y * w.scales()[jnp.minimum(expert, w.shape[0] - 1), 0]).astype(rows.dtype)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _encoded(x: jax.Array, form: Format, group: int, double: bool) -> QArray:
-    def one(x: jax.Array) -> QArray:
-        grouped = _f32(x).reshape(*x.shape[:-2], -1, group, x.shape[-1])
-        codes, scale, zero = form.encode(grouped)
-        codes = codes.reshape(x.shape)
-        codes = pack(codes) if form.packed else codes
-        return QArray(codes, _doubled(scale) if double else scale, zero)
-
-    # One layer at a time where `transform` maps over a stack: no second copy of the stack.
-    return jax.custom_batching.sequential_vmap(one)(x)
+def _grouped_forward(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array):
+    return _grouped(precision, rows, w, counts), (w, counts)
 
 
-#: Scales that share a scale, in double quantization.
-DOUBLE_BLOCK = 256
+def _grouped_backward(precision: Any, kept: tuple[QArray, jax.Array], g: jax.Array):
+    w, counts = kept
+    back = jax.lax.ragged_dot(g, w.dense(g.dtype).mT, counts, precision=precision)
+    return back, None, None
 
 
-def _doubled(scale: Float[Array, "*lead n o"]) -> Scales:
-    offset = jnp.mean(scale, axis=(-2, -1), keepdims=True)
-    columns = scale.shape[-1]
-    block = max(b for b in range(1, min(columns, DOUBLE_BLOCK) + 1) if columns % b == 0)
-    rest = (scale - offset).reshape(*scale.shape[:-1], -1, block)
-    outer = jnp.max(jnp.abs(rest), axis=-1) / jnp.float32(127.0)
-    codes = jnp.round(rest / jnp.where(outer == 0, 1, outer)[..., None])
-    return Scales(codes.reshape(scale.shape).astype(jnp.int8), outer, offset)
+_grouped.defvjp(_grouped_forward, _grouped_backward)
