@@ -158,6 +158,7 @@ def train(session: Session, options: NoOptions) -> None:
     directory = elm.config.directory
     before = _newest_step(directory)
     output = elm.train()
+    (directory / "config.yaml").write_text(elm.config.to_yaml(secrets=False), "utf-8")
     summary.trained(output, directory)
     session.stopped = output.stopped_by
     if session.stopped is not None:

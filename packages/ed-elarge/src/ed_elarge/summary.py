@@ -108,8 +108,11 @@ class Summary:
             "evaluation": self.evaluation,
             "samples": [{"prompt": p, "completion": c} for p, c in self.samples],
         }
+        from ed_trainers.report import write_report
+
         text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
         (directory / "summary.json").write_text(text, "utf-8")
+        write_report(directory)
         if self.model is not None:
             serve = {"model": {"name_or_path": str(self.model)}, "actions": ["serve"]}
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
@@ -119,6 +122,7 @@ class Summary:
         if self.model is not None:
             lines.append(f"  model (Hugging Face layout)  {self.model}")
         for label, name in (
+            ("report", "report.html"),
             ("metrics", "metrics.jsonl"),
             ("TensorBoard", "tensorboard"),
             ("checkpoints", "checkpoints"),

@@ -21,8 +21,10 @@ from ed_trainers.contract import Batch, Frozen, Loss, Method, Models
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.loop import Job, TrainingLoop
+from ed_trainers.metrics import RECORD
 from ed_trainers.optimizers import check_rules
 from ed_trainers.placement import Placement, place_model
+from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 
@@ -214,6 +216,8 @@ class Trainer(ABC):
                 self.adopt(state)
             self._loop = None
         directory = Path(self.arguments.save_directory)
+        if jax.process_index() == 0 and (directory / RECORD).is_file():
+            write_report(directory)
         return TrainerOutput(save_directory=directory, **outcome)
 
     def evaluate(self) -> dict[str, float]:
