@@ -93,6 +93,11 @@ class WeightFormat(_Format):
     """Format of the weights."""
     pattern: Pattern | None = None
     """Which layers, by a regular expression over their names. None: all but embeddings and head."""
+    double_quantization: StrictBool = False
+    """Quantize the scales too (`nf4` only)."""
+    simulate: StrictBool = False
+    """Quantization-aware training: the weights stay as they are and learn, and the model computes
+    with what they would be rounded to."""
 
 
 class QuantizationSection(SetsConfig):

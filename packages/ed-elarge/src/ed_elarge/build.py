@@ -181,8 +181,8 @@ def quantized(elm: eLargeModel, model: CausalLM) -> CausalLM:
 def _weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:
     from ed_infra.specs import EasyDeLQuantizationConfig
 
-    keys: dict[str, Any] = {"pattern": section.pattern} if section.pattern else {}
-    return EasyDeLQuantizationConfig(section.quantization_method, section.group_size, **keys)
+    keys = section.model_dump(exclude={"quantization_method"}, exclude_none=True)
+    return EasyDeLQuantizationConfig(section.quantization_method, **keys)
 
 
 def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:

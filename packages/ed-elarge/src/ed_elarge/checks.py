@@ -235,7 +235,7 @@ def one_says_what_learns(run: RunConfig) -> Iterator[Problem]:
 def quantized_weights_do_not_learn(run: RunConfig) -> Iterator[Problem]:
     """Of a quantized model adapters learn, and nothing that rules name."""
     trainer = run.trainer
-    if run.weight_format is not None and trainer is not None and trainer.trainable_rules:
+    if run.has_frozen_weights and trainer is not None and trainer.trainable_rules:
         yield Problem(
             ("trainer", "trainable_rules"),
             "with quantization.model the adapters of the section lora learn, and nothing else: "

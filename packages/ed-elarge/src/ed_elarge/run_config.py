@@ -145,10 +145,15 @@ class RunConfig:
         return section.model if section is not None and section.apply_quantization else None
 
     @property
+    def has_frozen_weights(self) -> bool:
+        """Whether the weights are quantized, so that they cannot learn."""
+        return self.weight_format is not None and not self.weight_format.simulate
+
+    @property
     def adapters(self) -> LoraSection | None:
         """The adapters of the model: quantized weights cannot learn, so training needs some."""
         trains = self.trainer is not None and (self.will("train") or not self.actions)
-        needed = trains and self.weight_format is not None
+        needed = trains and self.has_frozen_weights
         return LoraSection() if self.lora is None and needed else self.lora
 
     @property
