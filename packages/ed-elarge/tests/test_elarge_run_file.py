@@ -236,6 +236,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "trainer.trainable_rules",
         "with quantization.model the adapters",
     ),
+    ({"quantization": {"model": {}}}, "quantization.model", "random weights could not learn"),
     ({"lora": {"name_or_path": "a/b", "rank": 4}}, "lora", "rank: the adapter of name_or_path"),
     ({"lora": {"name_or_path": "./nowhere"}}, "lora.name_or_path", "no such directory"),
     (
@@ -345,7 +346,8 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
-        "quantization, lora, loader, sharding, platform, base_config, mixture, trainer, esurge, eval, actions)",
+        "quantization, lora, loader, sharding, platform, base_config, mixture, trainer, esurge, "
+        "eval, actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "
