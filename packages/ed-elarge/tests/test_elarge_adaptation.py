@@ -97,13 +97,9 @@ def test_adapters_of_a_quantized_base(
 @pytest.mark.xdist_group("elarge-adaptation")
 @pytest.mark.proves("merge_adapters")
 def test_merged_into_what_the_codes_stand_for(folder: Path) -> None:
-    settings = adapted(
-        folder,
-        "merged",
-        quantization={"model": {"method": "nf4"}},
-        lora={"rank": 4},
-        actions=["train"],
-    )
+    quantization = {"model": {"method": "nf4"}}
+    lora = {"rank": 4}
+    settings = adapted(folder, "merged", quantization=quantization, lora=lora, actions=["train"])
     settings["trainer"]["merge_adapters"] = True
     assert run(settings) == 0
     merged = eLargeModel({"model": {"name_or_path": str(folder / "merged" / "model")}})
