@@ -91,10 +91,13 @@ def load(
             graphdef, state = nnx.split(nnx.eval_shape(build))
         return Draft(graphdef, state, weight_map(cls, state, config))
 
+    packing = config.quantization_config
     files, config = unpacked(files, config)
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
     files = _with_our_names(cls, files, made.weights.hf_shapes)
+    if packing is not None:
+        files = _without_zero_biases(made.weights, files)
     if hasattr(cls, "new_tensors"):
         new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
         files = files.joined(arrays(files, new)) if new else files
@@ -231,6 +234,13 @@ def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> T
     rename = renamer(getattr(cls, "OTHER_NAMES", {}))
     others = {name: rename(name) for name in files if name not in wanted}
     return files.renamed({n: to for n, to in others.items() if to in wanted and to not in files})
+
+
+def _without_zero_biases(weights: WeightMap, files: TensorFiles) -> TensorFiles:
+    """Leave out biases that the model lacks and that add nothing: AutoGPTQ gives one to each of
+    its layers."""
+    biases = [n for n in _left_over(weights, files) if n.endswith(".bias")]
+    return files.renamed({n: None for n in biases if not files.read(n).any()})
 
 
 def _with_one_matrix(
