@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -34,6 +34,7 @@ ModuleT = TypeVar("ModuleT")
 
 logger = get_logger(__name__)
 _BLOCK = 2**22  # elements of a head that are compared at a time
+_ALIGNED = 64  # bytes; jax takes a buffer of the host for its own where its start is a multiple
 _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 
 
@@ -304,7 +305,8 @@ def _fill(
             leaf.dtype,
         )
     by_layer = _of_a_layer(placement)
-    if by_layer is None or math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE:
+    small = math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE
+    if by_layer is None or small or _in_host_memory(placement):
 
         def fill(window: list[range], out: np.ndarray) -> None:
             for row, layer in enumerate(window[0]):
@@ -338,6 +340,22 @@ def _of_a_layer(placement: jax.sharding.Sharding) -> jax.sharding.Sharding | Non
     return jax.sharding.NamedSharding(placement.mesh, spec) if first is None else None
 
 
+def _in_host_memory(placement: jax.sharding.Sharding) -> bool:
+    """Whether arrays on the devices are memory of the host: an aligned buffer becomes one as it is.
+
+    Then a stack is filled in its place, and layer by layer would only copy it again.
+    """
+    return all(device.platform == "cpu" for device in placement.device_set)
+
+
+def _buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Memory without values, aligned as jax's own is."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def _placed(
     shape: Shape,
     placement: jax.sharding.Sharding,
@@ -352,7 +370,7 @@ def _placed(
         window = window_of(index, shape)
         key = tuple((w.start, w.stop) for w in window)
         if key not in slices:
-            slices[key] = np.empty([len(w) for w in window], dtype)
+            slices[key] = _buffer([len(w) for w in window], dtype)
             fill(window, slices[key])
         return slices[key]
 
