@@ -17,7 +17,7 @@ from test_layers_moe import METHODS, RING, TENSOR, B, D, S, choices, config, con
 
 E, K, F = 8, 2, 32
 NF4 = {"dtype": "nf4", "group_size": 8}
-CUT = {"dtype": "nf4", "group_size": 32}  # the groups of down_proj: one, which no mesh may cut
+CUT = {"dtype": "nf4", "group_size": 16}  # the groups of down_proj: two, which four devices cut
 W8A8 = {"dtype": "w8a8", "group_size": 8}
 
 
@@ -84,7 +84,7 @@ def test_quantized_activations_are_the_same_in_every_method():
         ("nf4", "dense", (1, 8, 1, 1, 1), RING),
         ("int8", "fused", (2, 1, 1, 4, 1), {}),
         ("int8", "standard", (1, 2, 2, 2, 1), TENSOR),
-        ("cut", "standard", (1, 1, 2, 2, 2), {}),
+        ("cut", "standard", (2, 1, 1, 4, 1), {}),
     ],
 )
 def test_many_devices_are_as_one(name, method, dims, fields):
