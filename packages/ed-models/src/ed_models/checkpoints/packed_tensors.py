@@ -24,6 +24,7 @@ from ed_models.checkpoints.packing.float8 import float8
 from ed_models.checkpoints.packing.gptq import gptq
 from ed_models.checkpoints.packing.mxfp4 import mxfp4
 from ed_models.checkpoints.packing.packed import Packed
+from ed_models.checkpoints.quantized_tensors import METHOD
 from ed_models.checkpoints.tensor_files import Computed, TensorFiles
 
 logger = get_logger(__name__)
@@ -74,6 +75,8 @@ def unpacked(
     if not isinstance(settings, Mapping) or "quant_method" not in settings:
         return files, config
     method = settings["quant_method"]
+    if method == METHOD:  # quantized matrices of this project, which stay as they are
+        return files, config.replace(quantization_config=None)
     if method not in READERS:
         raise CheckpointError(
             f"quantization_config of config.json says quant_method={method!r}, a packing that is "
