@@ -102,7 +102,9 @@ def reference():
 def test_adapters_of_experts_in_every_method_and_mesh(reference, method, dims, fields):
     placed = config(dims, **fields)
     got = outputs(adapted(placed, **METHODS[method], **fields), placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5, rtol=1e-5), got, reference)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5, rtol=1e-5), got, reference
+    )
 
 
 def test_adapters_of_experts_are_what_they_are_merged(reference):

@@ -217,9 +217,7 @@ ADAPTED: dict[type[nnx.Module], type[AdaptedLayer]] = {
 }
 
 
-def fresh(
-    kernel: nnx.Variable, rank: int, key: jax.Array
-) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
+def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
     """A and B of a kernel [*experts, i, o]; B is zero."""
     *leading, inputs, outputs = kernel.get_value().shape
     *before, of_inputs, of_outputs = kernel.get_metadata().get("axes", (None, None))
@@ -245,5 +243,5 @@ def plain(cls: type[Any], adapted: nnx.Module) -> Any:
     """A layer of class `cls` with the variables of an adapted one."""
     # Its constructor would make new ones, so the layer is made without.
     new: Any = nnx.Module()
-    new.__class__ = cls
+    object.__setattr__(new, "__class__", cls)  # not an attribute in the eyes of nnx
     return adopt(new, adapted)

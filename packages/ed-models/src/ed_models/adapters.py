@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,12 +12,11 @@ from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import LoraSpec
 from ed_layers.linear import Linear
-from ed_layers.lora import ADAPTED, LoRAEmbed, LoRALinear
-from ed_layers.transform import Replace, transform
+from ed_layers.lora import ADAPTED, AdaptedLayer, LoRAEmbed
+from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
 
 M = TypeVar("M", bound=nnx.Module)
-ModelT = TypeVar("ModelT", bound="EasyAdapterMixin")
 
 #: What an adapter is put on where a specification names no targets: as PEFT's "all-linear".
 ALL_LINEAR = r"^(?!lm_head$|score$)"
@@ -92,10 +90,10 @@ def has_lora(model: object) -> bool:
     return next(lora_layers(model), None) is not None
 
 
-def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], LoRALinear | LoRAEmbed]]:
+def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], AdaptedLayer]]:
     """Storage paths and layers that have an adapter."""
     for path, node in nnx.iter_modules(cast(nnx.Module, model)):
-        if isinstance(node, LoRALinear | LoRAEmbed):
+        if isinstance(node, AdaptedLayer):
             yield path, node
 
 
@@ -103,39 +101,8 @@ def _every(model: M, replace: Any) -> M:
     if not has_lora(model):
         raise ConfigError("the model has no adapters")
     rules: Rules[Replace] = Rules([("", replace)], kind="LoRA target")
-    return transform(model, rules, of=(LoRALinear, LoRAEmbed))
-
-
-class EasyAdapterMixin(nnx.Module):
-    """Adds low-rank adapters to a model; each method returns another model, sharded as this one."""
-
-    @abstractmethod
-    def shard_model(self: ModelT) -> ModelT:
-        """Place every parameter on the mesh."""
-
-    def apply_lora(
-        self: ModelT, spec: LoraSpec | Mapping[LoraSpec, list[str]], *, seed: int = 0
-    ) -> ModelT:
-        """Put adapters on layers; see `apply_lora`. They alone learn from then on."""
-        return apply_lora(self, spec, key=jax.random.key(seed)).shard_model()
-
-    def apply_lora_to_layers(
-        self: ModelT, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
-    ) -> ModelT:
-        """Put adapters of a rank on the layers whose canonical names a pattern matches.
-
-        Args:
-            lora_rank: r; the scale is 1.
-            lora_pattern: regular expression; None = every linear layer but the head.
-            seed: of the random numbers.
-        """
-        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
-
-    def unwrap_lora_to_layers(self: ModelT) -> ModelT:
-        """Merge the adapters into the weights; see `merge_lora`."""
-        return merge_lora(self).shard_model()
-
-    @property
-    def lora_is_enabled(self) -> bool:
-        """Whether layers have adapters."""
-        return has_lora(self)
+    plain = transform(model, rules, of=tuple(ADAPTED.values()))
+    rejoin(plain)
+    # Adapters that wait under a name were made for the weights before.
+    vars(plain).pop("named_adapters", None)
+    return plain
