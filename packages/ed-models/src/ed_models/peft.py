@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +235,7 @@ def _ours(
 ) -> dict[str, LayerAdapter]:
     """The adapter of each of our matrices."""
     matrices = matrices_of(model)
-    shapes = {name: shape for name, shape in _shapes(model)}
+    shapes = dict(_shapes(model))
     named = set(settings.get("target_parameters") or ())
     touched = {
         name: matrix

@@ -170,7 +170,8 @@ def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
         ("gate_up_proj" if len(rest) > 1 else "up_proj", rest),
         ("down_proj", down),
     ):
-        layout = split(-2, transpose)({n: own[n][1:] for n in names}, lambda **_: parameter, None)
+        shapes = {name: own[name][1:] for name in names}
+        layout = split(-2, transpose)(shapes, parameter.format, None)
         ((shape),) = layout.hf_shapes.values()
         found.append(Matrix(module, parameter, shape, own[names[0]][0], layout.pieces))
     return found
