@@ -222,7 +222,7 @@ def test_what_cannot_be_served(llama, make_llama, engine, tmp_path, prompts):
             call()
     with pytest.raises(ConfigError, match="merge it"):
         eSurge(adapted(llama, "one"), max_loras=1, **OPTIONS)
-    with pytest.raises(ConfigError, match="max_loras is 0"):
+    with pytest.raises(ValueError, match="max_loras is 0"):
         eSurge(llama, max_lora_rank=8, **OPTIONS)
 
 
