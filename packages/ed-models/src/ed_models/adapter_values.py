@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 from ed_infra import paths
 from ed_infra.specs import LoraSpec
-from ed_layers.lora import AdaptedLayer, LoRAEmbed
+from ed_layers.quantization.model import matrix_of
 from flax import nnx
 
 from ed_models.adapters import apply_lora, lora_layers
@@ -59,18 +59,13 @@ def put_adapter(model: M, adapter: Adapter) -> M:
     adapted = apply_lora(model, by_spec)
     for path, layer in lora_layers(adapted):
         path = paths.normalize(path)
-        names = [f"{name}.{matrix_of(layer)}" for name in paths.canonical(path)]
+        names = [f"{name}.{matrix_of(layer)[0]}" for name in paths.canonical(path)]
         for field in ("a", "b", "magnitude"):
             values = [getattr(adapter[name], field) for name in names]
             if values[0] is not None:
                 stacked = np.stack(values) if paths.is_stacked(path) else values[0]
                 getattr(layer, f"lora_{field}").set_value(stacked)
     return adapted
-
-
-def matrix_of(layer: AdaptedLayer) -> str:
-    """Name of the matrix of an adapted layer."""
-    return "embedding" if isinstance(layer, LoRAEmbed) else "kernel"
 
 
 def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
@@ -83,4 +78,4 @@ def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
         }
         for i, name in enumerate(paths.canonical(path)):
             own = {k: v[i] if paths.is_stacked(path) else v for k, v in values.items()}
-            yield f"{name}.{matrix_of(layer)}", LayerAdapter(layer.spec, **own)
+            yield f"{name}.{matrix_of(layer)[0]}", LayerAdapter(layer.spec, **own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -13,6 +14,8 @@ from ed_infra.rules import Rules
 from ed_infra.specs import LoraSpec
 from ed_layers.linear import Linear
 from ed_layers.lora import ADAPTED, AdaptedLayer, LoRAEmbed
+from ed_layers.quantization.model import QuantParam, matrix_of
+from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
 
@@ -64,12 +67,15 @@ def _adapted(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
     return adapted(cast(Any, module), spec, key)
 
 
-def merge_lora(model: M) -> M:
+def merge_lora(model: M, *, dequantize: bool = False) -> M:
     """Return a copy of a model with the change of its adapters in its weights; they are gone.
 
+    Args:
+        dequantize: quantized matrices that have adapters become plain ones.
+
     Raises:
-        ConfigError: the model has no adapters, or its embedding has one and is also its head, which
-            has none.
+        ConfigError: the model has no adapters; a matrix that has one is quantized; or its embedding
+            has one and is also its head, which has none.
     """
     tied = getattr(model, "is_tied", False)
     if tied and any(isinstance(layer, LoRAEmbed) for _, layer in lora_layers(model)):
@@ -77,7 +83,25 @@ def merge_lora(model: M) -> M:
             "the embedding has an adapter, and the head is the same matrix without one: merged "
             "they would be two; load the base with config_kwargs={'tie_word_embeddings': False}"
         )
+    quantized = [
+        variable.get_value()
+        for _, layer in lora_layers(model)
+        if isinstance(variable := matrix_of(layer)[1], QuantParam)
+    ]
+    if quantized and not dequantize:
+        now, then = (sum(sizes) / 2**20 for sizes in zip(*map(_sizes, quantized), strict=True))
+        raise ConfigError(
+            f"matrices with adapters are quantized ({quantized[0].format}), and merged they would "
+            "have to be rounded to such codes again, in which most of what an adapter learned is "
+            f"lost: merge with dequantize=True, which makes them plain ({then:.1f} MiB instead of "
+            f"{now:.1f}), or leave the adapter beside them"
+        )
     return _every(model, lambda layer, _key: layer.merged())
+
+
+def _sizes(matrix: QArray) -> tuple[int, int]:
+    """Bytes of a quantized matrix, and of the plain one."""
+    return matrix.nbytes, math.prod(matrix.shape) * matrix.dtype.itemsize
 
 
 def remove_lora(model: M) -> M:

@@ -34,12 +34,14 @@ class Merged:
 
     Attributes:
         name, adapter: which.
-        weights: storage path of a matrix -> the base's array.
+        graphdef: of the base.
+        matrices: storage path -> variable of the base, of those that changed.
     """
 
     name: str
     adapter: Adapter
-    weights: Mapping[tuple[Any, ...], Any]
+    graphdef: nnx.GraphDef
+    matrices: Mapping[tuple[Any, ...], nnx.Variable]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +158,7 @@ class EasyAdapterMixin(nnx.Module):
 
     # Merging.
 
-    def merge_adapter(self: ModelT, name: str | None = None) -> ModelT:
+    def merge_adapter(self: ModelT, name: str | None = None, *, dequantize: bool = False) -> ModelT:
         """Put the change of an adapter into the weights, so that it costs no time.
 
         The base's matrices are kept beside (memory for the adapted matrices twice), and
@@ -164,9 +166,10 @@ class EasyAdapterMixin(nnx.Module):
 
         Args:
             name: which; None = the one on the layers.
+            dequantize: quantized matrices that have adapters become plain ones.
 
         Raises:
-            ConfigError: there is no such adapter, or one is merged.
+            ConfigError: there is no such adapter, one is merged, or a matrix is quantized.
         """
         model = self if name is None or name == self.active_adapter else self.set_adapter(name)
         if not has_lora(model):
@@ -177,13 +180,15 @@ class EasyAdapterMixin(nnx.Module):
                 else "the model has no adapters"
             )
         named, adapter = model.named_adapters, adapter_of(model)
-        weights = {
-            path: variable.get_value()
-            for path, variable in nnx.to_flat_state(nnx.state(remove_lora(model)))
+        graphdef, base = nnx.split(remove_lora(model))
+        matrices = {
+            path: variable
+            for path, variable in nnx.to_flat_state(base)
             if not adapter.keys().isdisjoint(paths.canonical(path))
         }
-        merged = Merged(named.active, adapter, weights)
-        return model._with(merge_lora(model), DEFAULT, named.waiting, merged)
+        merged = Merged(named.active, adapter, graphdef, matrices)
+        changed = merge_lora(model, dequantize=dequantize)
+        return model._with(changed, DEFAULT, named.waiting, merged)
 
     def unmerge_adapter(self: ModelT) -> ModelT:
         """Undo `merge_adapter`: the weights of the base to the bit, and the adapter on the layers.
@@ -196,24 +201,23 @@ class EasyAdapterMixin(nnx.Module):
         merged = self.named_adapters.merged
         if merged is None:
             raise ConfigError("no adapter is merged into the weights (merge_adapter does that)")
-        graphdef, state = nnx.split(self)
-        flat = dict(nnx.to_flat_state(state))
-        if any(path not in flat for path in merged.weights):
+        flat = dict(nnx.to_flat_state(nnx.state(self)))
+        if any(path not in flat for path in merged.matrices):
             raise ConfigError(
                 "the layers are stored otherwise than when the adapter was merged: give the model "
                 "the layout that it had (to_layout)"
             )
-        restored = {
-            path: variable.replace(merged.weights[path]) if path in merged.weights else variable
-            for path, variable in flat.items()
-        }
-        base = nnx.merge(graphdef, nnx.from_flat_state(restored))
+        base = nnx.merge(merged.graphdef, nnx.from_flat_state({**flat, **merged.matrices}))
         adapted = put_adapter(base, merged.adapter)
         return self._with(adapted, merged.name, self.named_adapters.waiting)
 
-    def unwrap_lora_to_layers(self: ModelT) -> ModelT:
-        """Merge the adapter on the layers into the weights for good, and forget all adapters."""
-        return merge_lora(self).shard_model()
+    def unwrap_lora_to_layers(self: ModelT, *, dequantize: bool = False) -> ModelT:
+        """Merge the adapter on the layers into the weights for good, and forget all adapters.
+
+        Args:
+            dequantize: quantized matrices that have adapters become plain ones.
+        """
+        return merge_lora(self, dequantize=dequantize).shard_model()
 
     # Parts.
 
