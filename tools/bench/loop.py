@@ -4,8 +4,9 @@
     uv run python -m tools.bench.loop --steps 1000 --log-steps 10
 
 A tiny Llama trains on one batch, over and over, with a row of metrics every `--log-steps` steps.
-The loop's own time is the processor time of its thread between two rows, less that of the bare compiled
-step, which runs on the same thread where it is small. Both are medians over pieces of 50 steps.
+The loop's own time is the processor time of its thread between two rows, less that of the bare
+compiled step, which runs on the same thread where it is small. Both are medians over pieces of 50
+steps.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ def test_resumed_is_uninterrupted(toy, tmp_path, name):
 
     run(tmp_path / "parts", 3)
     whole, parts = run(tmp_path / "whole", 5), run(tmp_path / "parts", 5)
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_schedule_free_evaluates_and_saves_the_average(toy, tmp_path):
