@@ -21,6 +21,8 @@ from ed_infra.errors import CheckpointError
 from ed_infra.paths import canonical, is_stacked, normalize
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ed_trainers.library_log import hushed
+
 T = TypeVar("T")
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -79,7 +81,7 @@ def stored_arrays(directory: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: there are none.
     """
-    with ocp.StandardCheckpointer() as checkpointer:
+    with hushed(), ocp.StandardCheckpointer() as checkpointer:
         metadata: Any = checkpointer.metadata(directory).item_metadata
     if metadata is None:
         raise CheckpointError(f"{directory} holds no arrays of a checkpoint")
@@ -94,7 +96,7 @@ def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
         wanted: names in the reader's own storage; see `check_fit` for those that can be had.
     """
     plan = _plan(wanted, stored_arrays(directory))
-    with ocp.StandardCheckpointer() as checkpointer:
+    with hushed(), ocp.StandardCheckpointer() as checkpointer:
         raw = dict(checkpointer.restore(directory, plan.reads))
     # The last reader of an array lets go of it: both storages never exist as a whole.
     last = {piece.stored: name for name, pieces in plan.pieces.items() for piece in pieces}
