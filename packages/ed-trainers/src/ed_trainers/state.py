@@ -146,6 +146,8 @@ class EasyDeLState(struct.PyTreeNode):
 
         A state whose optimizer keeps no mean is returned as it is.
         """
+        if self.opt_state is None:
+            return self
         return self.replace(graphstate=averaged(self.graphstate, self.opt_state))
 
     @property
