@@ -96,8 +96,13 @@ def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
         wanted: names in the reader's own storage; see `check_fit` for those that can be had.
     """
     plan = _plan(wanted, stored_arrays(directory))
-    with hushed(), ocp.StandardCheckpointer() as checkpointer:
-        raw = dict(checkpointer.restore(directory, plan.reads))
+    args = ocp.args.PyTreeRestore(
+        item=plan.reads,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(plan.reads),
+        partial_restore=True,  # the others are not read
+    )
+    with hushed(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        raw = dict(checkpointer.restore(directory, args=args))
     # The last reader of an array lets go of it: both storages never exist as a whole.
     last = {piece.stored: name for name, pieces in plan.pieces.items() for piece in pieces}
     arrays = {}
@@ -202,14 +207,6 @@ def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
     # A float32 run has no use for the rounded parameters beside the masters that it reads.
     used |= {parameter for parameter, master in masters.items() if master in used}
     unused = [name for name in saved if not used.issuperset(canonical(name.split("/")))]
-    # Orbax reads all arrays or none.
-    default = next(iter(wanted.values())).sharding if wanted else None
-    for name in saved:
-        if name not in reads:
-            sharding = _whole(default)
-            reads[name] = jax.ShapeDtypeStruct(
-                tuple(saved[name].shape), saved[name].dtype, sharding=sharding
-            )
     return _Plan(reads, pieces, missing, unused, frozenset(mastered))
 
 
@@ -226,10 +223,6 @@ def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
     spec = tuple(sharding.spec)
     spec = spec[1:] if stacked else (None, *spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
-
-
-def _whole(sharding: Any) -> Any:
-    return NamedSharding(sharding.mesh, PartitionSpec()) if hasattr(sharding, "mesh") else sharding
 
 
 def _assembled(

@@ -19,7 +19,8 @@ from ed_infra.errors import CheckpointError
 from flax import nnx
 
 from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
-from ed_trainers.saved import load, save, saved_facts
+from ed_trainers.saved import load, model_facts, save, saved_facts
+from ed_trainers.state import EasyDeLState
 
 log = logging.get_logger(__name__)
 
@@ -67,7 +68,9 @@ class CheckpointManager:
         part = self.directory / f".{step}.part"
         if jax.process_index() == 0:
             shutil.rmtree(part, ignore_errors=True)
-        save(part, flat_arrays(_tree(state)), {"step": step})
+        model = state.model if isinstance(state, EasyDeLState) else state
+        facts = {"step": step, "model": model_facts(model)}
+        save(part, flat_arrays(_tree(state)), facts)
         if jax.process_index() == 0:
             part.rename(target)
             if self._keep is not None:
