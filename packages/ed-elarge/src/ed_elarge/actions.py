@@ -159,7 +159,7 @@ def train(session: Session, options: NoOptions) -> None:
     before = _newest_step(directory)
     output = elm.train()
     (directory / "config.yaml").write_text(elm.config.to_yaml(secrets=False), "utf-8")
-    summary.trained(output, directory)
+    summary.trained(output, elm.config)
     session.stopped = output.stopped_by
     if session.stopped is not None:
         return
