@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ed_trainers.metrics import read_rows
+from ed_trainers.metrics import CLOCKED, read_rows
 
 TARGET = Path(__file__).parent / "kill_target.py"
 STEPS = 24
@@ -53,9 +53,8 @@ def kill_after(process: subprocess.Popen, directory: Path, step: int) -> None:
 
 
 def exact(directory: Path) -> list[dict]:
-    clock = ("time", "tokens_per_second", "eval_seconds")
     rows = read_rows(directory / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
 def newest(directory: Path) -> int:

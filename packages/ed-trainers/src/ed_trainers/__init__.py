@@ -14,7 +14,7 @@ _NAMES = {
     "Callback": "ed_trainers.callbacks",
     "CheckpointManager": "ed_trainers.manager",
     "create_optimizer": "ed_trainers.create_optimizer",
-    "TrainingDiverged": "ed_trainers.loop",
+    "TrainingDiverged": "ed_trainers.diverged",
     "Loss": "ed_trainers.contract",
     "Models": "ed_trainers.contract",
     "Rollout": "ed_trainers.rollout",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ed_trainers.contract import Loss as Loss
     from ed_trainers.contract import Models as Models
     from ed_trainers.create_optimizer import create_optimizer as create_optimizer
-    from ed_trainers.loop import TrainingDiverged as TrainingDiverged
+    from ed_trainers.diverged import TrainingDiverged as TrainingDiverged
     from ed_trainers.manager import CheckpointManager as CheckpointManager
     from ed_trainers.methods import trainer_class as trainer_class
     from ed_trainers.rollout import Rollout as Rollout

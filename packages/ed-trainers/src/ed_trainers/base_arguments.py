@@ -64,6 +64,17 @@ def _duration(value: object) -> object:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
+#: What `report_to` may name: `ed_trainers.trackers` has a class for each.
+TRACKERS = ("wandb", "trackio", "mlflow")
+
+
+def _names(value: object) -> object:
+    """Read one name as a list of it, and `none` as an empty one."""
+    if isinstance(value, str):
+        return () if value == "none" else (value,)
+    return value
+
+
 class TrainingArguments(Options):
     """Options that every method has."""
 
@@ -170,6 +181,18 @@ class TrainingArguments(Options):
     """`rich` draws a bar where standard output is a terminal, `json` prints each metrics row."""
     use_tensorboard: bool = True
     """Write the metrics for TensorBoard too, under `<save_directory>/tensorboard`."""
+    report_to: Annotated[
+        tuple[Annotated[str, choice("tracker", TRACKERS)], ...], BeforeValidator(_names)
+    ] = ()
+    """Trackers that get the metrics too: `wandb`, `trackio`, `mlflow`; each is an extra of
+    ed-trainers."""
+    project: str = "easydel"
+    """Project of the run in a tracker; mlflow calls it an experiment."""
+    run_name: str | None = None
+    """Name of the run in a tracker; None takes the last part of `save_directory`."""
+    peak_flops_per_device: Positive | None = None
+    """FLOP/s that one device can do, for MFU; None takes the known figure of its kind, and without
+    one there is no MFU."""
 
     # Each validator stands at the later of the two fields that it compares, so that the error
     # carries that field's place in the YAML.

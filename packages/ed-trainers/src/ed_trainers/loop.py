@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
-from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
+from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.best import Best
 from ed_trainers.checkpoint import Checkpoints
-from ed_trainers.contract import Method
+from ed_trainers.contract import Batch, Method
+from ed_trainers.diverged import Divergence
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
+from ed_trainers.flops import utilization
 from ed_trainers.interrupt import StopRequest
+from ed_trainers.meter import Meter
 from ed_trainers.metrics import RECORD, MetricsLog
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
 from ed_trainers.rollout import Weights
 from ed_trainers.run_record import describe_run, move_aside
+from ed_trainers.sinks import TENSORBOARD, sinks_of
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 
-CHECKPOINTS, TENSORBOARD, MODEL = "checkpoints", "tensorboard", "model"
-
-
-class TrainingDiverged(EasyDeLError):
-    """The loss or the gradient is not finite."""
+CHECKPOINTS, MODEL = "checkpoints", "model"
 
 
 class Notify(Protocol):
@@ -98,8 +97,9 @@ class TrainingLoop:
             score=lambda step: self._best.score(self.log.evaluation(step)),
             say=self._say,
         )
-        board = directory / TENSORBOARD if self.arguments.use_tensorboard else None
-        self.log = MetricsLog(directory / RECORD, board, active=first)
+        others = sinks_of(self.arguments, self._say) if first else ()
+        self.log = MetricsLog(directory / RECORD, others, active=first)
+        self.meter = Meter()
         self.progress: Progress | None = None
         # Reports that are still on the device: (step, report, tokens of the step).
         self._pending: tuple[int, dict[str, jax.Array], int] | None = None
@@ -108,10 +108,8 @@ class TrainingLoop:
         self._lent: list[Weights] = []
         self._stopped_by: str | None = None
         self._save_asked = False
-        self._clock: float | None = None
-        self._skipped = 0  # bad steps in a row
-        self._window = [0, 0.0]  # tokens and seconds since the last row
-        self._whole = [0, 0.0]  # and since the beginning
+        self._divergence = Divergence(self.arguments.rolling_interval_length)
+        self._compiled: set[object] = set()  # shapes of the batches so far
 
     def run(self) -> dict[str, Any]:
         """Train; return the fields of a `TrainerOutput` other than its directory."""
@@ -198,6 +196,7 @@ class TrainingLoop:
         self._unflatten = partial(jax.tree.unflatten, jax.tree.structure(state))
         self._leaves = tuple(jax.tree.leaves(state))
         del state
+        self.meter.ready()
         self.job.notify("on_train_begin", self.step)
         if self.step and self._evaluation_is_due():
             self._evaluate()
@@ -213,27 +212,50 @@ class TrainingLoop:
                 if self._evaluation_is_due():
                     self._evaluate()
                 if self._save_is_due():
-                    self._save()
-                self._clock = time.monotonic()
+                    with self.meter.spending("checkpoint"):
+                        self._save()
         self._finish_pending()
 
     def _one_step(self) -> None:
-        prepared = self.job.method.prepare(self.job.feed.batch(self.step))
-        height = next(iter(prepared.values())).shape[0]
-        if height != self.arguments.total_batch_size:
-            raise ConfigError(
-                f"train_dataset gives batches of {height} sequences, but total_batch_size is "
-                f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
-            )
-        parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
-        placed = self.job.placement.place(parts, stacked=True)
+        with self.meter.fetching(self._devices_are_idle):
+            prepared = self.job.method.prepare(self.job.feed.batch(self.step))
+            height = next(iter(prepared.values())).shape[0]
+            if height != self.arguments.total_batch_size:
+                raise ConfigError(
+                    f"train_dataset gives batches of {height} sequences, but total_batch_size is "
+                    f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
+                )
+            parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
+            placed = self.job.placement.place(parts, stacked=True)
         while self._lent:
             self._lent.pop().end()
-        self._leaves, report = self._train_step(self._leaves, placed)
+        self._leaves, report = self._call(placed)
         self.step += 1
         previous, self._pending = self._pending, (self.step, report, count_tokens(prepared))
         if previous is not None:
             self._finish(*previous)
+
+    def _call(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+        """Begin a step; the first of each shape compiles, which the meter counts apart."""
+        shapes = tuple(array.shape for array in batch.values())
+        if shapes in self._compiled:
+            return self._train_step(self._leaves, batch)
+        if not self._compiled:
+            self._count_flops(length=shapes[0][-1])
+        self._compiled.add(shapes)
+        with self.meter.spending("compile"):
+            return self._train_step(self._leaves, batch)
+
+    def _count_flops(self, length: int) -> None:
+        """Say once how MFU is computed, where the peak of the devices is known."""
+        peak, config = self.arguments.peak_flops_per_device, self.job.placement.config
+        self.meter.utilization = utilization(self._state(), config, length=length, peak=peak)
+        if self.meter.utilization is not None:
+            self._say(self.meter.utilization.formula)
+
+    def _devices_are_idle(self) -> bool:
+        # jax.Array has it, the class that type checkers see has not.
+        return self._pending is None or cast(Any, self._pending[1]["loss"]).is_ready()
 
     def _finish_pending(self) -> None:
         if self._pending is not None:
@@ -243,14 +265,9 @@ class TrainingLoop:
     def _finish(self, step: int, report: Mapping[str, jax.Array], tokens: int) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
-        self._check_finite(step, figures)
-        now = time.monotonic()
-        if self._clock is not None:  # the first step compiles: its time says nothing
-            for sums in (self._window, self._whole):
-                sums[0] += tokens
-                sums[1] += now - self._clock
-        self._clock = now
-        rate = self._window[0] / self._window[1] if self._window[1] else None
+        self._divergence.check(step, figures, self.checkpoints.steps)
+        self.meter.stepped(tokens)
+        rate = self.meter.tokens_per_second
         assert self.progress is not None
         shows = step % self.arguments.report_steps == 0 or step in (1, self.total)
         self.progress.step(step, {**figures, "tokens_per_second": rate or 0.0} if shows else None)
@@ -258,27 +275,7 @@ class TrainingLoop:
             return
         del figures["weight"]
         row = {"step": step, "loss": figures.pop("loss"), **figures}
-        row |= {"tokens": tokens, "time": time.time()}
-        if rate is not None:
-            row["tokens_per_second"] = rate
-        self._window = [0, 0.0]
-        self._write(row)
-
-    def _check_finite(self, step: int, figures: Mapping[str, float]) -> None:
-        skipped = bool(figures.get("skipped"))
-        self._skipped = self._skipped + 1 if skipped else 0
-        longest = self.arguments.rolling_interval_length
-        if skipped and self._skipped < longest:
-            return
-        if not skipped and math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
-            return
-        kept = self.checkpoints.steps()
-        where = f"the checkpoint of step {kept[-1]} is intact" if kept else "there is no checkpoint"
-        raise TrainingDiverged(
-            f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}"
-            f"{f', {longest} steps in a row were skipped' if skipped else ''}; {where}. "
-            "Lower learning_rate, add warmup_steps, or set clip_grad"
-        )
+        self._write(row | {"tokens": tokens, "time": time.time()} | self.meter.row())
 
     def _write(self, row: Mapping[str, Any]) -> None:
         assert self.progress is not None
@@ -302,7 +299,8 @@ class TrainingLoop:
         assert self.progress is not None
         began = time.monotonic()
         state = self._state().averaged() if self.arguments.use_ema else self._state()
-        metrics = self.job.evaluator.run(state, self.progress.evaluating)
+        with self.meter.spending("evaluation"):
+            metrics = self.job.evaluator.run(state, self.progress.evaluating)
         if self.arguments.save_best_k or self.arguments.load_best_model_at_end:
             self._best.check(metrics)
         seconds = time.monotonic() - began
@@ -375,9 +373,7 @@ class TrainingLoop:
         if "loss" in trained:
             summary["train_loss"] = trained["loss"]
         summary |= {name: value for name, value in evaluated.items() if name.startswith("eval_")}
-        if self._whole[1]:
-            summary["tokens_per_second"] = self._whole[0] / self._whole[1]
-        return summary
+        return summary | self.meter.summary()
 
     def _state(self) -> EasyDeLState:
         assert self._unflatten is not None

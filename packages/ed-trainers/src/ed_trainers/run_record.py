@@ -18,6 +18,7 @@ MUST_MATCH = (
     "total_batch_size",
     "optimizer",
     "master_dtype",
+    "skip_bad_steps",
     "trainable_rules",
 )
 
@@ -26,12 +27,18 @@ _CHANGE_THE_COURSE = (
     "learning_rate",
     "learning_rate_end",
     "scheduler",
+    "scheduler_kwargs",
     "warmup_steps",
     "optimizer_kwargs",
     "weight_decay",
     "learning_rate_rules",
     "weight_decay_rules",
     "clip_grad",
+    "sigma_factor",
+    "rolling_interval_length",
+    "label_smoothing_factor",
+    "z_loss_coefficient",
+    "neftune_noise_alpha",
     "gradient_accumulation_steps",
 )
 

@@ -29,7 +29,7 @@ from ed_trainers.optimizers.schedules import Schedule
 from ed_trainers.optimizers.skip import skip_bad_steps
 
 Direction = optax.GradientTransformation
-NumbersOf = Callable[[optax.Params], Numbers]
+NumbersOf = Callable[[optax.Params | None], Numbers]
 
 
 def build_optimizer(
@@ -211,7 +211,7 @@ def _by_learning_rate(schedule: Schedule, factors_of: NumbersOf) -> optax.Gradie
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def _factors(arguments: TrainingArguments, params: optax.Params) -> Numbers:
+def _factors(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
     """The factor of each parameter on the learning rate; Muon's AdamW has a rate of its own."""
     factors = learning_rate_factors(arguments, params)
     own = arguments.optimizer_kwargs.get("adam_learning_rate")

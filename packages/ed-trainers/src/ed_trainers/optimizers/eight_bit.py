@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,7 @@ def eight_bit(
     def update(
         grad: jax.Array, state: optax.OptState, param: jax.Array | None = None
     ) -> tuple[jax.Array, optax.OptState]:
+        direction: Any
         direction, new = inner.update(grad.astype(jnp.float32), unpack(state), param)
         return direction, pack(new, grad.shape)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 S = TypeVar("S")
+P = TypeVar("P")
 
 
 class MasterState(NamedTuple):
@@ -68,7 +69,7 @@ def in_parameter_dtype(inner: optax.GradientTransformation) -> optax.GradientTra
     return optax.GradientTransformation(inner.init, update)
 
 
-def with_float32(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
+def with_float32(params: P, opt_state: optax.OptState) -> P:
     """Return the parameters with their masters in the place of those that have one."""
     state = state_of(opt_state, MasterState)
     return params if state is None else _merged(state.masters, params)
@@ -94,7 +95,7 @@ def apply_updates(
     return jax.tree.map(new, state.masters, params, updates, is_leaf=_masked)
 
 
-def _merged(masters: optax.Params, params: optax.Params | None) -> optax.Params:
+def _merged(masters: optax.Params, params: P) -> P:
     return jax.tree.map(lambda m, p: p if _masked(m) else m, masters, params, is_leaf=_masked)
 
 

@@ -31,7 +31,7 @@ class MuonState(NamedTuple):
     momentum: jax.Array
 
 
-def matrices(params: optax.Params) -> Any:
+def matrices(params: optax.Params | None) -> Any:
     """Return a tree like the parameters that says of each whether Muon takes it.
 
     It takes the matrices of layers and of experts. Embeddings, the head of the vocabulary or of
@@ -78,7 +78,10 @@ def orthogonal(matrix: Float[Array, "i o"], *, steps: int, eps: float) -> Float[
     wide = x.shape[0] <= x.shape[1]
     x = x if wide else x.T
     x = x / jnp.maximum(jnp.linalg.norm(x), eps)
-    for _ in range(steps):
+
+    def closer(_: int, x: jax.Array) -> jax.Array:
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        return a * x + (b * gram + c * gram @ gram) @ x
+
+    x = jax.lax.fori_loop(0, steps, closer, x)  # a loop compiles once for all steps
     return x if wide else x.T

@@ -25,7 +25,9 @@ def logical_axes(node: object) -> tuple[str | None, ...]:
     return tuple(node.get_metadata().get("axes") or ()) if isinstance(node, nnx.Variable) else ()
 
 
-def map_parameters(function: Callable[[Sequence[object], Any], Any], params: optax.Params) -> Any:
+def map_parameters(
+    function: Callable[[Sequence[object], Any], Any], params: optax.Params | None
+) -> Any:
     """Put `function(path, parameter)` in the place of each array of a tree of parameters.
 
     Args:

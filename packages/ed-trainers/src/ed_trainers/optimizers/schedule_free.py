@@ -7,7 +7,7 @@ result at every moment. z is the optimizer's state, and the step asks `gradient_
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ import optax
 
 from ed_trainers.optimizers.masters import state_of, with_float32
 from ed_trainers.optimizers.schedules import Schedule
+
+P = TypeVar("P")
 
 
 class ScheduleFreeState(NamedTuple):
@@ -73,17 +75,19 @@ def schedule_free(
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def gradient_point(params: optax.Params, opt_state: optax.OptState | None) -> optax.Params:
+def gradient_point(params: P, opt_state: optax.OptState | None) -> P:
     """Return the parameters at which the next gradient is to be taken, in their dtypes.
 
     They are the parameters themselves for every optimizer but schedule-free ones.
     """
-    state = None if opt_state is None else state_of(opt_state, ScheduleFreeState)
+    if opt_state is None:
+        return params
+    state = state_of(opt_state, ScheduleFreeState)
     if state is None:
         return params
     point = _between(state.b1, state.z, with_float32(params, opt_state))
     return jax.tree.map(lambda y, p: y.astype(p.dtype), point, params)
 
 
-def _between(b1: jax.typing.ArrayLike, z: optax.Params, x: optax.Params | None) -> optax.Params:
+def _between(b1: jax.typing.ArrayLike, z: optax.Params, x: object) -> optax.Params:
     return jax.tree.map(lambda z, x: (1.0 - b1) * z + b1 * x, z, x)

@@ -73,9 +73,8 @@ def skip_bad_steps(
         good = finite
         if sigma is not None:
             judged = state.recorded >= max(2, interval // 2)
-            spikes = [
-                _is_spike(x, xs, state.recorded, sigma) for x, xs in zip(figures, kept, strict=True)
-            ]
+            pairs = zip(figures, kept, strict=True)
+            spikes = [_is_spike(x, before, state.recorded, sigma) for x, before in pairs]
             good = finite & ~(judged & (spikes[0] | spikes[1]))
         at = state.recorded % interval
         losses, norms = (
