@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_models.module import STATE_GROUP
 from ed_trainers.arrays import flat_arrays, leaf_names
 from ed_trainers.state import EasyDeLState
 
@@ -147,3 +153,28 @@ def test_a_loaded_state_goes_on(toy, tmp_path):
         loaded.apply_gradients(grads=loaded.graphstate),
         expected.apply_gradients(grads=expected.graphstate),
     )
+
+
+@pytest.mark.proves("model.to_state")
+def test_a_model_makes_its_state(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM.create(config)
+    # What pyproject.toml declares; a checkout that is not installed anew does not know of it yet.
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    declared = tomllib.loads(project.read_text())["project"]["entry-points"][STATE_GROUP]
+    entries = [metadata.EntryPoint(n, v, STATE_GROUP) for n, v in declared.items()]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+    state = model.to_state()
+    assert type(state) is EasyDeLState
+    equal(state, EasyDeLState.create(model=model))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    with pytest.raises(ConfigError, match="pip install ed-trainers"):
+        model.to_state()
+    assert type(model.to_state(EasyDeLState)) is EasyDeLState

@@ -12,6 +12,7 @@ _NAMES = {
     "TrainingArguments": "ed_trainers.arguments",
     "arguments_class": "ed_trainers.arguments",
     "Callback": "ed_trainers.callbacks",
+    "CheckpointManager": "ed_trainers.manager",
     "create_optimizer": "ed_trainers.create_optimizer",
     "TrainingDiverged": "ed_trainers.diverged",
     "Loss": "ed_trainers.contract",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ed_trainers.contract import Models as Models
     from ed_trainers.create_optimizer import create_optimizer as create_optimizer
     from ed_trainers.diverged import TrainingDiverged as TrainingDiverged
+    from ed_trainers.manager import CheckpointManager as CheckpointManager
     from ed_trainers.methods import trainer_class as trainer_class
     from ed_trainers.rollout import Rollout as Rollout
     from ed_trainers.rollout import Sampled as Sampled

@@ -21,6 +21,8 @@ from ed_infra.errors import CheckpointError
 from ed_infra.paths import canonical, is_stacked, normalize
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ed_trainers.library_log import hushed
+
 T = TypeVar("T")
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -79,7 +81,7 @@ def stored_arrays(directory: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: there are none.
     """
-    with ocp.StandardCheckpointer() as checkpointer:
+    with hushed(), ocp.StandardCheckpointer() as checkpointer:
         metadata: Any = checkpointer.metadata(directory).item_metadata
     if metadata is None:
         raise CheckpointError(f"{directory} holds no arrays of a checkpoint")
@@ -94,8 +96,13 @@ def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
         wanted: names in the reader's own storage; see `check_fit` for those that can be had.
     """
     plan = _plan(wanted, stored_arrays(directory))
-    with ocp.StandardCheckpointer() as checkpointer:
-        raw = dict(checkpointer.restore(directory, plan.reads))
+    args = ocp.args.PyTreeRestore(
+        item=plan.reads,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(plan.reads),
+        partial_restore=True,  # the others are not read
+    )
+    with hushed(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        raw = dict(checkpointer.restore(directory, args=args))
     # The last reader of an array lets go of it: both storages never exist as a whole.
     last = {piece.stored: name for name, pieces in plan.pieces.items() for piece in pieces}
     arrays = {}
@@ -200,14 +207,6 @@ def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
     # A float32 run has no use for the rounded parameters beside the masters that it reads.
     used |= {parameter for parameter, master in masters.items() if master in used}
     unused = [name for name in saved if not used.issuperset(canonical(name.split("/")))]
-    # Orbax reads all arrays or none.
-    default = next(iter(wanted.values())).sharding if wanted else None
-    for name in saved:
-        if name not in reads:
-            sharding = _whole(default)
-            reads[name] = jax.ShapeDtypeStruct(
-                tuple(saved[name].shape), saved[name].dtype, sharding=sharding
-            )
     return _Plan(reads, pieces, missing, unused, frozenset(mastered))
 
 
@@ -224,10 +223,6 @@ def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
     spec = tuple(sharding.spec)
     spec = spec[1:] if stacked else (None, *spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
-
-
-def _whole(sharding: Any) -> Any:
-    return NamedSharding(sharding.mesh, PartitionSpec()) if hasattr(sharding, "mesh") else sharding
 
 
 def _assembled(

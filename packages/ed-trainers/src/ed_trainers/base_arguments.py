@@ -145,9 +145,9 @@ class TrainingArguments(Options):
     save_directory: str = "EasyDeL-Checkpoints"
     """Where checkpoints, metrics and the trained model go."""
     save_steps: Steps | None = None
-    """Steps between checkpoints; None saves at the end only."""
+    """Steps between checkpoints; None saves at the end only. SIGUSR1 saves one at any time."""
     save_total_limit: Steps | None = None
-    """Checkpoints that are kept, counted from the newest; None keeps all."""
+    """Checkpoints that are kept, counted from the newest, beside the best; None keeps all."""
     do_last_save: bool = True
     """Save a checkpoint and the model, in Hugging Face layout, when training ends."""
     merge_adapters: Flag | None = None

@@ -12,7 +12,6 @@ resumed over the same ones.
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
-from ed_trainers import checksums, disk
+from ed_trainers import checksums, disk, library_log
 from ed_trainers.arrays import (
     check_fit,
     flat_abstract,
@@ -36,14 +35,12 @@ from ed_trainers.arrays import (
 )
 from ed_trainers.fingerprint import Fingerprint, check_same, fingerprint
 from ed_trainers.run_record import compare_runs, free_name
-from ed_trainers.saved import FORMAT, check_format
+from ed_trainers.saved import FORMAT, check_format, model_facts
 from ed_trainers.state import EasyDeLState, changing
 
 Say = Callable[[str], None]
 
 
-# What orbax logs to.
-_LIBRARY = logging.getLogger("absl")
 # Files that orbax still writes when a checkpoint is complete.
 _LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # Bytes that a checkpoint takes beside its arrays, about.
@@ -79,13 +76,13 @@ class Checkpoints:
         self._keep, self._keep_best = keep, keep_best
         self._begun: tuple[int, int] | None = None  # step and bytes
         self._base: Fingerprint | None = None
-        self._silence = disk.Silence()
+        self._hush = library_log.Hush()
         self._open_manager: ocp.CheckpointManager | None = None
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._open_manager is None:
-            _LIBRARY.addFilter(self._silence)
+            library_log.LOGGER.addFilter(self._hush)
             self.directory.mkdir(parents=True, exist_ok=True)
             self._open_manager = ocp.CheckpointManager(
                 self.directory,
@@ -150,7 +147,7 @@ class Checkpoints:
         frozen = _frozen(state, arrays)
         if self._base is None:
             self._base = fingerprint(frozen)
-        facts = {"format": FORMAT, "base": self._base, **run}
+        facts = {"format": FORMAT, "base": self._base, "model": model_facts(state.model), **run}
         size = size_of(arrays.values())
         without = f", without the {disk.in_bytes(size_of(frozen.values()))} that do not learn"
         self._say(f"checkpoint {step}: {disk.in_bytes(size)}{without if frozen else ''}")
@@ -185,7 +182,7 @@ class Checkpoints:
         manager, self._open_manager = self._open_manager, None
         if manager is not None:
             manager.close()
-        _LIBRARY.removeFilter(self._silence)
+        library_log.LOGGER.removeFilter(self._hush)
 
     def _seal(self) -> None:
         """Write the checksums of a checkpoint whose files are complete, before it is renamed."""
@@ -206,6 +203,7 @@ class Checkpoints:
         if self._begun is None or not disk.is_full(error):
             raise error
         step, size = self._begun
+        library_log.TASKS.addFilter(self._hush)
         if jax.process_index() == 0:
             for directory in self.directory.glob(f"{step}{_UNFINISHED}*"):
                 shutil.rmtree(directory, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import shutil
 from pathlib import Path
 
@@ -21,14 +20,6 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-class Silence(logging.Filter):
-    """Keeps what a library logs of a full disk off a logger, while somebody else says it."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let a record pass that is of something else."""
-        return not (record.exc_info and is_full(record.exc_info[1]))
 
 
 def room(directory: Path, needed: int) -> str:

@@ -93,6 +93,14 @@ def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
     return read_arrays(directory / _ARRAYS, wanted)
 
 
+def model_facts(model: object) -> dict[str, Any] | None:
+    """Return what `ed_trainers.convert` makes a model from: its class's name and configuration."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    return {"class": type(model).__name__, "config": json.loads(config.to_json_string())}
+
+
 def check_format(facts: Mapping[str, Any], where: str) -> None:
     """Refuse what this version cannot read.
 

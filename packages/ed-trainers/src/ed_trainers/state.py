@@ -18,7 +18,7 @@ from flax import nnx, struct
 from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
 from ed_trainers.optimizers import apply_updates, averaged, gradient_point
 from ed_trainers.placement import replicated, shardings_like
-from ed_trainers.saved import load, save, saved_facts
+from ed_trainers.saved import load, model_facts, save, saved_facts
 
 
 class EasyDeLState(struct.PyTreeNode):
@@ -146,6 +146,8 @@ class EasyDeLState(struct.PyTreeNode):
 
         A state whose optimizer keeps no mean is returned as it is.
         """
+        if self.opt_state is None:
+            return self
         return self.replace(graphstate=averaged(self.graphstate, self.opt_state))
 
     @property
@@ -181,7 +183,11 @@ class EasyDeLState(struct.PyTreeNode):
             CheckpointError: the directory already holds something, or the disk is full.
         """
         saved = self if save_optimizer else self.replace(opt_state=None)
-        facts = {"step": int(self.step), "optimizer": saved.opt_state is not None}
+        facts = {
+            "step": int(self.step),
+            "optimizer": saved.opt_state is not None,
+            "model": model_facts(self.model),
+        }
         save(Path(directory), flat_arrays(saved), facts)
 
     def load_state(self, directory: str | Path) -> EasyDeLState:

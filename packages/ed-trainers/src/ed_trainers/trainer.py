@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from ed_trainers.placement import Placement, place_model
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
+
+# From here on a length is no length: transformers writes 1e30 for one that it does not know.
+_UNLIMITED = 1e20
 
 #: Folder of a run that holds the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"
@@ -281,7 +285,7 @@ class Trainer(ABC):
 
     def _save_tokenizer(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
-            self.processing_class.save_pretrained(directory)
+            _with_length(self.processing_class, model).save_pretrained(directory)
 
     def _first_state(self) -> EasyDeLState:
         return self._state or EasyDeLState.create(
@@ -326,3 +330,16 @@ class Trainer(ABC):
                 )
             place_model(model)
         return Frozen(models, self._model)
+
+
+def _with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
+    """Return a tokenizer that knows how many tokens the model takes.
+
+    One that was never told says 1e30, which whoever truncates by it takes at its word.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is None or getattr(tokenizer, "model_max_length", 0) < _UNLIMITED:
+        return tokenizer
+    told = copy.copy(tokenizer)
+    told.model_max_length = longest  # type: ignore[attr-defined]
+    return told
