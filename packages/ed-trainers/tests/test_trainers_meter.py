@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from ed_infra.errors import ConfigError
+from ed_layers.quantization import quantize
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
@@ -102,6 +103,11 @@ def test_the_formula_is_palms():
     frozen = EasyDeLState.create(model=model, trainable=[("o_proj", True)])
     learning = 3 * 16 * 16
     assert matrix_parameters(frozen, model.config) == (learning, matrices - learning)
+    # Codes count as the numbers that they stand for.
+    spec = {"dtype": "nf4", "group_size": 8, "pattern": "q_proj|k_proj"}
+    coded = EasyDeLState.create(model=quantize(model, spec))
+    few = 3 * (16 * 16 + 16 * 8)
+    assert matrix_parameters(coded, model.config) == (matrices - few, few)
     # Unrolled, or with the table as the head, the count is the same.
     leaves = model.to_layout("leaves")
     assert matrix_parameters(EasyDeLState.create(model=leaves), model.config) == (matrices, 0)

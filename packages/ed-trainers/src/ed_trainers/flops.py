@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from ed_infra.paths import canonical, normalize, parse_run
+from ed_layers.quantization import QuantParam
 from flax import nnx
 
 from ed_trainers.optimizers.per_array import EXPERT, logical_axes
@@ -114,7 +115,7 @@ def _counted(tree: nnx.State, config: Any) -> tuple[float, float, int]:
         axes = logical_axes(variable)
         layers = sum(parse_run(key) is not None for key in normalize(path))
         experts = axes[:1] == (EXPERT,)
-        if not isinstance(variable, nnx.Param) or len(shape) - layers - experts < 2:
+        if not isinstance(variable, nnx.Param | QuantParam) or len(shape) - layers - experts < 2:
             continue
         size = 1.0
         for n in shape:
