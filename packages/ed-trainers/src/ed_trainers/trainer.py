@@ -52,7 +52,9 @@ class TrainerOutput:
     Attributes:
         state: parameters and optimizer state after the last step.
         metrics: `train_loss` (of the last logged step), `eval_loss` and the other figures of the
-            last evaluation, `steps`, `seconds`, `tokens_per_second` of this process.
+            last evaluation, `steps`, `seconds`, `tokens_per_second` of this process; what the
+            seconds went into (`productive_seconds`, `compile_seconds`, ...) and `goodput`, the
+            share of the first.
         checkpoint_path: newest checkpoint, if there is one.
         best_checkpoint_path: the one whose evaluation was best, if any was evaluated.
         save_directory: where everything is; the model, if it was saved, is in `model` under it.
@@ -285,7 +287,7 @@ class Trainer(ABC):
 
     def _save_tokenizer(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
-            _with_length(self.processing_class, model).save_pretrained(directory)
+            _with_length(self.processing_class, self._model).save_pretrained(directory)
 
     def _first_state(self) -> EasyDeLState:
         return self._state or EasyDeLState.create(
