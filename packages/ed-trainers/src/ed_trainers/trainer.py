@@ -285,7 +285,7 @@ class Trainer(ABC):
 
     def _save_tokenizer(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
-            _with_length(self.processing_class, model).save_pretrained(directory)
+            _with_length(self.processing_class, self._model).save_pretrained(directory)
 
     def _first_state(self) -> EasyDeLState:
         return self._state or EasyDeLState.create(
