@@ -65,16 +65,15 @@ def test_the_newest_and_the_best_stay(toy, tmp_path):
 @pytest.mark.proves("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 @pytest.mark.parametrize("greater", [None, True])
 def test_a_run_ends_with_the_best(toy, tmp_path, capsys, greater):
-    run = trainer(
-        toy,
-        tmp_path,
+    given = {
         **EVALUATED,
-        learning_rate=3.0,
-        load_best_model_at_end=True,
-        metric_for_best_model="perplexity",
-        greater_is_better=greater,
-        save_total_limit=1,
-    )
+        "learning_rate": 3.0,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "perplexity",
+        "greater_is_better": greater,
+        "save_total_limit": 1,
+    }
+    run = trainer(toy, tmp_path, **given)
     output = run.train()
     figures = {step: row["eval_perplexity"] for step, row in evaluated(tmp_path).items()}
     choose = max if greater else min
@@ -88,16 +87,7 @@ def test_a_run_ends_with_the_best(toy, tmp_path, capsys, greater):
         capsys.readouterr().out
     )
     # The same command again: the same model.
-    again = trainer(
-        toy,
-        tmp_path,
-        **EVALUATED,
-        learning_rate=3.0,
-        load_best_model_at_end=True,
-        metric_for_best_model="perplexity",
-        greater_is_better=greater,
-        save_total_limit=1,
-    ).train()
+    again = trainer(toy, tmp_path, **given).train()
     assert int(again.state.step) == best
 
 

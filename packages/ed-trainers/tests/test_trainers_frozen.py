@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
-from ed_infra.specs import LoraSpec
+from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.arrays import flat_arrays, stored_arrays
@@ -151,3 +151,21 @@ def test_fingerprints_do_not_depend_on_the_storage_of_layers():
         fingerprint(flat_arrays(base(scan_layers=scan).split_module()[1])) for scan in (True, False)
     )
     assert stacked == leaves
+
+
+def test_a_quantized_base_is_not_saved_and_is_known_again(tmp_path):
+    def learner(seed=0, dtype="nf4", **given):
+        config = EasyDeLQuantizationConfig(dtype=dtype, group_size=16)
+        return lora(base(seed=seed, **given).quantize(config))
+
+    _, losses = train(tmp_path / "whole", 4, learner())
+    train(tmp_path / "part", 3, learner())
+    shutil.copytree(tmp_path / "part", tmp_path / "unrolled")
+    names = stored_arrays(tmp_path / "part/checkpoints/2/arrays")
+    assert not any(name.startswith("graphother") for name in names)
+    for other in (learner(seed=1), learner(dtype="int8"), lora(base())):
+        with pytest.raises(CheckpointError, match="over frozen weights that are not these"):
+            train(tmp_path / "part", 4, other)
+    assert train(tmp_path / "part", 4, learner())[1] == losses
+    unrolled = train(tmp_path / "unrolled", 4, learner(scan_layers=False))[1]
+    np.testing.assert_allclose(unrolled, losses, rtol=1e-5)

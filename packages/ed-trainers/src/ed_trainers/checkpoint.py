@@ -35,7 +35,7 @@ from ed_trainers.arrays import (
 )
 from ed_trainers.fingerprint import Fingerprint, check_same, fingerprint
 from ed_trainers.run_record import compare_runs, free_name
-from ed_trainers.saved import FORMAT, check_format, model_facts
+from ed_trainers.saved import FORMAT, check_format
 from ed_trainers.state import EasyDeLState, changing
 
 Say = Callable[[str], None]
@@ -147,7 +147,7 @@ class Checkpoints:
         frozen = _frozen(state, arrays)
         if self._base is None:
             self._base = fingerprint(frozen)
-        facts = {"format": FORMAT, "base": self._base, "model": model_facts(state.model), **run}
+        facts = {"format": FORMAT, "base": self._base, **run}
         size = size_of(arrays.values())
         without = f", without the {disk.in_bytes(size_of(frozen.values()))} that do not learn"
         self._say(f"checkpoint {step}: {disk.in_bytes(size)}{without if frozen else ''}")

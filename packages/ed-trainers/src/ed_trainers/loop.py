@@ -29,6 +29,7 @@ from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
 from ed_trainers.rollout import Weights
 from ed_trainers.run_record import describe_run, move_aside
+from ed_trainers.saved import model_facts
 from ed_trainers.sinks import TENSORBOARD, sinks_of
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
@@ -154,6 +155,7 @@ class TrainingLoop:
     def _begin(self) -> EasyDeLState:
         schedule = build_schedule(self.arguments, self.total)
         state = self.job.begin()
+        self._model_facts = model_facts(state.model)
         tx = state.tx or build_optimizer(self.arguments, schedule)
         restored = None
         if self.checkpoints.steps():
@@ -188,6 +190,7 @@ class TrainingLoop:
             total_steps=self.total,
             loader=self.job.feed.state_dict(),
             fingerprint=self.job.feed.fingerprint,
+            model=self._model_facts,
         )
 
     # --- the steps ---

@@ -96,6 +96,7 @@ def describe_run(
     total_steps: int,
     loader: Mapping[str, Any],
     fingerprint: str | None,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what a checkpoint says about its run, in JSON values.
 
@@ -104,12 +105,14 @@ def describe_run(
         total_steps: updates of the whole run.
         loader: the loader's `state_dict()`.
         fingerprint: identity of data and order, or None where the loader has none.
+        model: what `ed_trainers.convert` makes the model from; see `saved.model_facts`.
     """
     return {
         "arguments": arguments.model_dump(mode="json"),
         "total_steps": total_steps,
         "loader": dict(loader),
         "fingerprint": fingerprint,
+        "model": model,
     }
 
 

@@ -95,7 +95,7 @@ def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
 
 def model_facts(model: object) -> dict[str, Any] | None:
     """Return what `ed_trainers.convert` makes a model from: its class's name and configuration."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
     return {"class": type(model).__name__, "config": json.loads(config.to_json_string())}
