@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -36,14 +37,15 @@ PYTHON = f"weather(city={CITY!r}, days=3)"
 EXAMPLES = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {J}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "llama3_json": f'{{"name": "weather", "parameters": {J}}}; {{"name": "now", "parameters": {{}}}}',
+    "llama3_json": f'{{"name": "weather", "parameters": {J}}}; '
+    '{"name": "now", "parameters": {}}',
     "llama4_pythonic": f"<|python_start|>[{PYTHON}, now()]<|python_end|>",
     "pythonic": f"[{PYTHON}, now()]",
     "mistral": f"[TOOL_CALLS]weather[ARGS]{J}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
     "qwen3_coder": TAGGED,
     "qwen3_xml": TAGGED,
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    f"{J}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    f"```json\n{J}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{J}"
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -56,11 +58,12 @@ EXAMPLES = {
     f'{CITY}</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n'
     "</invoke>\n</minimax:tool_call>",
     "gpt_oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    f"{J}<|call|><|start|>assistant<|channel|>commentary to=functions.now json<|message|>{{}}<|call|>",
+    f"{J}<|call|><|start|>assistant<|channel|>commentary to=functions.now json<|message|>{{}}"
+    "<|call|>",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {J}}}, {{"arguments": {{}}, '
     '"name": "now"}]',
-    "internlm": f'<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {J}}}<|action_end|>'
-    '<|action_start|><|plugin|>{"name": "now", "parameters": {}}<|action_end|>',
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {J}}}'
+    '<|action_end|><|action_start|><|plugin|>{"name": "now", "parameters": {}}<|action_end|>',
     "jamba": f'<tool_calls>[\n{{"name": "weather", "arguments": {J}}},\n{{"name": "now"}}\n]'
     "</tool_calls>",
     "phi4_mini_json": f'functools[{{"name": "weather", "arguments": {J}}}, {{"name": "now"}}]',
@@ -96,7 +99,7 @@ def reply(text, cuts=(), *, cut=False, **options):
     """A text in pieces, parsed and put together; also the number of pieces of arguments."""
     parser = ReplyParser(**options)
     whole, edges, events = Reply(), [0, *sorted(cuts), len(text)], []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         events += parser.feed(text[start:stop])
     events += parser.close(cut=cut)
     whole.add(events)

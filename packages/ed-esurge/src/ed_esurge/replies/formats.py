@@ -139,7 +139,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         name_ends=("{",),
         name=r"\s*\w*<｜tool▁sep｜>(?P<name>[^\s<{]+)\s*```(?:json)?\s*",
         ends=("```<｜tool▁call▁end｜>", "```\n<｜tool▁call▁end｜>"),
-        signs=("function<｜tool▁sep｜>", "'<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```"),
+        signs=("function<｜tool▁sep｜>", "\\n' + '```json"),
     ),
     "deepseek_v31": _DEEPSEEK,
     "minimax_m2": ToolFormat(

@@ -219,7 +219,7 @@ class ReplyParser:
         self._open = _Call(name, shown, self._space, self._trim)
         self._space, self._trim = "", True
         if shown:
-            made = call_id or _new_id(calls.form.id_length)
+            made = call_id or new_id(calls.form.id_length)
             self._events.append(CallBegins(self._count, made, name))
 
     def write(self, text: str) -> None:
@@ -238,7 +238,8 @@ class ReplyParser:
 
     def is_text(self, key: str) -> bool | None:
         """See `Sink`."""
-        assert self._calls is not None and self._open is not None, "arguments belong to a call"
+        assert self._calls is not None, "only announced calls are read"
+        assert self._open is not None, "arguments belong to a call"
         properties = self._calls.tools[self._open.name].get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return _is_text(schema)
@@ -271,7 +272,8 @@ def _is_text(schema: object) -> bool | None:
     return False if isinstance(kind, str) else None
 
 
-def _new_id(length: int) -> str:
+def new_id(length: int = 0) -> str:
+    """An id for a call; of so many letters and digits, if `length` is not 0."""
     if not length:
         return f"call_{uuid.uuid4().hex[:24]}"
     letters = string.ascii_letters + string.digits

@@ -31,9 +31,8 @@ def argument(src: Scanner) -> Reader[str]:
             open_.append({"(": ")", "[": "]", "{": "}"}[here])
             if len(open_) > MAX_DEPTH:
                 raise Malformed
-        elif here in ")]}":
-            if not open_ or open_.pop() != here:
-                raise Malformed
+        elif here in ")]}" and (not open_ or open_.pop() != here):
+            raise Malformed
         src.at += 1
         parts.append(here)
         if here in "\"'":
