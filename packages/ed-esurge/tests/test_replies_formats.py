@@ -247,7 +247,7 @@ def test_harmony_channels():
 
 
 def test_names_and_signs():
-    assert by_name(TOOL_FORMATS, "glm-4.5", "tool_parser_name") == "glm45"
+    assert by_name(TOOL_FORMATS, "glm45", "tool_parser_name") is TOOL_FORMATS["glm45"]
     with pytest.raises(ConfigError, match=r"hermez.*did you mean 'hermes'"):
         by_name(TOOL_FORMATS, "hermez", "tool_parser_name")
     for template, name in {

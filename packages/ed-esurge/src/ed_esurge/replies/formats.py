@@ -5,10 +5,9 @@ A new format is a new entry, tested by `tests/test_replies_formats.py` with an e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ed_infra.errors import ConfigError, did_you_mean
 
@@ -276,25 +275,25 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 }  # fmt: skip
 
 
-def by_name(table: Mapping[str, object], name: str, option: str) -> str:
-    """A name of a table, however it is spelt (`glm-4.5` is `glm45`).
+FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
+
+
+def by_name(table: Mapping[str, FormatT], name: str, option: str) -> FormatT:
+    """An entry of a table.
 
     Raises:
-        ConfigError: the table has none like it; the error lists them.
+        ConfigError: the table has none of that name; the error lists them.
     """
-    plain = {re.sub(r"[^a-z0-9]", "", known): known for known in table}
-    known = plain.get(re.sub(r"[^a-z0-9]", "", name.lower()))
-    if known is None:
-        hint = did_you_mean(name, tuple(table)) or ""
+    if name not in table:
         raise ConfigError(
-            f"{option} {name!r} is not known{hint}; there are {', '.join(sorted(table))}, and "
-            "`auto` looks at the chat template"
+            f"{option} {name!r} is not known{did_you_mean(name, tuple(table)) or ''}; there are "
+            f"{', '.join(sorted(table))}, `auto` looks at the chat template, and `none` reads none"
         )
-    return known
+    return table[name]
 
 
 def detect(
-    table: Mapping[str, ToolFormat] | Mapping[str, ReasoningFormat],
+    table: Mapping[str, FormatT],
     template: str,
     vocabulary: Collection[str] = (),
 ) -> str | None:

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server import errors, openapi
-from ed_esurge.server.auth import BearerAuth
+from ed_esurge.server.auth import ApiKey, BearerAuth
 from ed_esurge.server.body import read
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
@@ -37,7 +37,7 @@ def create_app(
     engine: Any,
     *,
     served_model_name: str | Sequence[str] | None = None,
-    api_key: str | Sequence[str] | None = None,
+    api_key: str | ApiKey | Sequence[str | ApiKey] | None = None,
     chat_template: str | None = None,
     cors_origins: Sequence[str] | None = None,
     allowed_hosts: Sequence[str] | None = None,
@@ -54,7 +54,8 @@ def create_app(
             application, or something like an `AsyncEngine`, which its owner stops.
         served_model_name: what clients call the model; several names are aliases, and answers
             carry the first. None: the model's own name.
-        api_key: a key, or several, one of which each request must bring. None: anybody may.
+        api_key: a key, or several, one of which each request must bring; an `ApiKey` has limits.
+            None: anybody may.
         chat_template: Jinja text instead of the tokenizer's own template.
         cors_origins: web origins whose pages may call this server (`["*"]`: all). None: no CORS.
         allowed_hosts: what the `Host` header of a request may name, without ports. None: anything
@@ -108,9 +109,10 @@ def create_app(
     _health(app, served)
     _openai(app, served)
     _tokens(app, served)
-    keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
+    keys = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
     if keys:
-        app.add_middleware(BearerAuth, keys=keys)
+        known = [ApiKey.of(key) if isinstance(key, str) else key for key in keys]
+        app.add_middleware(BearerAuth, keys=known)
     if cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,

@@ -9,8 +9,7 @@ from ed_esurge.replies.forced import LISTED, NamedCall
 from ed_esurge.replies.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
-    ReasoningFormat,
-    ToolFormat,
+    FormatT,
     by_name,
     detect,
 )
@@ -51,18 +50,13 @@ class ReplyFormats:
         self.enabled = enable_function_calling
         vocabulary = tokenizer.get_vocab()
 
-        def choose(table: Mapping[str, Any], name: str, option: str) -> Any:
-            if name == "none":
-                return None
+        def choose(table: Mapping[str, FormatT], name: str, option: str) -> FormatT | None:
             if name == "auto":
-                name = detect(table, template, vocabulary) or ""
-                return table.get(name)
-            return table[by_name(table, name, option)]
+                name = detect(table, template, vocabulary) or "none"
+            return None if name == "none" else by_name(table, name, option)
 
-        self.tools: ToolFormat | None = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
-        self.reasoning: ReasoningFormat | None = choose(
-            REASONING_FORMATS, reasoning_parser, "reasoning_parser"
-        )
+        self.tools = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
+        self.reasoning = choose(REASONING_FORMATS, reasoning_parser, "reasoning_parser")
         self._takes_tools = "tools" in template
         added = tokenizer.added_tokens_decoder.values()
         self._special = frozenset(token.content for token in added if token.special)
