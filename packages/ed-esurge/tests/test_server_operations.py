@@ -81,7 +81,8 @@ def test_keys_have_limits_and_an_end(tmp_path, monkeypatch):
             json={"prompt": "a", "max_tokens": 20, "stream": True},
             headers={"Authorization": "Bearer one"},
         ) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()
+            next(lines)
             assert post("one").status_code == 429
             assert post("new").status_code == 200
         wait_for(lambda: post("one").status_code == 200)
