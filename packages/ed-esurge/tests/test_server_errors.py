@@ -69,7 +69,7 @@ def test_completion_refusals(http, body, param, says):
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no place"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "text only"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),

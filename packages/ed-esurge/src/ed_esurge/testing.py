@@ -21,7 +21,7 @@ from ed_esurge.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import SamplingParams, StructuredOutputs
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -98,6 +98,12 @@ class ScriptedEngine:
         self._delay = delay
         self._fail_after = fail_after
         self._running = 0
+
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """Compile a grammar; the script is not held to it."""
+        from ed_esurge.runner.guides import Grammars
+
+        Grammars(self.tokenizer, self.vocab_size, ()).matcher(wanted)
 
     def stats(self) -> dict[str, float]:
         """The engine's numbers for `/metrics`."""

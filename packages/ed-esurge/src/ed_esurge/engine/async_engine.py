@@ -22,7 +22,7 @@ from ed_esurge.core.commands import Abort, Add, Command, UpdateWeights
 from ed_esurge.engine.intake import Params, Prompt
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -122,6 +122,10 @@ class AsyncEngine:
     @property
     def vocab_size(self) -> int:
         return self.engine.vocab_size
+
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """See `eSurge.check_structured`."""
+        self.engine.check_structured(wanted)
 
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""

@@ -97,6 +97,7 @@ class eSurge:
             prompt_class=runner.model.prompt_class,
             grammars=grammars,
         )
+        self.check_structured = self._intake.check_structured
         self._names = itertools.count(1)
         self._lock = threading.RLock()
         # Where the outputs of requests go that a `generate` or a `stream` follows.

@@ -92,10 +92,12 @@ class ReplyFormats:
         """What makes the parser of each reply to a prompt; None: a reply is its text."""
         choice = body.tool_choice if body.tools else "none"
         inside = self.thinks(prompt)
-        drops = self._special if self.shows_special(body) else frozenset()
+        drops = self._special if self.shows_special(body) else ()
         if isinstance(choice, NamedTool):
             name = choice.function.name
-            return lambda: NamedCall(name, ReplyParser(None, self.reasoning, inside=inside))
+            return lambda: NamedCall(
+                name, ReplyParser(None, self.reasoning, inside=inside, drops=drops)
+            )
         calls = None
         if choice != "none":
             form = LISTED if choice == "required" else self.tools
@@ -112,6 +114,15 @@ class ReplyFormats:
             return False
         tail = str(self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
         return tail.rstrip().endswith(self.reasoning.opens)
+
+    def end_of_thoughts(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """The tokens after which a reply to this prompt may be held to a form: none where it does
+        not begin with thoughts, or where their end is no token of its own."""
+        if self.reasoning is None or not self.thinks(prompt):
+            return ()
+        known = [self._tokenizer.convert_tokens_to_ids(text) for text in self.reasoning.closes]
+        ends = [token for token in known if token not in (None, self._tokenizer.unk_token_id)]
+        return (ends[0],) if ends else ()
 
     def shows_special(self, body: ChatRequest) -> bool:
         """Whether the engine must show special tokens, because markers are among them."""

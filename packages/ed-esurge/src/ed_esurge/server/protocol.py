@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
 from ed_esurge.server.fields import TokenIds, few, or_default, unsupported
+from ed_esurge.server.structured import Guided, ResponseFormat
 from ed_esurge.server.tools import (
     MAX_TOOL_CALLS,
     NamedTool,
@@ -90,7 +91,7 @@ class StreamOptions(Options):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(Options):
+class GenerationRequest(Guided):
     """The fields that both generation endpoints share. OpenAI's defaults."""
 
     model: str | None = None
@@ -260,10 +261,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
     functions: unsupported("functions; send tools", []) = None  # type: ignore[valid-type]
     function_call: unsupported("functions; send tool_choice", "none", "auto") = None  # type: ignore[valid-type]
-    response_format: unsupported(  # type: ignore[valid-type]
-        "structured output; ask for the format in a message, and check what comes back",
-        {"type": "text"},
-    ) = None
+    response_format: ResponseFormat | None = None
     modalities: unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
     audio: unsupported("audio output") = None  # type: ignore[valid-type]
     reasoning_effort: unsupported("reasoning_effort", "none") = None  # type: ignore[valid-type]

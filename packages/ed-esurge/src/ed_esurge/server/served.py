@@ -14,7 +14,7 @@ from fastapi import Request
 
 from ed_esurge.config import EngineConfig, ServerLimits
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import SamplingParams, StructuredOutputs
 from ed_esurge.server.errors import APIError, engine_unavailable
 from ed_esurge.server.formats import ReplyFormats
 from ed_esurge.server.logprobs import TokenTexts
@@ -49,6 +49,10 @@ class ServedEngine(Protocol):
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of one request. Closing the iterator early aborts the request."""
+        ...
+
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """Compile the grammar of a structured output. Raises ConfigError: it is none."""
         ...
 
     def stats(self) -> Mapping[str, float]:

@@ -14,11 +14,12 @@ from fastapi import Request
 
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.replies.events import CallEnds, Content, Event, Reply
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import SamplingParams, StructuredOutputs
 from ed_esurge.server.choices import Tally, finish_reason
 from ed_esurge.server.formats import Parser
 from ed_esurge.server.protocol import ChatRequest
 from ed_esurge.server.served import Served, new_id
+from ed_esurge.server.structured import of_tools, one_of
 from ed_esurge.server.tools import NamedTool
 from ed_esurge.server.watch import Watch
 
@@ -94,7 +95,13 @@ class Turn:
             default=None,
             last=body.truncate_prompt_tokens,
         )
-        more = {"skip_special_tokens": False} if served.formats.shows_special(body) else {}
+        more: dict[str, Any] = {}
+        if served.formats.shows_special(body):
+            more["skip_special_tokens"] = False
+        structured = await one_of(served.engine, _wanted(body))
+        if structured is not None:
+            after = served.formats.end_of_thoughts(tokens)
+            more["structured_outputs"] = structured.replace(after=after)
         params = served.sampling_params(
             body,
             limit,
@@ -158,3 +165,15 @@ class Turn:
             return [known[index] for index in sorted(known)]
 
         return await self.watch.over(gather())
+
+
+def _wanted(body: ChatRequest) -> dict[str, StructuredOutputs]:
+    """The structured outputs that a request asks for, by the field that asks."""
+    wanted = body.outputs()
+    text = body.response_format.schema_text if body.response_format is not None else None
+    if text is not None:
+        wanted["response_format"] = StructuredOutputs(json_schema=text)
+    calls = of_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    if calls is not None:
+        wanted["tool_choice"] = calls
+    return wanted
