@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import numpy as np
+
 from ed_esurge.config import EngineConfig
 from ed_esurge.outputs import (
     CompletionOutput,
@@ -21,7 +23,7 @@ from ed_esurge.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from ed_esurge.sampling import SamplingParams, StructuredOutputs
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -150,6 +152,20 @@ class ScriptedEngine:
             self._running -= 1
             if not done:
                 self.aborted.append(request_id)
+
+    async def embed(
+        self, prompt_token_ids: list[int], pooling_params: PoolingParams, request_id: str
+    ) -> RequestOutput:
+        """A vector of how often the first eight bytes of the vocabulary occur."""
+        await asyncio.sleep(self._delay)
+        vector = np.bincount(np.asarray(prompt_token_ids) % 8, minlength=8).astype(np.float32)
+        if pooling_params.normalize:
+            vector /= np.linalg.norm(vector)
+        output = CompletionOutput(0, finish_reason="stop")
+        metrics = RequestMetrics(time.monotonic())
+        return RequestOutput(
+            request_id, prompt_token_ids, [output], True, metrics, delta=True, pooled=vector
+        )
 
     @staticmethod
     def _stamp(metrics: RequestMetrics, first: bool) -> None:

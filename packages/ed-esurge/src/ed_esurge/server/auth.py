@@ -20,7 +20,9 @@ from ed_esurge.server.asgi import ASGIApp, Receive, Scope, Send
 from ed_esurge.server.errors import APIError
 
 # What load balancers and Prometheus read; neither says anything about requests' contents.
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/health/decode", "/metrics", "/version"}
+)
 
 
 class ApiKey(Options):

@@ -48,7 +48,7 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.draining = True
+        self._app.state.served.draining = True
         give_up = self._app.state.served.stopping.set
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, give_up)
         try:
@@ -57,7 +57,7 @@ class _Server(uvicorn.Server):
             timer.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self._app.state.draining = True
+        self._app.state.served.draining = True
         super().handle_exit(sig, frame)
 
     @contextmanager

@@ -87,6 +87,32 @@ class Prompts:
 
         return await self._aside(work, sum(map(len, texts)) + len(texts))
 
+    async def tokens_of(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+        param: str,
+    ) -> list[list[int]]:
+        """Token ids of prompts that are not continued, as far as they are used.
+
+        Args:
+            prompts: texts, or token ids.
+            last, param: see `fit`.
+
+        Raises:
+            APIError: 400, when one does not fit, or has a token that the model does not know.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode(texts, add_special_tokens=add_special_tokens, param=param))
+        result = []
+        for prompt in prompts:
+            tokens = next(encoded) if isinstance(prompt, str) else prompt
+            self.check_tokens(tokens, param=param)
+            result.append(self.fit(tokens, 0, param=param, default=0, last=last)[0])
+        return result
+
     async def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""
         return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))

@@ -30,7 +30,7 @@ MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
 MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
 
 
-def _prompts(value: object) -> list[str | list[int]]:
+def as_prompts(value: object) -> list[str | list[int]]:
     """Normalise the four shapes of `prompt` into a list of texts and token lists."""
     if isinstance(value, str):
         return [value]
@@ -156,7 +156,7 @@ class GenerationRequest(Guided):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
     max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     echo: Annotated[bool, BeforeValidator(or_default(False))] = False
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
