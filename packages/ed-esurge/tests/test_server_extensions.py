@@ -172,6 +172,12 @@ def http_app():
         ("/health", None),
         ("/health/decode", None),
         ("/version", None),
+        ("/v1/responses", {"input": "a"}),
+        (
+            "/v1/messages",
+            {"model": "scripted", "max_tokens": 4, "messages": CHAT["messages"]},
+        ),
+        ("/v1/messages/count_tokens", {"model": "scripted", "messages": CHAT["messages"]}),
         ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 3}),
         ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
         ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
@@ -182,7 +188,7 @@ def http_app():
     ],
 )
 def test_answers_are_as_documented(http, path, body):
-    models = {one.path: one.gives for one in openapi.ENDPOINTS}
+    models = {one.path: one.gives for one in openapi.ENDPOINTS if one.method != "DELETE"}
     model = models.get(path, answers.ModelCard)
     answer = http.get(f"/..{path}") if body is None else http.post(f"/..{path}", json=body)
     assert answer.status_code == 200

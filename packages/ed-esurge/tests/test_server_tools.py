@@ -9,55 +9,26 @@ import openai
 import pytest
 from ed_esurge.server import answers, create_app
 from ed_esurge.server.launch import background
-from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from ed_esurge.testing import (
+    TOOL_CALLS,
+    TOOL_PARAMETERS,
+    TOOL_REPLIES,
+    TOOL_TEMPLATE,
+    NamedReplies,
+    ScriptedEngine,
+    byte_tokenizer,
+)
 from ed_infra.errors import ConfigError
 
-# A template that shows all that it is told, as JSON.
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message | tojson }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
-    "{# <tool_call> <think> #}"
-)
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-}
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "weather", "parameters": TOOL_PARAMETERS}},
     {"type": "function", "function": {"name": "now", "description": "The time."}},
 ]
-CALLS = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-REPLIES = {
-    "call": f"<think>\nI look it up.\n</think>\n\nOne moment.\n{CALLS}",
-    "only": CALLS,
-    "plain": "It is <b>sunny</b>.",
-    "broken": '<tool_call>\n{"name": "weather", "arguments": {city}}\n</tool_call>',
-    "unknown": '<tool_call>\n{"name": "storm", "arguments": {}}\n</tool_call>',
-    "inside": "I look.\n</think>\n\nSunny.",
-}
-
-
-class Scripted(ScriptedEngine):
-    """Answers with the reply that the last word of the prompt names."""
-
-    def __init__(self, **options):
-        super().__init__(self._answer, max_model_len=8192, **options)
-        self.prompts = []
-
-    def _answer(self, prompt, choice):
-        text = self.tokenizer.decode(prompt)
-        self.prompts.append(text)
-        return next(REPLIES[name] for name in REPLIES if f"say {name}" in text)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return Scripted(tokenizer=byte_tokenizer(TEMPLATE))
+    return NamedReplies(tokenizer=byte_tokenizer(TOOL_TEMPLATE))
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +80,9 @@ WEATHER = ("weather", '{"city": "Zürich", "days": 3}')
     [
         ("call", ("One moment.", "I look it up.", [WEATHER, ("now", "{}")], "tool_calls")),
         ("only", (None, "", [WEATHER, ("now", "{}")], "tool_calls")),
-        ("plain", (REPLIES["plain"], "", [], "stop")),
-        ("broken", (REPLIES["broken"], "", [], "stop")),
-        ("unknown", (REPLIES["unknown"], "", [], "stop")),
+        ("plain", (TOOL_REPLIES["plain"], "", [], "stop")),
+        ("broken", (TOOL_REPLIES["broken"], "", [], "stop")),
+        ("unknown", (TOOL_REPLIES["unknown"], "", [], "stop")),
     ],
 )
 def test_calls_streamed_and_not(client, name, expected):
@@ -175,7 +146,7 @@ def test_a_cut_call_keeps_what_there_is(client):
 def test_tool_choice_none_and_no_tools_leave_text_alone(client, engine):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {}):
         content, _, calls, finish = whole(ask(client, "only", **options))
-        assert (content, calls, finish) == (CALLS, [], "stop")
+        assert (content, calls, finish) == (TOOL_CALLS, [], "stop")
         assert "<tools>" not in engine.prompts[-1]
 
 
@@ -194,7 +165,7 @@ def test_history_reaches_the_template(client, engine):
     client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
     text = engine.prompts[-1]
     offered = json.loads(text[text.index("[") : text.index("</tools>")])
-    assert offered[0]["function"]["parameters"] == PARAMETERS
+    assert offered[0]["function"]["parameters"] == TOOL_PARAMETERS
     assert offered[1]["function"]["description"] == "The time."
     lines = [json.loads(line[line.index("|>") + 2 :]) for line in text.split("\n")[1:3]]
     assert lines[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
@@ -255,7 +226,7 @@ def test_schemas_have_limits(client):
 
 
 def test_special_tokens_that_are_markers_are_read_and_others_are_kept_from_clients():
-    tokenizer = byte_tokenizer(TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"))
+    tokenizer = byte_tokenizer(TOOL_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[IMG]"]})
     reply = '[IMG]Yes.[TOOL_CALLS]weather{"city": "a"}'
     engine = ScriptedEngine(lambda prompt, choice: reply, tokenizer=tokenizer, max_model_len=8192)
@@ -267,22 +238,22 @@ def test_special_tokens_that_are_markers_are_read_and_others_are_kept_from_clien
 
 
 def test_options_of_the_server():
-    tokenizer = byte_tokenizer(TEMPLATE)
-    with background(Scripted(tokenizer=tokenizer), enable_function_calling=False) as url:
+    tokenizer = byte_tokenizer(TOOL_TEMPLATE)
+    with background(NamedReplies(tokenizer=tokenizer), enable_function_calling=False) as url:
         body = {"messages": [{"role": "user", "content": "say only"}], "tools": TOOLS}
         answer = httpx.post(f"{url}/chat/completions", json=body)
         assert answer.status_code == 400
         assert "enable_function_calling" in answer.json()["error"]["message"]
-    with background(Scripted(tokenizer=tokenizer), tool_parser_name="none") as url:
+    with background(NamedReplies(tokenizer=tokenizer), tool_parser_name="none") as url:
         answer = httpx.post(f"{url}/chat/completions", json=body)
         assert "tool_parser_name" in answer.json()["error"]["message"]
     options = {"tool_parser_name": "qwen3_coder", "reasoning_parser": "none"}
-    with background(Scripted(tokenizer=tokenizer), **options) as url:
+    with background(NamedReplies(tokenizer=tokenizer), **options) as url:
         body["messages"][0]["content"] = "say call"
         answer = httpx.post(f"{url}/chat/completions", json=body).json()
-        assert answer["choices"][0]["message"]["content"] == REPLIES["call"]
+        assert answer["choices"][0]["message"]["content"] == TOOL_REPLIES["call"]
     with pytest.raises(ConfigError, match="hermes"):
-        create_app(Scripted(tokenizer=tokenizer), tool_parser_name="hermse")
+        create_app(NamedReplies(tokenizer=tokenizer), tool_parser_name="hermse")
 
 
 PARTS = (
@@ -292,7 +263,7 @@ PARTS = (
 
 
 def test_templates_that_read_parts_get_parts():
-    engine = Scripted(tokenizer=byte_tokenizer(PARTS))
+    engine = NamedReplies(tokenizer=byte_tokenizer(PARTS))
     with background(engine) as url:
         ask(openai.OpenAI(base_url=url, api_key="none"), "plain")
     assert engine.prompts[-1] == "<|user|>say plain<|assistant|>"

@@ -233,3 +233,46 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
         sent = max(sent, len(text))
         if done is not None:
             return
+
+
+# A template that shows all that it is told, as JSON.
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message | tojson }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
+    "{# <tool_call> <think> #}"
+)
+TOOL_PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOL_CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+TOOL_REPLIES = {
+    "call": f"<think>\nI look it up.\n</think>\n\nOne moment.\n{TOOL_CALLS}",
+    "only": TOOL_CALLS,
+    "plain": "It is <b>sunny</b>.",
+    "broken": '<tool_call>\n{"name": "weather", "arguments": {city}}\n</tool_call>',
+    "unknown": '<tool_call>\n{"name": "storm", "arguments": {}}\n</tool_call>',
+    "inside": "I look.\n</think>\n\nSunny.",
+}
+
+
+class NamedReplies(ScriptedEngine):
+    """Answers with the one of `TOOL_REPLIES` that the prompt names: `say call`.
+
+    Attributes:
+        prompts: what the model saw, in order.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(self._answer, max_model_len=8192, **options)
+        self.prompts: list[str] = []
+
+    def _answer(self, prompt: list[int], choice: int) -> str:
+        text = self.tokenizer.decode(prompt)
+        self.prompts.append(text)
+        return next(TOOL_REPLIES[name] for name in TOOL_REPLIES if f"say {name}" in text)

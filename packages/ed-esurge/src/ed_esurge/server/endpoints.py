@@ -14,6 +14,12 @@ from ed_esurge.server import answers, health, models, protocol, tokens
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
+from ed_esurge.server.messages import endpoint as messages
+from ed_esurge.server.messages.answer import AnthropicAnswer, TokenCount
+from ed_esurge.server.messages.request import CountRequest, MessagesRequest
+from ed_esurge.server.responses import endpoint as responses
+from ed_esurge.server.responses.answer import Deleted, ResponseAnswer
+from ed_esurge.server.responses.request import ResponseRequest
 from ed_esurge.server.scores import Reranked, RerankRequest, ScoreRequest, Scores, rerank, score
 from ed_esurge.server.served import Served
 
@@ -82,6 +88,44 @@ ENDPOINTS = (
         protocol.ChatRequest,
         answers.ChatCompletion,
         streams=True,
+    ),
+    _post(
+        "/v1/responses",
+        "Answer an input; the answer may be kept, and followed.",
+        responses.create,
+        ResponseRequest,
+        ResponseAnswer,
+        streams=True,
+    ),
+    Endpoint(
+        "/v1/responses/{response_id}",
+        "An answer that was kept.",
+        responses.retrieve,
+        ResponseAnswer,
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/v1/responses/{response_id}",
+        "Forget an answer.",
+        responses.delete,
+        Deleted,
+        refusals=(*READING, 404),
+        method="DELETE",
+    ),
+    _post(
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's API does.",
+        messages.message,
+        MessagesRequest,
+        AnthropicAnswer,
+        streams=True,
+    ),
+    _post(
+        "/v1/messages/count_tokens",
+        "Tokens of such a conversation.",
+        messages.count_tokens,
+        CountRequest,
+        TokenCount,
     ),
     _post("/v1/embeddings", "Texts to vectors.", embed, EmbeddingRequest, Embeddings),
     _post("/v1/score", "How alike texts are.", score, ScoreRequest, Scores),

@@ -158,6 +158,7 @@ async def _cosines(
     if vectors is None:
         return None
     left, right = vectors[: len(first)], vectors[len(first) :]
-    cosines = [float(cosine) for cosine in np.sum(left * right, axis=1, dtype=np.float64)]
+    products = np.atleast_2d(left.astype(np.float64) * right)
+    cosines = [float(row.sum()) for row in products]
     count = sum(map(len, prompts))
     return cosines, {"prompt_tokens": count, "total_tokens": count}

@@ -22,6 +22,7 @@ from ed_esurge.server.logprobs import TokenTexts
 from ed_esurge.server.metrics import Metrics, RequestTimer
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
+from ed_esurge.server.responses.store import ResponseStore
 from ed_esurge.server.watch import Watch
 
 
@@ -96,6 +97,7 @@ class Served:
         self.limits = limits
         self.stopping = asyncio.Event()
         """Set when the server, asked to stop, waits no longer for what runs."""
+        self.responses = ResponseStore(limits.max_stored_responses)
         self.draining = False
         """The server was asked to stop."""
         self.decoding: asyncio.Task[str | None] | None = None
