@@ -80,6 +80,8 @@ class LatentAttention(nnx.Module):
         self.kv_a_proj_with_mqa = parts.linear(d, rank + turned, axes=("embed", None), bias=bias)
         self.kv_a_layernorm = parts.norm(rank, eps=norm_eps)
         self.kv_b_proj = parts.linear(rank, h * (plain + v), axes=("embed", "heads"))
+        # `expansion` takes its matrix apart from any latent: so no format may quantize latents.
+        self.kv_b_proj.absorbed = True
         self.o_proj = parts.linear(h * v, d, axes=("heads", "embed"), bias=bias)
         self.heads, self.rank, self.plain, self.turned = h, rank, plain, turned
         self.interleaved = interleaved

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from ed_infra import paths
+from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from flax import nnx
 
@@ -44,7 +45,7 @@ def transform(
         of: only modules of this class, or of one of these, are matched (`Linear`).
 
     Raises:
-        ConfigError: a rule matches no module of the class.
+        ConfigError: a rule matches no module of the class, or a replacement refuses a module.
     """
     graphdef, state = nnx.split(model)
     model = nnx.merge(graphdef, state)
@@ -55,8 +56,13 @@ def transform(
     for path, module in list(_modules(model, of)):
         replace = rules.at(path)
         if replace is not None:
-            keys = [_key_of(key, name) for name in paths.canonical(path)]
-            _put(model, path, _replaced(module, replace, keys, stacked=paths.is_stacked(path)))
+            names = paths.canonical(path)
+            keys = [_key_of(key, name) for name in names]
+            try:
+                module = _replaced(module, replace, keys, stacked=paths.is_stacked(path))
+            except ConfigError as error:
+                raise ConfigError(f"{names[0]}: {error}") from None
+            _put(model, path, module)
     rules.check_used()
     return model
 

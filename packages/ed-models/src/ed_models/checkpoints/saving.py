@@ -16,6 +16,7 @@ import numpy as np
 from ed_infra import paths
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
+from ed_layers.quantization.simulated import Simulated
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -109,9 +110,10 @@ def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, tuple[int, ...]]]:
     """Map each canonical name to its leaf, and to its place in it where layers are stacked."""
     leaves: dict[str, tuple[jax.Array, tuple[int, ...]]] = {}
     for path, variable in nnx.to_flat_state(state):
-        stacked = paths.is_stacked(path)
+        stacked, value = paths.is_stacked(path), variable.get_value()
+        value = value.value if isinstance(value, Simulated) else value
         for i, name in enumerate(paths.canonical(path)):
-            leaves[name] = (variable.get_value(), (i,) if stacked else ())
+            leaves[name] = (value, (i,) if stacked else ())
     return leaves
 
 
