@@ -22,7 +22,7 @@ from ed_esurge.server.logprobs import TokenTexts
 from ed_esurge.server.metrics import Metrics, RequestTimer
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
-from ed_esurge.server.responses.store import ResponseStore
+from ed_esurge.server.store import ResponseStore
 from ed_esurge.server.watch import Watch
 
 
