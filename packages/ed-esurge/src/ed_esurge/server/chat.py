@@ -101,6 +101,8 @@ def _logprobs(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[
 
 def _deltas(events: Sequence[Event]) -> list[str]:
     """The `delta` of each chunk that some events make: JSON."""
+    if len(events) == 1 and isinstance(events[0], Content):  # the usual one
+        return [f'{{"content":{encode(events[0].text)}}}']
     fields: list[tuple[str, str]] = []
     for event in events:
         match event:
