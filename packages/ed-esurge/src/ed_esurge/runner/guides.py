@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -41,13 +41,18 @@ class Grammars:
         eos_token_ids: they may come where a grammar is at its end.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._eos = tokenizer, sorted(eos_token_ids)
         self.size = max(vocab_size, len(tokenizer))
         """Tokens that masks are made for: some may be beyond the model's."""
         self._made: Any = None
         self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars | None:
+        """Those of a tokenizer; None without one."""
+        return None if tokenizer is None else cls(tokenizer, vocab_size, eos_token_ids)
 
     def matcher(self, wanted: StructuredOutputs) -> Any:
         """A new matcher at the beginning of a grammar.
