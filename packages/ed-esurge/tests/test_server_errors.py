@@ -65,8 +65,10 @@ def test_completion_refusals(http, body, param, says):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no place"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "text only"),

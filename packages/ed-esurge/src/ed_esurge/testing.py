@@ -181,9 +181,12 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
     cut = min((at for stop in params.stop if (at := reply.find(stop)) >= 0), default=None)
     sent, total = 0, 0.0
     for place in range(limit):
-        text = tokenizer.decode(tokens[: place + 1], skip_special_tokens=True)
+        ended = tokens[place] == tokenizer.eos_token_id
+        text = tokenizer.decode(
+            tokens[: place + (not ended)], skip_special_tokens=params.skip_special_tokens
+        )
         done: FinishReason | None = None
-        if tokens[place] == tokenizer.eos_token_id:
+        if ended:
             done = "stop"
         elif place == limit - 1:
             done = "length"

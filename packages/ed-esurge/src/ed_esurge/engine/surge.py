@@ -31,6 +31,7 @@ from ed_esurge.engine.setup import Setup
 from ed_esurge.model import eos_token_ids, served_model
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
+from ed_esurge.runner.guides import Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.tokenizer import Tokenizer
@@ -72,10 +73,13 @@ class eSurge:
         self.model_name = model_name or name_of(model)
         model = served_model(model)
         setup = Setup.resolve(model, config)
-        runner = setup.runner()
+        self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
+        grammars = None
+        if tokenizer is not None:
+            grammars = Grammars(tokenizer, model.config.vocab_size, sorted(self.eos_token_ids))
+        runner = setup.runner(grammars)
         self.max_model_len = setup.limits.max_model_len
         self.vocab_size = runner.vocab_size
-        self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         self.loop = EngineLoop(
             setup.scheduler(runner),
             runner,
@@ -91,6 +95,7 @@ class eSurge:
             vocab_size=self.vocab_size,
             max_logprobs=runner.max_logprobs,
             prompt_class=runner.model.prompt_class,
+            grammars=grammars,
         )
         self._names = itertools.count(1)
         self._lock = threading.RLock()

@@ -16,11 +16,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server import errors, openapi
-from ed_esurge.server.auth import BearerAuth
+from ed_esurge.server.auth import ApiKey, BearerAuth
 from ed_esurge.server.body import read
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.door import Door
+from ed_esurge.server.formats import ReplyFormats
 from ed_esurge.server.metrics import HTTPMetrics, Metrics
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import (
@@ -36,11 +37,15 @@ def create_app(
     engine: Any,
     *,
     served_model_name: str | Sequence[str] | None = None,
-    api_key: str | Sequence[str] | None = None,
+    api_key: str | ApiKey | Sequence[str | ApiKey] | None = None,
     chat_template: str | None = None,
     cors_origins: Sequence[str] | None = None,
     allowed_hosts: Sequence[str] | None = None,
     limits: ServerLimits | Mapping[str, Any] | None = None,
+    enable_function_calling: bool = True,
+    tool_parser_name: str = "auto",
+    reasoning_parser: str = "auto",
+    oai_like_processor: bool = True,
 ) -> FastAPI:
     """Build the application that serves one engine.
 
@@ -49,15 +54,21 @@ def create_app(
             application, or something like an `AsyncEngine`, which its owner stops.
         served_model_name: what clients call the model; several names are aliases, and answers
             carry the first. None: the model's own name.
-        api_key: a key, or several, one of which each request must bring. None: anybody may.
+        api_key: a key, or several, one of which each request must bring; an `ApiKey` has limits.
+            None: anybody may.
         chat_template: Jinja text instead of the tokenizer's own template.
         cors_origins: web origins whose pages may call this server (`["*"]`: all). None: no CORS.
         allowed_hosts: what the `Host` header of a request may name, without ports. None: anything
             (`serve` allows this machine alone where it listens to this machine alone).
         limits: see `ServerLimits`; a mapping of its fields is as good.
+        enable_function_calling: False: requests with tools are refused.
+        tool_parser_name: how the model writes calls, see `ed_esurge.replies.formats`; "auto": the
+            chat template tells.
+        reasoning_parser: the same of its thoughts; "none": thoughts stay in the content.
+        oai_like_processor: see `Prompts`.
 
     Raises:
-        ConfigError: the engine has no tokenizer.
+        ConfigError: the engine has no tokenizer, or a parser is not known.
     """
     own = None
     if not isinstance(engine, ServedEngine):
@@ -66,7 +77,18 @@ def create_app(
         own = engine = AsyncEngine(engine)
     if not isinstance(limits, ServerLimits):
         limits = ServerLimits(**(limits or {}))
-    served = _serve(engine, served_model_name, chat_template, limits)
+    prompts = _prompts(engine, chat_template, oai_like_processor)
+    formats = ReplyFormats(
+        engine.tokenizer,
+        prompts.template_text,
+        enable_function_calling=enable_function_calling,
+        tool_parser_name=tool_parser_name,
+        reasoning_parser=reasoning_parser,
+    )
+    names = served_model_name or engine.model_name
+    names = [names] if isinstance(names, str) else list(names)
+    metrics = Metrics(names[0], engine.stats)
+    served = Served(engine, names, prompts, formats, metrics, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,9 +109,10 @@ def create_app(
     _health(app, served)
     _openai(app, served)
     _tokens(app, served)
-    keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
+    keys = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
     if keys:
-        app.add_middleware(BearerAuth, keys=keys)
+        known = [ApiKey.of(key) if isinstance(key, str) else key for key in keys]
+        app.add_middleware(BearerAuth, keys=known)
     if cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -103,27 +126,21 @@ def create_app(
     return app
 
 
-def _serve(
-    engine: Any,
-    names: str | Sequence[str] | None,
-    chat_template: str | None,
-    limits: ServerLimits,
-) -> Served:
-    """Gather what the endpoints need to know of an engine."""
+def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -> Prompts:
+    """The encoder of an engine's prompts."""
     if engine.tokenizer is None:
         raise ConfigError(
             "the server speaks text, and this engine has no tokenizer: "
             "build it with eSurge(model, tokenizer=...)"
         )
-    names = [names] if isinstance(names, str) else list(names or (engine.model_name,))
-    prompts = Prompts(
+    return Prompts(
         engine.tokenizer,
         config=engine.config,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         chat_template=chat_template,
+        oai_like_processor=oai_like_processor,
     )
-    return Served(engine, names, prompts, Metrics(names[0], engine.stats), limits)
 
 
 def _version() -> str:

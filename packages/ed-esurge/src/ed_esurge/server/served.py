@@ -16,6 +16,7 @@ from ed_esurge.config import EngineConfig, ServerLimits
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.errors import APIError, engine_unavailable
+from ed_esurge.server.formats import ReplyFormats
 from ed_esurge.server.logprobs import TokenTexts
 from ed_esurge.server.metrics import Metrics
 from ed_esurge.server.prompts import Prompts
@@ -62,6 +63,7 @@ class Served:
         engine: where requests go.
         names: what clients may call the model; the first is its own.
         prompts: the encoder of the model's prompts.
+        formats: how the model writes calls and thoughts.
         metrics: where requests are counted.
         limits: what clients may ask for at once.
     """
@@ -71,12 +73,14 @@ class Served:
         engine: ServedEngine,
         names: Sequence[str],
         prompts: Prompts,
+        formats: ReplyFormats,
         metrics: Metrics,
         limits: ServerLimits,
     ) -> None:
         self.engine = engine
         self.names = tuple(names)
         self.prompts = prompts
+        self.formats = formats
         self.metrics = metrics
         self.limits = limits
         self.stopping = asyncio.Event()
