@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Protocol, cast
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
-from ed_models.adapters import has_lora, merge_lora
+from ed_infra.logging import get_logger
+from ed_models.adapters import has_lora, merge_lora, quantized_bases
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -25,6 +26,8 @@ from ed_trainers.optimizers import check_rules
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
+
+logger = get_logger(__name__)
 
 #: Folder of a run that holds the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"
@@ -244,13 +247,21 @@ class Trainer(ABC):
     def save_model(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face layout.
 
-        Adapters are merged into the model, and stand alone in the folder `adapter` beside it.
+        Adapters are merged into the model, and stand alone in the folder `adapter` beside it. Over
+        quantized matrices that folder is all there is: merged, the model would be as large as a
+        plain one.
         """
-        model = self.model
+        model, directory = self.model, Path(directory)
         if has_lora(model):
-            model.save_pretrained(Path(directory).parent / ADAPTER)
-            model = merge_lora(cast(Any, model))
-        model.save_pretrained(directory)
+            adapter = directory.parent / ADAPTER
+            model.save_pretrained(adapter)
+            if quantized_bases(model):
+                logger.info("the base is quantized: %s holds the adapter, and no model", adapter)
+                directory = adapter
+            else:
+                merge_lora(cast(Any, model)).save_pretrained(directory)
+        else:
+            model.save_pretrained(directory)
         if self.processing_class is not None and jax.process_index() == 0:
             self.processing_class.save_pretrained(directory)
 
