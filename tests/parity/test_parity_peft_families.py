@@ -1,4 +1,4 @@
-"""Adapters of every family: saved in PEFT's layout and read again; ours in PEFT, and PEFT's in ours.
+"""Adapters of every family: saved in PEFT's layout and read again; ours in PEFT, PEFT's in ours.
 
 One configuration of a few families by default; nightly all configurations of all model types.
 """
