@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ed_layers.quantization.formats import FORMATS as FORMATS
     from ed_layers.quantization.model import QuantParam as QuantParam
     from ed_layers.quantization.model import dequantize as dequantize
+    from ed_layers.quantization.model import describe as describe
     from ed_layers.quantization.model import is_quantized as is_quantized
     from ed_layers.quantization.model import quantize as quantize
     from ed_layers.quantization.qarray import QArray as QArray
@@ -23,6 +24,7 @@ __getattr__, __dir__, __all__ = attach(
         "QuantParam": "ed_layers.quantization.model",
         "Scales": "ed_layers.quantization.qarray",
         "dequantize": "ed_layers.quantization.model",
+        "describe": "ed_layers.quantization.model",
         "encode": "ed_layers.quantization.encoding",
         "is_quantized": "ed_layers.quantization.model",
         "pack": "ed_layers.quantization.qarray",

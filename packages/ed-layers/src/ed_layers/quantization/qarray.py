@@ -75,6 +75,9 @@ class QArray:
     axis: int = field(default=-2, metadata={"static": True})
     dtype: np.dtype = field(default=np.dtype("float32"), metadata={"static": True})
 
+    #: Whether a gradient of the matrix is wanted.
+    learns = False
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix."""
@@ -193,7 +196,7 @@ def unpack(codes: jax.Array, axis: int = -2) -> jax.Array:
 def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
     """Activations in 8 bits: whole numbers [*rows, n, k], and a scale for each row and group."""
     grouped = _f32(x).reshape(*x.shape[:-1], groups, -1)
-    scale = jnp.max(jnp.abs(grouped), axis=-1) / jnp.float32(127.0)
+    scale = jnp.max(jnp.abs(grouped), axis=-1) * np.float32(1 / 127)
     return jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None]), scale
 
 
