@@ -1,8 +1,7 @@
 """Adapters by slots in every family: a flat batch over pages mixes them, and each sequence has the
 numbers of its adapter alone.
 
-A few families by default, nightly all: a plain one, a fused projection, experts, latents, a
-recurrence.
+Two families by default, one with a fused projection and one with latents and experts; nightly all.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ed_models.adapters import apply_lora, lora_layers
 from ed_models.conformance import Subject, forward
 from flax import nnx
 
-BY_DEFAULT = ("llama", "phi3", "mixtral", "deepseek_v3", "jamba")
+BY_DEFAULT = ("phi3", "deepseek_v3")
 #: Which place each of the rows uses.
 PLACES = (0, 2, 1, 2)
 
