@@ -12,7 +12,8 @@ from ed_infra.specs import EasyDeLQuantizationConfig
 from jaxtyping import Array, Float
 
 from ed_layers.quantization.formats import ACTIVATIONS_TOO, FORMATS, Format
-from ed_layers.quantization.qarray import QArray, Scales, pack
+from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.stored import Scales, pack
 
 
 def encode(

@@ -22,8 +22,9 @@ from ed_layers.embed import Embed
 from ed_layers.experts import ExpertLinear
 from ed_layers.linear import Linear
 from ed_layers.quantization.encoding import encoded
-from ed_layers.quantization.qarray import QArray, Scales
+from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
+from ed_layers.quantization.stored import Scales
 from ed_layers.transform import Replace, transform
 
 M = TypeVar("M", bound=nnx.Module)
