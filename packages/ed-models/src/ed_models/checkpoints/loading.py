@@ -29,7 +29,6 @@ from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.pieces import Shape
 from ed_models.weights import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
@@ -92,8 +91,8 @@ def load(
     stored = stored_rules(config)
     if stored is not None and quantization is not None:
         raise ConfigError(
-            f"the matrices in {files.directory} are quantized, and codes cannot be quantized again: "
-            "leave quantization_config out, or quantize the checkpoint that they were made from"
+            f"the matrices in {files.directory} are quantized, and codes cannot be quantized "
+            "again: leave quantization_config out, or quantize the checkpoint they were made from"
         )
     rules = quantization if stored is None else stored
 
@@ -142,9 +141,9 @@ def load(
     # Stays silent where stderr is no terminal, and for models that load at once.
     with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
         for path, variable in variables:
-            leaf = variable.get_value()
-            fill_this = fill_matrix if isinstance(leaf, QArray) else fill
-            filled.append((path, variable.replace(fill_this(path, leaf, placement[path], read))))
+            leaf: Any = variable.get_value()
+            make: Any = fill_matrix if isinstance(leaf, QArray) else fill
+            filled.append((path, variable.replace(make(path, leaf, placement[path], read))))
             bar.update()
     with nnx.use_eager_sharding(False):
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
