@@ -260,6 +260,12 @@ def test_says_what_is_wrong(plain: Path, tmp_path: Path) -> None:
             load(tmp_path)
 
 
+def test_torch_gets_no_codes(plain: Path) -> None:
+    model = load(plain, quantization_config={"dtype": "int8"}, apply_quantization=True)
+    with pytest.raises(ConfigError, match="call dequantize first"):
+        model.to_torch()
+
+
 def test_values_are_those_of_the_parameters_dtype(plain: Path) -> None:
     options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     spec = {"dtype": "nf4"}

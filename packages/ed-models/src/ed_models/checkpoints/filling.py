@@ -24,7 +24,7 @@ from ed_models.pieces import Shape
 #: `read(name, window, out)` fills `out` with those positions of a layer's tensor, in its dtype.
 Read = Callable[[str, Sequence[range], np.ndarray], None]
 Placement = jax.sharding.Sharding
-Leaf = TypeVar("Leaf", jax.ShapeDtypeStruct, jax.Array, QArray)
+Leaf = TypeVar("Leaf", jax.Array, QArray)
 
 _ALIGNED = 64  # bytes; jax takes a buffer of the host for its own where its start is a multiple
 _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
@@ -69,7 +69,7 @@ def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: Read) -> 
 def _fill(
     names: Sequence[str],
     stacked: bool,
-    leaf: jax.ShapeDtypeStruct | jax.Array,
+    leaf: jax.ShapeDtypeStruct,
     placement: Placement,
     read: Read,
 ) -> jax.Array:
@@ -90,7 +90,7 @@ def _fill(
     return stack
 
 
-def _empty(leaf: Leaf, placement: Placement | QArray) -> Leaf:
+def _empty(leaf: jax.ShapeDtypeStruct | QArray, placement: Placement | QArray) -> Any:
     """Memory for a stack of arrays like these, on its devices."""
     return jax.tree.map(lambda a, place: jnp.zeros(a.shape, a.dtype, device=place), leaf, placement)
 
