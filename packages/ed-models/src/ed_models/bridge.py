@@ -86,8 +86,8 @@ class EasyBridgeMixin:
 
         Quantized matrices are written as they are, by names that `from_pretrained` restores them
         from (`ed_models.checkpoints.quantized_tensors`); `dequantize` first to write a model that
-        `transformers` reads. Of a model with adapters, these alone are written, as PEFT reads them (float32, one file);
-        merge them (`unwrap_lora_to_layers`) to write a model. See
+        `transformers` reads. Of a model with adapters, these alone are written, as PEFT reads them
+        (float32, one file); merge them (`unwrap_lora_to_layers`) to write a model. See
         `ed_models.checkpoints.saving.save` for the arguments.
 
         Raises:
