@@ -93,6 +93,29 @@ def test_many_devices_are_as_one(name, method, dims, fields):
     near(outputs(module, placed), reference(name), 3e-5)
 
 
+@pytest.mark.parametrize(
+    ("method", "dims"),
+    [("standard", (1, 1, 1, 1, 1)), ("fused", (1, 1, 1, 1, 1)), ("standard", (1, 1, 2, 2, 2))],
+)
+def test_experts_that_simulate_learn(method, dims):
+    """The products of quantized ones, and the gradients of the plain ones at the rounded values."""
+
+    def gradients(spec, method, dims):
+        placed = config(dims, **METHODS[method])
+        module = quantized(spec, **METHODS[method])
+        module = dequantize(module) if spec is NF4 else module
+        graphdef, learned, rest = nnx.split(sharding.shard(module, placed), nnx.Param, ...)
+        (chosen, weights), x = choices(E, K), jnp.ones((B, S, D)) * jnp.arange(D) / D
+        total = lambda p: nnx.merge(graphdef, p, rest)(x, chosen, weights, context(placed)).sum()  # noqa: E731
+        value, grads = jax.jit(jax.value_and_grad(total))(learned)
+        return value, [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
+
+    value, grads = gradients({**NF4, "simulate": True}, method, dims)
+    expected, of_plain = gradients(NF4, "dense", (1, 1, 1, 1, 1))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    near(grads, of_plain, 1e-4)
+
+
 def test_a_mesh_cuts_no_group():
     """Where one matrix cannot be split, none is: each takes what another one made."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from ed_layers.linear import dot
 @runtime_checkable
 class Matrices(Protocol):
     """The matrices [e, i, o] of experts where these are no plain array (quantized): a pytree."""
+
+    #: Whether their gradient is wanted.
+    learns: ClassVar[bool]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,10 +76,10 @@ def plain(array: jax.Array | Matrices) -> jax.Array:
     return array
 
 
-def apart(params: Params) -> tuple[dict[str, jax.Array], dict[str, Matrices]]:
-    """Plain arrays, which have gradients; and the others, which have none."""
-    arrays = {name: value for name, value in params.items() if isinstance(value, jax.Array)}
-    return arrays, {name: v for name, v in params.items() if not isinstance(v, jax.Array)}
+def apart(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What has gradients, and what has none."""
+    learned = {n: v for n, v in params.items() if isinstance(v, jax.Array) or v.learns}
+    return learned, {name: v for name, v in params.items() if name not in learned}
 
 
 class Blocks(NamedTuple):

@@ -25,6 +25,7 @@ from ed_layers.context import Ctx
 from ed_layers.embed import Embed
 from ed_layers.experts import ExpertLinear
 from ed_layers.linear import Linear, Weight, dot
+from ed_layers.quantization.qarray import QArray
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +53,7 @@ class LowRank:
 
     def dense(self) -> jax.Array:
         """`W + scale * A B`, float32; without the factor."""
-        assert isinstance(self.base, jax.Array), "the base of an adapter is a plain matrix"
+        assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
         return self.base.astype(jnp.float32) + self.scale * (self.a @ self.b)
 
     def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
@@ -127,8 +128,7 @@ class LoRALinear(Linear):
         weight = self.weight
         whole = weight.dense() if weight.factor is None else weight.dense() * weight.factor
         layer = self.base()
-        layer.kernel = nnx.clone(self.kernel)
-        layer.kernel.set_value(whole.astype(self.kernel.get_value().dtype))
+        layer.kernel = plain_matrix(self.kernel, whole)
         return layer
 
     def base(self) -> Linear:
@@ -157,11 +157,11 @@ class LoRAEmbed(Embed):
 
     def merged(self) -> Embed:
         """The embedding without an adapter, its table changed."""
-        table = self.embedding.get_value()
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
-        layer.embedding = nnx.clone(self.embedding)
-        layer.embedding.set_value((table + change).astype(table.dtype))
+        layer.embedding = plain_matrix(
+            self.embedding, self.embedding.get_value().astype(jnp.float32) + change
+        )
         return layer
 
     def base(self) -> Embed:
@@ -193,11 +193,11 @@ class LoRAExperts(ExpertLinear):
 
     def merged(self) -> ExpertLinear:
         """The layers without adapters, their kernels changed."""
-        kernel = self.kernel.get_value()
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
-        layer.kernel = nnx.clone(self.kernel)
-        layer.kernel.set_value((kernel.astype(jnp.float32) + change).astype(kernel.dtype))
+        layer.kernel = plain_matrix(
+            self.kernel, self.kernel.get_value().astype(jnp.float32) + change
+        )
         return layer
 
     def base(self) -> ExpertLinear:
@@ -231,6 +231,14 @@ def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAPara
     )
 
 
+def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Variable:
+    """A parameter with another value, in the place of one that may be quantized."""
+    value = value.astype(old.get_value().dtype)
+    if isinstance(old, nnx.Param):
+        return old.replace(value)
+    return nnx.Param(value, axes=old.get_metadata().get("axes"))
+
+
 def adopt(new: Any, old: nnx.Module) -> Any:
     """Give the variables and attributes of a layer to another one, but none of an adapter."""
     for name, value in vars(old).items():
@@ -243,5 +251,5 @@ def plain(cls: type[Any], adapted: nnx.Module) -> Any:
     """A layer of class `cls` with the variables of an adapted one."""
     # Its constructor would make new ones, so the layer is made without.
     new: Any = nnx.Module()
-    new.__class__ = cls
+    object.__setattr__(new, "__class__", cls)  # not an attribute in the eyes of nnx
     return adopt(new, adapted)

@@ -9,7 +9,7 @@ of a head's value (`v_head_dim`), a numbers of a compressed query (`q_lora_rank`
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,9 @@ class LatentAttention(nnx.Module):
         group: of the cache; a layer with two attentions gives each its own.
         indexer: chooses the keys that a query sees (DeepSeek-V3.2).
     """
+
+    #: Layers that are called on something else than the tokens of a batch: its matrix is absorbed.
+    without_tokens: ClassVar[tuple[str, ...]] = ("kv_b_proj",)
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra import paths
 from ed_infra.errors import ConfigError
+from ed_infra.paths import Run
 from ed_infra.rules import Rules
 from flax import nnx
 
@@ -108,9 +109,34 @@ def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> None:
                     hit = rules.match(name)
                     kind.append((inner, id(hit[1]) if hit else None))
         kinds.append(tuple(kind))
+    if not hasattr(stack, "uncut"):
+        stack.uncut = stack.runs
     stack.to_layout("leaves")
     stack.runs = runs_of(kinds)
     stack.to_layout("stacked")
+
+
+def rejoin(model: nnx.Module) -> None:
+    """Join runs that rules have cut, in place, as far as their layers are equal again."""
+    for _, stack in _stacks(model):
+        if stack.layout != "stacked" or not hasattr(stack, "uncut"):
+            continue
+        stack.to_layout("leaves")
+        kinds: list[object] = []
+        for layer in range(stack.num_layers):
+            graphdef, state = nnx.split(getattr(stack, f"layer_{layer}"))
+            shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+            kinds.append((_place(stack.uncut, layer), graphdef, shapes))
+        stack.runs = runs_of(kinds)
+        stack.to_layout("stacked")
+        if stack.runs == stack.uncut:
+            del stack.uncut
+
+
+def _place(runs: tuple[Run, ...], layer: int) -> tuple[int, int]:
+    """The run of a layer, by its first layer, and the place in the run's period."""
+    run = next(run for run in runs if run.start <= layer < run.start + run.count)
+    return run.start, (layer - run.start) % run.period
 
 
 def _replaced(

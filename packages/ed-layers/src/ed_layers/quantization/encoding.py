@@ -8,10 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.specs import EasyDeLQuantizationConfig
 from jaxtyping import Array, Float
 
-from ed_layers.quantization.formats import FORMATS, Format
-from ed_layers.quantization.qarray import QArray, Scales, pack
+from ed_layers.quantization.formats import ACTIVATIONS_TOO, FORMATS, Format
+from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.stored import Scales, pack
 
 
 def encode(
@@ -52,6 +54,30 @@ def _encoded(x: jax.Array, form: Format, group: int, double: bool) -> QArray:
     return jax.custom_batching.sequential_vmap(one)(x)
 
 
+def encoded(
+    spec: EasyDeLQuantizationConfig,
+    matrix: jax.Array,
+    *,
+    rows: bool = False,
+    absorbed: bool = False,
+) -> QArray:
+    """A matrix in the format of a configuration.
+
+    Args:
+        matrix: [.., i, o]; a table [v, d] with `rows`.
+        rows: whether it is looked up by rows, so that groups lie along the columns.
+        absorbed: whether it is used without activations too, which are then not quantized.
+    """
+    w = encode(
+        matrix.mT if rows else matrix,
+        ACTIVATIONS_TOO.get(spec.dtype, spec.dtype),
+        spec.group_size,
+        double=spec.double_quantization,
+        activations=spec.quantizes_activations and not absorbed,
+    )
+    return w.T if rows else w
+
+
 #: Scales that share a scale, in double quantization.
 DOUBLE_BLOCK = 256
 
@@ -61,6 +87,6 @@ def _doubled(scale: Float[Array, "*lead n o"]) -> Scales:
     columns = scale.shape[-1]
     block = max(b for b in range(1, min(columns, DOUBLE_BLOCK) + 1) if columns % b == 0)
     rest = (scale - offset).reshape(*scale.shape[:-1], -1, block)
-    outer = jnp.max(jnp.abs(rest), axis=-1) / jnp.float32(127.0)
+    outer = jnp.max(jnp.abs(rest), axis=-1) * np.float32(1 / 127)
     codes = jnp.round(rest / jnp.where(outer == 0, 1, outer)[..., None])
     return Scales(codes.reshape(scale.shape).astype(jnp.int8), outer, offset)

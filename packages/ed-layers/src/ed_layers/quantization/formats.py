@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,8 @@ class Format:
         Raises:
             ConfigError: the size does not divide the dimension, or is none of the format's.
         """
-        sizes = divisors(inputs)
+        # A group of 4-bit codes is a number of bytes.
+        sizes = [size for size in divisors(inputs) if not self.packed or size % 2 == 0]
         if self.packed and inputs % 2:
             raise ConfigError(
                 f"{name} stores two values in a byte, and the contracted dimension has {inputs}, "
@@ -121,7 +122,8 @@ def _absmax(x: Grouped) -> tuple[jax.Array, jax.Array]:
 
 def _scaled(x: Grouped, largest_code: float) -> tuple[jax.Array, jax.Array]:
     """Scales, and groups over their scales, within +-`largest_code`."""
-    scale = jnp.max(jnp.abs(x), axis=-2) / jnp.float32(largest_code)
+    # Not divided by it: XLA would multiply all the same, but only where it compiles both together.
+    scale = jnp.max(jnp.abs(x), axis=-2) * np.float32(1 / largest_code)
     y = x / jnp.where(scale == 0, 1, scale)[..., None, :]
     return scale, jnp.clip(y, -largest_code, largest_code)
 
@@ -140,7 +142,18 @@ def _middles(levels: tuple[float, ...]) -> np.ndarray:
 
 
 def _lookup(levels: tuple[float, ...]) -> Callable[[jax.Array], jax.Array]:
-    return lambda codes: jnp.take(jnp.asarray(levels, jnp.float32), codes, axis=0)
+    """Look 4-bit codes up, by their bits: half the time of a gather on a CPU."""
+
+    def level(codes: jax.Array) -> jax.Array:
+        codes = codes.astype(jnp.int32)
+        values: list[Any] = [np.float32(value) for value in levels]
+        for bit in range(4):
+            is_set = (codes >> bit) & 1 == 1
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values = [jnp.where(is_set, odd, even) for even, odd in pairs]
+        return values[0]
+
+    return level
 
 
 def nf4(x: Grouped) -> Encoded:
@@ -158,7 +171,7 @@ def int8(x: Grouped) -> Encoded:
 def int4(x: Grouped) -> Encoded:
     """Affine: whole numbers from 0 to 15, of which the zero stands for 0."""
     low, high = jnp.minimum(jnp.min(x, axis=-2), 0), jnp.maximum(jnp.max(x, axis=-2), 0)
-    scale = (high - low) / jnp.float32(15.0)
+    scale = (high - low) * np.float32(1 / 15)
     safe = jnp.where(scale == 0, 1, scale)
     zero = jnp.clip(jnp.round(-low / safe), 0, 15)
     codes = jnp.round(x / safe[..., None, :]) + zero[..., None, :]
@@ -201,13 +214,26 @@ def _number(codes: jax.Array) -> jax.Array:
     return codes.astype(jnp.float32)
 
 
+def _float8(codes: jax.Array) -> jax.Array:
+    """Values of float8_e4m3fn, or of its bits; XLA's own conversion is slow on a CPU."""
+    bits = codes
+    if codes.dtype != jnp.uint8:
+        bits = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    bits = bits.astype(jnp.int32)
+    size = bits & 127
+    normal = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+    value = jnp.where(size < 8, size.astype(jnp.float32) * np.float32(2**-9), normal)
+    value = jnp.where(size == 127, np.float32(np.nan), value)
+    return jnp.where(bits < 128, value, -value)
+
+
 #: Name -> format.
 FORMATS: dict[str, Format] = {
     "nf4": Format(nf4, _lookup(NF4), packed=True, group=64),
     "int8": Format(int8, _number),
     "int4": Format(int4, _number, packed=True, group=64),
-    "fp8": Format(fp8, _number),
-    "mxfp8": Format(mxfp8, _number, group=_MX, only=True),
+    "fp8": Format(fp8, _float8),
+    "mxfp8": Format(mxfp8, _float8, group=_MX, only=True),
     "mxfp4": Format(
         mxfp4, _lookup((*E2M1, *(-x for x in E2M1))), packed=True, group=_MX, only=True
     ),

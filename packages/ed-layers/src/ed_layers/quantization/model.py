@@ -6,6 +6,7 @@ Nothing else is touched: no norm, convolution, router, bias or decay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -20,9 +21,10 @@ from flax import nnx
 from ed_layers.embed import Embed
 from ed_layers.experts import ExpertLinear
 from ed_layers.linear import Linear
-from ed_layers.quantization.encoding import encode
-from ed_layers.quantization.formats import ACTIVATIONS_TOO
+from ed_layers.quantization.encoding import encoded
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
+from ed_layers.quantization.stored import Scales
 from ed_layers.transform import Replace, transform
 
 M = TypeVar("M", bound=nnx.Module)
@@ -89,30 +91,6 @@ def spec_of(value: EasyDeLQuantizationConfig | Mapping[str, Any]) -> EasyDeLQuan
     return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
 
 
-def encoded(
-    spec: EasyDeLQuantizationConfig,
-    matrix: jax.Array,
-    *,
-    rows: bool = False,
-    absorbed: bool = False,
-) -> QArray:
-    """A matrix in the format of a configuration.
-
-    Args:
-        matrix: [.., i, o]; a table [v, d] with `rows`.
-        rows: whether it is looked up by rows, so that groups lie along the columns.
-        absorbed: whether it is used without activations too, which are then not quantized.
-    """
-    w = encode(
-        matrix.mT if rows else matrix,
-        ACTIVATIONS_TOO.get(spec.dtype, spec.dtype),
-        spec.group_size,
-        double=spec.double_quantization,
-        activations=spec.quantizes_activations and not absorbed,
-    )
-    return w.T if rows else w
-
-
 def matrix_of(module: nnx.Module) -> tuple[str, nnx.Variable]:
     """The name and the variable of a module's matrix."""
     name = next(name for cls, name in MATRICES.items() if isinstance(module, cls))
@@ -121,41 +99,72 @@ def matrix_of(module: nnx.Module) -> tuple[str, nnx.Variable]:
 
 def _quantized(spec: EasyDeLQuantizationConfig, module: nnx.Module, _: jax.Array) -> nnx.Module:
     name, variable = matrix_of(module)
-    w = encoded(
-        spec,
-        variable.get_value(),
-        rows=isinstance(module, Embed),
-        absorbed=isinstance(module, Linear) and module.absorbed,
-    )
-    setattr(module, name, QuantParam(w, axes=variable.get_metadata().get("axes")))
+    value = variable.get_value()
+    matrix = value.value if isinstance(value, Simulated) else value
+    rows, absorbed = isinstance(module, Embed), isinstance(module, Linear) and module.absorbed
+    axes = variable.get_metadata().get("axes")
+    w = encoded(spec, matrix, rows=rows, absorbed=absorbed)
+    if spec.simulate:
+        seen = Simulated(matrix, spec, absorbed, w.axis)
+        setattr(module, name, nnx.Param(seen, axes=axes))
+    else:
+        setattr(module, name, QuantParam(w, axes=axes))
     return module
 
 
 def dequantize(model: M) -> M:
     """Return a copy of a model with plain matrices: the values that its codes stand for.
 
+    Matrices that simulate a format are plain again too: with what they have learned.
+
     Raises:
-        ConfigError: nothing is quantized.
+        ConfigError: nothing is quantized or simulates it.
     """
-    if not is_quantized(model):
-        raise ConfigError("no matrix of the model is quantized")
+    if next(_matrices(model, QArray | Simulated), None) is None:
+        raise ConfigError("no matrix of the model is quantized, or simulates it")
     return transform(model, Rules([("", _plain)], kind="quantization rule"), of=tuple(MATRICES))
 
 
 def _plain(module: nnx.Module, _: jax.Array) -> nnx.Module:
     name, variable = matrix_of(module)
-    if isinstance(variable, QuantParam):
-        value = variable.get_value().dense()
-        setattr(module, name, nnx.Param(value, axes=variable.get_metadata().get("axes")))
+    value = variable.get_value()
+    if not isinstance(value, jax.Array):
+        plain = value.value if isinstance(value, Simulated) else value.dense()
+        setattr(module, name, nnx.Param(plain, axes=variable.get_metadata().get("axes")))
     return module
+
+
+def _matrices(model: nnx.Module, of: Any) -> Iterator[tuple[list[str], Any]]:
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = variable.get_value()
+        if isinstance(value, of):
+            yield paths.canonical(path), value
 
 
 def quantized_matrices(model: nnx.Module) -> Iterator[tuple[list[str], QArray]]:
     """Canonical names of the layers that a quantized matrix holds, and the matrix."""
-    for path, variable in nnx.to_flat_state(nnx.state(model, QuantParam)):
-        yield paths.canonical(path), variable.get_value()
+    return _matrices(model, QArray)
 
 
 def is_quantized(model: nnx.Module) -> bool:
     """Whether a matrix of the model is quantized."""
     return next(quantized_matrices(model), None) is not None
+
+
+def describe(model: nnx.Module) -> str:
+    """Which formats matrices have, one a line: how many, and their bytes a weight in memory."""
+    counts: dict[str, list[int]] = {}
+    for names, w in _matrices(model, QArray | Simulated):
+        if isinstance(w, QArray):
+            kind = f"{w.format}, groups of {w.group_size}"
+            kind += ", scales in 8 bits" if isinstance(w.scale, Scales) else ""
+            kind += ", activations in 8 bits" if w.activations else ""
+        else:
+            kind = f"{w.spec.dtype}, simulated"
+        total = counts.setdefault(kind, [0, 0, 0])
+        for i, more in enumerate((len(names), w.nbytes, math.prod(w.shape))):
+            total[i] += more
+    return "\n".join(
+        f"{kind}: {matrices} matrices, {size} weights, {nbytes / size:.3f} bytes a weight"
+        for kind, (matrices, nbytes, size) in sorted(counts.items())
+    )

@@ -17,6 +17,7 @@ from ed_infra import paths
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -126,6 +127,7 @@ def _by_name(
     for path, variable in nnx.to_flat_state(state):
         stacked = paths.is_stacked(path)
         value = variable.get_value()
+        value = value.value if isinstance(value, Simulated) else value
         for i, name in enumerate(paths.canonical(path)):
             at = (i,) if stacked else ()
             if isinstance(value, QArray):
