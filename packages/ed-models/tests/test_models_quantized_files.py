@@ -260,6 +260,16 @@ def test_says_what_is_wrong(plain: Path, tmp_path: Path) -> None:
             load(tmp_path)
 
 
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_simulated_as_it_is_read(scan_layers: bool, plain: Path, tmp_path: Path) -> None:
+    spec, fields = {"dtype": "nf4", "simulate": True}, {"scan_layers": scan_layers}
+    model = load(plain, quantization_config=spec, apply_quantization=True, config_kwargs=fields)
+    assert_same(model, load(plain, config_kwargs=fields).quantize(spec))
+    model.save_pretrained(tmp_path)  # what learns, as it is
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_same(load(tmp_path), load(plain, config_kwargs=fields))
+
+
 def test_torch_gets_no_codes(plain: Path) -> None:
     model = load(plain, quantization_config={"dtype": "int8"}, apply_quantization=True)
     with pytest.raises(ConfigError, match="call dequantize first"):

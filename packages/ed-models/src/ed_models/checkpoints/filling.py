@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import paths
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
 
 from ed_models.checkpoints.quantized_tensors import encoded_as, parts_of
 from ed_models.checkpoints.weight_map import window_of
@@ -33,6 +35,12 @@ _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: Placement, read: Read) -> jax.Array:
     """Make one parameter (a stack of layers, or one tensor)."""
     return _fill(paths.canonical(path), paths.is_stacked(path), leaf, placement, read)
+
+
+def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: Read) -> Simulated:
+    """Make a matrix that learns as it is, and that products see rounded."""
+    place: Any = placement.value
+    return replace(leaf, value=fill(path, leaf.value, place, read))  # type: ignore[arg-type]
 
 
 def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
