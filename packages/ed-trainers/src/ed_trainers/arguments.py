@@ -1,20 +1,24 @@
 """The methods and their options, one class each. Imports neither jax nor flax.
 
-A new method is one file with its trainer, and here its options and its row in `METHODS`.
+A new method is one file with its trainer in `ed_trainers.methods`, its options in
+`ed_trainers.options`, which is free of jax as this file is, and here its row in `METHODS`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ed_infra.enums import TaskType
 from ed_infra.errors import unknown_name
 from ed_infra.options import Count, Positive
 
 from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, TrainingArguments
+from ed_trainers.options.preference import DPOArguments
 
 __all__ = [
     "ARGUMENTS",
     "METHODS",
+    "DPOArguments",
     "OPTIMIZERS",
     "SFTArguments",
     "TrainingArguments",
@@ -34,15 +38,36 @@ class SFTArguments(TrainingArguments):
 
 
 class MethodEntry(NamedTuple):
-    """A method: its options, and where its trainer is."""
+    """A method, for whoever builds its trainer.
+
+    Attributes:
+        arguments: its options.
+        trainer: where its trainer is.
+        rows: kind of the rows of its data, the name of a schema of `ed_data.schema`.
+        needs: the frozen models that it cannot do without.
+        may_read: the frozen models that it can also do without.
+        task: what its model is for, a `TaskType`.
+        labels: outputs of the model's head, where it is no language model.
+    """
 
     arguments: type[TrainingArguments]
     trainer: str
+    rows: str = "text"
+    needs: tuple[str, ...] = ()
+    may_read: tuple[str, ...] = ()
+    task: TaskType = TaskType.CAUSAL_LM
+    labels: int | None = None
 
 
 #: `trainer_type` -> the method.
 METHODS: dict[str, MethodEntry] = {
     "sft": MethodEntry(SFTArguments, "ed_trainers.sft:SFTTrainer"),
+    "dpo": MethodEntry(
+        DPOArguments,
+        "ed_trainers.methods.dpo:DPOTrainer",
+        rows="preference",
+        may_read=("reference",),
+    ),
 }
 
 #: `trainer_type` -> its options.

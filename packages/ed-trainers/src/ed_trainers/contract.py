@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.outputs import CausalLMOutput, Metric
+from ed_models.adapters import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -31,16 +32,20 @@ class Models:
 
     Attributes:
         learner: the one that is trained.
-        frozen: the others by name ("reference", "teacher", "reward"); `models["reference"]`.
+        frozen: the others by name ("reference", "teacher", "reward"); `models["reference"]`. A
+            learner with adapters is its own reference where there is no other: the base under
+            them, without a second copy of the weights.
     """
 
     learner: LanguageModel
     frozen: Mapping[str, LanguageModel] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> LanguageModel:
-        if name not in self.frozen:
-            raise unknown_name("frozen model", name, self.frozen)
-        return self.frozen[name]
+        if name in self.frozen:
+            return self.frozen[name]
+        if name == "reference" and has_lora(self.learner):
+            return cast(LanguageModel, remove_lora(cast(nnx.Module, self.learner)))
+        raise unknown_name("frozen model", name, self.frozen)
 
 
 class Loss(NamedTuple):

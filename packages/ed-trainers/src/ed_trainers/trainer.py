@@ -275,7 +275,12 @@ class Trainer(ABC):
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def _freeze(self, models: Mapping[str, LanguageModel]) -> Frozen:
+    def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
+        """Return the frozen models of the loss, from those that the trainer was called with.
+
+        Raises:
+            ConfigError: one is not wanted, or missing.
+        """
         for name in models:
             if name not in self.frozen_models:
                 raise unknown_name(
@@ -287,13 +292,25 @@ class Trainer(ABC):
                     f"{type(self).__name__} reads the frozen model {name!r}: "
                     f"give it as frozen={{{name!r}: model}}"
                 )
+        return models
+
+    def on_mesh(self, name: str, model: LanguageModel) -> LanguageModel:
+        """Return a frozen model, placed on the learner's mesh.
+
+        Raises:
+            ConfigError: it was made for another mesh.
+        """
         mesh = self._model.config.mesh
-        for name, model in models.items():
-            if model.config.mesh != mesh:
-                raise ConfigError(
-                    f"the frozen model {name!r} is on the mesh {dict(model.config.mesh.shape)}, "
-                    f"the model on {dict(mesh.shape)}: one step reads both, so create it with the "
-                    "same sharding_axis_dims"
-                )
-            place_model(model)
-        return Frozen(models, self._model)
+        if model.config.mesh != mesh:
+            raise ConfigError(
+                f"the frozen model {name!r} is on the mesh {dict(model.config.mesh.shape)}, "
+                f"the model on {dict(mesh.shape)}: one step reads both, so create it with the "
+                "same sharding_axis_dims"
+            )
+        place_model(model)
+        return model
+
+    def _freeze(self, models: Mapping[str, LanguageModel]) -> Frozen:
+        wanted = self.frozen_of(models)
+        placed = {name: self.on_mesh(name, model) for name, model in wanted.items()}
+        return Frozen(placed, self._model)

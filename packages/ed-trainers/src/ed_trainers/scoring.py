@@ -1,0 +1,63 @@
+"""What a model says of a prepared batch, token by token, in chunks: never full logits.
+
+Legend: r rows, s positions.
+"""
+
+from __future__ import annotations
+
+import jax
+from ed_infra.outputs import CausalLMOutput
+from ed_models.protocol import LanguageModel
+
+from ed_trainers.contract import Batch
+from ed_trainers.placement import Placement
+from ed_trainers.token_loss import token_logprobs
+
+
+def forward(
+    model: LanguageModel, batch: Batch, key: jax.Array | None, *, hidden_states: bool = False
+) -> CausalLMOutput:
+    """Run a model over a batch [r, s] without logits.
+
+    Args:
+        model: learner or frozen model.
+        batch: `input_ids`, `segment_ids`, `position_ids`.
+        key: dropout key; None = deterministic.
+        hidden_states: also return the input of every layer.
+    """
+    more = {"output_hidden_states": True} if hidden_states else {}
+    return model(
+        batch["input_ids"],
+        segment_ids=batch["segment_ids"],
+        position_ids=batch["position_ids"],
+        logits_at="none",
+        key=key,
+        **more,
+    )
+
+
+def target_logps(
+    model: LanguageModel,
+    batch: Batch,
+    key: jax.Array | None,
+    *,
+    placement: Placement,
+    chunk: int | None,
+) -> tuple[CausalLMOutput, jax.Array]:
+    """Return the output of a forward pass, and the log-probability of each target, [r, s].
+
+    Args:
+        model: learner or frozen model.
+        batch: as for `forward`, and `targets`.
+        key: dropout key.
+        placement: says which devices hold which tokens.
+        chunk: tokens whose logits exist at once; None lets the loss choose.
+    """
+    output = forward(model, batch, key)
+    assert output.last_hidden_state is not None
+    targets = batch["targets"]
+    sharding = placement.sharding(targets.shape, stacked=False)
+    logps, _ = token_logprobs(
+        output.last_hidden_state, model.head(), targets, sharding=sharding, chunk=chunk
+    )
+    return output, logps
