@@ -16,6 +16,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -449,6 +450,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "texts.txt").write_text("some text\n")
+    shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
     model = tmp_path / "runs" / "quickstart" / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text('{"model_type": "llama"}')

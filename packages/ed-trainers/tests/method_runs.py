@@ -20,9 +20,7 @@ def documents(random, count, *, good):
     steps = prompt[:, -1:] + 3 * np.arange(1, 5)
     noise = random.integers(1, 31, (count, 4))
     answers = np.where(np.asarray(good)[:, None], 1 + steps % 30, noise)
-    return [
-        (p.tolist(), a[:n].tolist()) for p, a, n in zip(prompt, answers, lengths, strict=True)
-    ]
+    return [(p.tolist(), a[:n].tolist()) for p, a, n in zip(prompt, answers, lengths, strict=True)]
 
 
 def packed(rows, lead="", **values):

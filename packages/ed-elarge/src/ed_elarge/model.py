@@ -38,11 +38,14 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 _PARTS = {p: (name, at) for name, section in SECTIONS.items() for p, at in section.builds.items()}
 
 
-def _setter(section: str) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
-    def set_section(self: eLargeModel, **keys: Any) -> eLargeModel:
-        return self.update_config({section: keys})
+def _setter(
+    section: str, leading: str = ""
+) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
+    def set_section(self: eLargeModel, value: Any = None, /, **keys: Any) -> eLargeModel:
+        first = {} if value is None else {leading: value}
+        return self.update_config({section: {**keys, **first}})
 
-    set_section.__doc__ = f"Set keys of `{section}`."
+    set_section.__doc__ = f"Set keys of `{section}`" + (leading and f"; `{leading}` may be bare")
     set_section.__name__ = f"set_{section}"
     return set_section
 
@@ -154,18 +157,13 @@ class eLargeModel:
         self._document, self._run = Document("configuration", value=value), None
         return self.clear_cache()
 
-    set_loader, set_lora = _setter("loader"), _setter("lora")
-    set_sharding = _setter("sharding")
-    set_platform = _setter("platform")
-    set_mixture = _setter("mixture")
-    set_esurge = _setter("esurge")
-    set_eval = _setter("eval")
-
-    def set_model(self, name_or_path: str | None = None, **model: Any) -> Self:
-        """Set keys of `model`."""
-        if name_or_path is not None:
-            model["name_or_path"] = name_or_path
-        return self.update_config({"model": model})
+    set_loader, set_lora, set_sharding = _setter("loader"), _setter("lora"), _setter("sharding")
+    set_platform, set_mixture = _setter("platform"), _setter("mixture")
+    set_esurge, set_eval = _setter("esurge"), _setter("eval")
+    set_model = _setter("model", "name_or_path")
+    set_reference_model = _setter("reference_model", "name_or_path")
+    set_teacher_model = _setter("teacher_model", "name_or_path")
+    set_trainer = _setter("trainer", "trainer_type")
 
     def set_dtype(self, dtype: str, param_dtype: str | None = None) -> Self:
         """Set the dtype of computation, and of stored parameters (the same by default)."""
@@ -231,12 +229,6 @@ class eLargeModel:
             mixture["tokenization"] = {"max_length": max_length}
         return self.update_config({"mixture": mixture})
 
-    def set_trainer(self, trainer_type: str | None = None, **trainer: Any) -> Self:
-        """Set the method and keys of `trainer`."""
-        if trainer_type is not None:
-            trainer["trainer_type"] = trainer_type
-        return self.update_config({"trainer": trainer})
-
     # Building; each part is built once.
 
     def part(self, name: str) -> Any:
@@ -264,6 +256,14 @@ class eLargeModel:
     def build_model(self) -> CausalLM:
         """The model on its devices."""
         return self.part("model")
+
+    def build_reference_model(self) -> CausalLM:
+        """The model of the section `reference_model`."""
+        return self.part("reference")
+
+    def build_teacher_model(self) -> CausalLM:
+        """The model of the section `teacher_model`."""
+        return self.part("teacher")
 
     def build_dataset(self) -> Loader | StreamLoader:
         """The loader of training batches."""

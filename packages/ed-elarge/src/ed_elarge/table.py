@@ -32,6 +32,7 @@ from ed_elarge.sections import (
     LoaderSection,
     ModelSection,
     NoOptions,
+    OtherModelSection,
     PlatformSection,
     ServeOptions,
     ShardingSection,
@@ -96,6 +97,18 @@ SECTIONS: dict[str, Section] = {
         idle=idle.model,
         builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
     ),
+    "reference_model": Section(
+        OtherModelSection,
+        has_default=False,
+        looks=(surroundings.reference_model,),
+        builds={"reference": "ed_elarge.build:reference_model"},
+    ),
+    "teacher_model": Section(
+        OtherModelSection,
+        has_default=False,
+        looks=(surroundings.teacher_model,),
+        builds={"teacher": "ed_elarge.build:teacher_model"},
+    ),
     "lora": Section(
         LoraSection,
         has_default=False,
@@ -121,6 +134,7 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
+        checks=(checks.other_models,),
         looks=(surroundings.save_directory,),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
@@ -135,9 +149,7 @@ SECTIONS: dict[str, Section] = {
 }
 
 #: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
-LATER: frozenset[str] = frozenset(
-    {"quantization", "teacher_model", "reference_model", "reward_model"}
-)
+LATER: frozenset[str] = frozenset({"quantization", "reward_model"})
 
 
 def unknown_section(name: object) -> str:
@@ -219,7 +231,7 @@ ACTIONS: dict[str, ActionKind] = {
         EvalOptions,
         needs=("model",),
         prepares="ed_elarge.actions:prepare_eval",
-        checks=(checks.tasks_of_action,),
+        checks=(checks.tasks_of_action, checks.is_a_language_model),
         looks=(surroundings.written_file,),
         idle=idle.evaluation,
     ),
@@ -230,6 +242,7 @@ ACTIONS: dict[str, ActionKind] = {
         scalar="prompts",
         needs=("model",),
         prepares="ed_elarge.actions:prepare_model",
+        checks=(checks.is_a_language_model,),
         idle=idle.generation,
     ),
     "serve": ActionKind(
@@ -239,6 +252,7 @@ ACTIONS: dict[str, ActionKind] = {
         also=("server",),
         needs=("model",),
         prepares="ed_elarge.actions:prepare_model",
+        checks=(checks.is_a_language_model,),
         looks=(surroundings.serve,),
     ),
 }

@@ -13,13 +13,15 @@ from ed_infra.errors import unknown_name
 from ed_infra.options import Count, Positive
 
 from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, TrainingArguments
-from ed_trainers.options.preference import DPOArguments
+from ed_trainers.options.labels import BCOArguments, KTOArguments
+from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
+from ed_trainers.options.scores import PRMArguments, RewardArguments
 
 __all__ = [
     "ARGUMENTS",
     "METHODS",
-    "DPOArguments",
     "OPTIMIZERS",
+    "DPOArguments",
     "SFTArguments",
     "TrainingArguments",
     "arguments_class",
@@ -68,6 +70,37 @@ METHODS: dict[str, MethodEntry] = {
         rows="preference",
         may_read=("reference",),
     ),
+    "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", rows="preference"),
+    "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", rows="preference"),
+    "simpo": MethodEntry(
+        SimPOArguments, "ed_trainers.methods.simpo:SimPOTrainer", rows="preference"
+    ),
+    "kto": MethodEntry(
+        KTOArguments,
+        "ed_trainers.methods.kto:KTOTrainer",
+        rows="labelled",
+        may_read=("reference",),
+    ),
+    "bco": MethodEntry(
+        BCOArguments,
+        "ed_trainers.methods.bco:BCOTrainer",
+        rows="labelled",
+        may_read=("reference",),
+    ),
+    "reward": MethodEntry(
+        RewardArguments,
+        "ed_trainers.methods.reward:RewardTrainer",
+        rows="reward",
+        task=TaskType.SEQUENCE_CLASSIFICATION,
+        labels=1,
+    ),
+    "prm": MethodEntry(
+        PRMArguments,
+        "ed_trainers.methods.prm:PRMTrainer",
+        rows="steps",
+        task=TaskType.SEQUENCE_CLASSIFICATION,
+        labels=2,
+    ),
 }
 
 #: `trainer_type` -> its options.
@@ -102,7 +135,7 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
     They are no errors: a run file may keep them for a longer run. Whoever reads the file warns
     about those that it sets, with their line.
     """
-    idle: list[tuple[str, str]] = []
+    idle = arguments.idle()
     steps = arguments.max_training_steps
     if steps is not None:
         if "num_train_epochs" in arguments.model_fields_set:

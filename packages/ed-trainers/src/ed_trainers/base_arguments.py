@@ -185,6 +185,10 @@ class TrainingArguments(Options):
     use_tensorboard: bool = True
     """Write the metrics for TensorBoard too, under `<save_directory>/tensorboard`."""
 
+    def idle(self) -> list[tuple[str, str]]:
+        """The options of a method that others of them make idle, each with the reason."""
+        return []
+
     # Each validator stands at the later of the two fields that it compares, so that the error
     # carries that field's place in the YAML.
 

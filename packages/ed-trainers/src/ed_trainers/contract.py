@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
-from ed_infra.outputs import CausalLMOutput, Metric
+from ed_infra.outputs import Metric
 from ed_models.adapters import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -48,6 +48,25 @@ class Models:
         raise unknown_name("frozen model", name, self.frozen)
 
 
+class Reporting(Protocol):
+    """The output of a forward pass, for what the layers report in it."""
+
+    @property
+    def losses(self) -> dict[str, Metric]:
+        """What the layers add to the loss."""
+        ...
+
+    @property
+    def aux(self) -> dict[str, Metric]:
+        """Statistics of the layers."""
+        ...
+
+    @property
+    def updates(self) -> dict[str, jax.Array]:
+        """Of variables that change without a gradient."""
+        ...
+
+
 class Loss(NamedTuple):
     """What a batch adds to a step: sums, not means, so that microbatches add up exactly.
 
@@ -66,9 +85,7 @@ class Loss(NamedTuple):
     updates: dict[str, jax.Array]
 
     @classmethod
-    def of(
-        cls, output: CausalLMOutput, total: jax.Array, weight: jax.Array, **metrics: Metric
-    ) -> Loss:
+    def of(cls, output: Reporting, total: jax.Array, weight: jax.Array, **metrics: Metric) -> Loss:
         """Join the loss of a forward pass with what the layers reported in it.
 
         Args:
@@ -112,6 +129,14 @@ class LossFn(Protocol):
             batch: the arrays of `prepare`, on the devices, [b, ...].
             key: randomness of this microbatch; None means deterministic (evaluation).
         """
+        ...
+
+
+class Statistics(Protocol):
+    """Means over a whole step that its loss reads, as of a microbatch; traced."""
+
+    def __call__(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
+        """Return what a batch adds to each; no gradient goes through them."""
         ...
 
 
@@ -167,8 +192,13 @@ class Method:
         prepare: turns a loader's batch into numpy arrays [b, ...].
         loss: of such a batch, on the devices.
         frozen: the models that do not learn.
+        per_token: whether the loss is a mean over tokens, in nats.
+        statistics: means over the whole step that the loss reads. They are in its batch by name;
+            a batch without them is a whole step.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
     loss: LossFn
     frozen: Frozen = field(default_factory=Frozen)
+    per_token: bool = True
+    statistics: Statistics | None = None

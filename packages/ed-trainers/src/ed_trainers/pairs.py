@@ -62,6 +62,12 @@ def by_side(answers: Answers) -> tuple[Answers, Answers]:
     return Answers(logps[:, 0], tokens[:, 0]), Answers(logps[:, 1], tokens[:, 1])
 
 
+def smoothed(scores: jax.Array, smoothing: float) -> jax.Array:
+    """`-log sigmoid(scores)`, where a share of the pairs is labelled the wrong way round."""
+    right, wrong = jax.nn.log_sigmoid(scores), jax.nn.log_sigmoid(-scores)
+    return -(1 - smoothing) * right - smoothing * wrong
+
+
 def pair_metrics(
     present: jax.Array,
     rewards: tuple[jax.Array, ...],

@@ -56,9 +56,7 @@ class ReferenceLogps:
         self._of = _checksum(params)
 
         @jax.jit
-        def score(
-            params: nnx.State, other: nnx.State, batch: dict[str, jax.Array]
-        ) -> jax.Array:
+        def score(params: nnx.State, other: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
             reference: LanguageModel = nnx.merge(graphdef, params, other)
             _, logps = target_logps(reference, batch, None, placement=placement, chunk=chunk)
             return Answers.of(logps, batch["weights"], batch["segment_ids"]).logps
@@ -88,9 +86,7 @@ class ReferenceLogps:
             self._save()
         self._leaves = None
 
-    def _learn(
-        self, rows: Mapping[str, np.ndarray], found: list[tuple[int, int, bytes]]
-    ) -> None:
+    def _learn(self, rows: Mapping[str, np.ndarray], found: list[tuple[int, int, bytes]]) -> None:
         if self._leaves is None:
             raise ConfigError(
                 "precompute_ref_log_probs: these answers are of other data than the run's, and the "

@@ -5,8 +5,12 @@ Legend: r rows, s positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import jax
-from ed_infra.outputs import CausalLMOutput
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import CausalLMOutput, SequenceClassifierOutput
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.contract import Batch
@@ -34,6 +38,36 @@ def forward(
         key=key,
         **more,
     )
+
+
+def token_scores(
+    model: LanguageModel, batch: Batch, key: jax.Array | None, *, labels: int
+) -> tuple[SequenceClassifierOutput, jax.Array]:
+    """Return the output of a classifier, and the scores of every token, float32 [r, s, c].
+
+    Args:
+        model: the learner, a `SequenceClassifier`; a `LanguageModel` in all but its head.
+        batch: `input_ids`, `segment_ids`, `position_ids` [r, s].
+        key: dropout key; None = deterministic.
+        labels: c.
+
+    Raises:
+        ConfigError: the model has another number of outputs.
+    """
+    call = cast(Callable[..., SequenceClassifierOutput], model)
+    output = call(
+        batch["input_ids"],
+        segment_ids=batch["segment_ids"],
+        position_ids=batch["position_ids"],
+        logits_at="all",
+        key=key,
+    )
+    if output.logits.shape[-1] != labels:
+        raise ConfigError(
+            f"{type(model).__name__} has {output.logits.shape[-1]} outputs, and this method needs "
+            f"{labels}: give a model for sequence classification with num_labels={labels}"
+        )
+    return output, output.logits
 
 
 def target_logps(

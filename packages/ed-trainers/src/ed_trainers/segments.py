@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -25,6 +26,13 @@ def segment_sums(
         return jax.ops.segment_sum(row, segments, num_segments=s + 1)[1:]
 
     return jax.vmap(of_row)(values, segment_ids)
+
+
+def last_tokens(segment_ids: np.ndarray) -> np.ndarray:
+    """1 at the last token of each segment of rows [..., s], else 0; float32, on the host."""
+    following = np.zeros_like(segment_ids)
+    following[..., :-1] = segment_ids[..., 1:]
+    return ((segment_ids > 0) & (segment_ids != following)).astype(np.float32)
 
 
 class Answers(NamedTuple):

@@ -17,7 +17,7 @@ from flax import nnx
 
 from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.callbacks import Callback
-from ed_trainers.contract import Batch, Frozen, Loss, Method, Models
+from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.loop import Job, TrainingLoop
@@ -88,6 +88,10 @@ class Trainer(ABC):
     arguments_class: ClassVar[type[TrainingArguments]]
     #: Names of the frozen models that the loss reads.
     frozen_models: ClassVar[tuple[str, ...]] = ()
+    #: Whether the loss is a mean over tokens, in nats: then an evaluation tells the perplexity.
+    per_token: ClassVar[bool] = True
+    #: Means over a whole step that the loss reads; see `Method.statistics`.
+    statistics: Statistics | None = None
 
     def __init__(
         self,
@@ -123,7 +127,10 @@ class Trainer(ABC):
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
-        self.method = Method(self.prepare, self.loss, self._freeze(frozen or {}))
+        frozen_models = self._freeze(frozen or {})
+        self.method = Method(
+            self.prepare, self.loss, frozen_models, self.per_token, self.statistics
+        )
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size

@@ -24,7 +24,7 @@ from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
 from ed_trainers.methods.reference import ReferenceTrainer
 from ed_trainers.options.preference import DPOArguments
-from ed_trainers.pairs import as_rows, by_side, pair_batch, pair_metrics
+from ed_trainers.pairs import as_rows, by_side, pair_batch, pair_metrics, smoothed
 from ed_trainers.scoring import target_logps
 from ed_trainers.segments import Answers
 
@@ -39,6 +39,7 @@ class DPOTrainer(ReferenceTrainer):
     arguments_class: ClassVar[type[TrainingArguments]] = DPOArguments
     arguments: DPOArguments
     rows_of_a_row: ClassVar[int] = 2
+    per_token: ClassVar[bool] = False
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Stack the pairs, [b, 2, s]; see `pair_batch`."""
@@ -64,9 +65,7 @@ class DPOTrainer(ReferenceTrainer):
         return Loss.of(output, total, jnp.sum(present), **metrics)
 
 
-def pair_losses(
-    arguments: DPOArguments, chosen: Answers, rejected: Answers
-) -> Float[Array, "b s"]:
+def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> Float[Array, "b s"]:
     """The loss of each pair.
 
     Args:
@@ -78,9 +77,9 @@ def pair_losses(
     difference = chosen.logps - rejected.logps
     match arguments.loss_type:
         case "sigmoid":
-            return _smoothed(beta * difference, smoothing)
+            return smoothed(beta * difference, smoothing)
         case "sigmoid_norm":
-            return _smoothed(beta * (chosen.mean_logps - rejected.mean_logps), smoothing)
+            return smoothed(beta * (chosen.mean_logps - rejected.mean_logps), smoothing)
         case "hinge":
             return relu(1 - beta * difference)
         case "ipo":
@@ -110,7 +109,3 @@ def pair_losses(
         case "apo_down":
             return sigmoid(beta * chosen.logps) + 1 - sigmoid(beta * difference)
     raise AssertionError(arguments.loss_type)
-
-
-def _smoothed(scores: Float[Array, "b s"], smoothing: float) -> Float[Array, "b s"]:
-    return -(1 - smoothing) * log_sigmoid(scores) - smoothing * log_sigmoid(-scores)

@@ -5,9 +5,9 @@ Names and defaults are EasyDeL's where it has them, else TRL's.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from ed_infra.options import Count, Positive, choice
+from ed_infra.options import Count, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.base_arguments import Flag, TrainingArguments, conflict
@@ -86,13 +86,6 @@ class DPOArguments(ReferenceArguments):
             raise conflict("exo_pair takes the logarithm of label_smoothing: set it above 0")
         return value
 
-    @field_validator("discopop_tau")
-    @classmethod
-    def _is_of_discopop(cls, value: float, info: ValidationInfo) -> float:
-        if info.data.get("loss_type", "discopop") != "discopop":
-            raise conflict("discopop_tau has an effect with loss_type discopop alone: leave it out")
-        return value
-
     @field_validator("reference_free")
     @classmethod
     def _nothing_ahead(cls, value: bool, info: ValidationInfo) -> bool:
@@ -105,9 +98,69 @@ class DPOArguments(ReferenceArguments):
         """Whether the loss reads a reference."""
         return not self.reference_free
 
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.loss_type == "discopop":
+            return []
+        return [("discopop_tau", f"loss_type is {self.loss_type}")]
+
     @property
     def smoothing(self) -> float:
         """Share of pairs whose labels are taken to be wrong."""
         if self.label_smoothing is None:
             return 1e-3 if self.loss_type == "exo_pair" else 0.0
         return self.label_smoothing
+
+
+class ORPOArguments(AnswerArguments):
+    """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691): no reference."""
+
+    ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "lambda_orpo": "beta"}
+
+    trainer_type: Literal["orpo"] = "orpo"
+    beta: NotNegative = 0.1
+    """Weight of the odds ratio beside the cross-entropy of the chosen text; the paper's lambda."""
+
+
+class ContrastArguments(AnswerArguments):
+    """Options that `cpo` and `simpo` share."""
+
+    beta: Positive = 0.1
+    """Factor on log-probabilities before the loss."""
+    simpo_gamma: NotNegative = 0.5
+    """Target margin of the losses that have one."""
+    label_smoothing: Smoothing = 0.0
+    """Share of pairs whose labels are taken to be wrong."""
+
+
+class CPOArguments(ContrastArguments):
+    """Contrastive preference optimization (Xu et al., arXiv:2401.08417): no reference."""
+
+    trainer_type: Literal["cpo"] = "cpo"
+    loss_type: Annotated[str, choice("loss_type", CPO_LOSSES)] = "sigmoid"
+    """The loss of a pair; `ipo` and `simpo` take log-probabilities per token."""
+    cpo_alpha: NotNegative = 1.0
+    """Weight of the cross-entropy of the chosen answer; 0 for none."""
+
+    @field_validator("loss_type")
+    @classmethod
+    def _reads_the_others(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("label_smoothing") and value not in ("sigmoid", "simpo"):
+            raise conflict(f"label_smoothing has no effect with loss_type {value!r}: leave it out")
+        return value
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.loss_type == "simpo":
+            return []
+        return [("simpo_gamma", f"loss_type {self.loss_type} has no target margin")]
+
+
+class SimPOArguments(ContrastArguments):
+    """Simple preference optimization (Meng et al., arXiv:2405.14734): no reference."""
+
+    ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "gamma": "simpo_gamma"}
+
+    trainer_type: Literal["simpo"] = "simpo"
+    beta: Positive = 2.0
+    """Factor on log-probabilities per token."""

@@ -1,8 +1,8 @@
 """Every loss of ed-trainers beside its reference, on one tiny model and one batch.
 
-The reference is TRL's own trainer where it has the method; each document has a row of its own there,
-and shares rows with others here, so that packing is in the comparison too. `measure` returns the
-largest relative errors of the loss, of the metrics that both have, and of the gradients.
+The reference is TRL's own trainer where it has the method; each document has a row of its own
+there, and shares rows with others here, so that packing is in the comparison too. `measure` returns
+the largest relative errors of the loss, of the metrics that both have, and of the gradients.
 """
 
 from __future__ import annotations
@@ -121,26 +121,28 @@ def packed_pairs(rows: int = 2, count: int = 6) -> Arrays:
 
 
 @cache
-def folder(seed: int = 0, kind: str = "LlamaForCausalLM", **_: Any) -> Path:
-    """A tiny model, made by transformers, on disk."""
+def folder(seed: int = 0, labels: int | None = None) -> Path:
+    """A tiny model, made by transformers, on disk: a language model, or a classifier."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**SIZES)
-    config.num_labels = {"reward": 1, "prm": 2}.get(kind, 2)
-    name = "LlamaForSequenceClassification" if kind in ("reward", "prm") else kind
+    kind, more = "CausalLM", {}
+    if labels is not None:
+        kind, more = "SequenceClassification", {"num_labels": labels}
+    config = transformers.LlamaConfig(**SIZES, **more)
     path = Path(tempfile.mkdtemp(prefix="methods-"))
-    getattr(transformers, name)(config).save_pretrained(path)
+    getattr(transformers, f"LlamaFor{kind}")(config).save_pretrained(path)
     return path
 
 
-def our_model(path: Path, task: str = "CausalLM") -> Any:
+def our_model(path: Path, task: str = "causal-language-model") -> Any:
     """The model of a folder, in float32."""
     import jax.numpy as jnp
-    from ed_models.families import llama
+    from ed_infra import registry
+    from ed_infra.enums import TaskType
 
-    module = getattr(llama, f"LlamaFor{task}")
+    module = registry.get_module(TaskType(task), "llama")
     return module.from_pretrained(
         path, dtype=jnp.float32, param_dtype=jnp.float32, sharding_axis_dims=(1, 1, 1, 1, 1)
     )
@@ -212,7 +214,9 @@ def answer_tensors(documents: list[Answer]) -> dict[str, Any]:
     return {
         "input_ids": padded(rows, 0),
         "attention_mask": padded([[1] * len(row) for row in rows], 0),
-        "completion_mask": padded([[0] * len(d.prompt) + [1] * len(d.answer) for d in documents], 0),
+        "completion_mask": padded(
+            [[0] * len(d.prompt) + [1] * len(d.answer) for d in documents], 0
+        ),
     }
 
 
@@ -256,41 +260,6 @@ def text_pairs(count: int = 6) -> list[dict[str, str]]:
     ]
 
 
-def dpo(loss_type: str, **options: Any) -> dict[str, float]:
-    """`dpo` beside `trl.DPOTrainer`."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    path, base = folder(0), folder(1)
-    ours = trainer_of(
-        "dpo",
-        our_model(path),
-        {"reference": our_model(base)},
-        loss_type=loss_type,
-        **options,
-    )
-    chosen, rejected = zip(*pairs(), strict=True)
-    with tempfile.TemporaryDirectory() as directory:
-        smoothing = options.get("label_smoothing", 1e-3 if loss_type == "exo_pair" else 0.0)
-        arguments = config_of(
-            DPOConfig,
-            directory,
-            loss_type=[loss_type],
-            **{**options, "label_smoothing": smoothing},
-        )
-        model = hf_model(path)
-        trainer = DPOTrainer(
-            model=model,
-            ref_model=hf_model(base),
-            args=arguments,
-            train_dataset=Dataset.from_list(text_pairs()),
-            processing_class=tokenizer(),
-        )
-        loss = trainer.compute_loss(model.train(), answer_tensors([*chosen, *rejected]))
-        theirs = their_outcome(model, loss, trainer._metrics["train"])
-    return errors(our_outcome(ours, packed_pairs()), theirs)
-
-
 @dataclass(frozen=True)
 class Case:
     """A method in one of its variants.
@@ -302,27 +271,3 @@ class Case:
 
     reference: str
     measure: Callable[[], dict[str, float]]
-
-
-def cases() -> dict[str, Case]:
-    """Every comparison by name: the method, and what is set."""
-    found: dict[str, Case] = {}
-    variants: list[tuple[str, dict[str, Any]]] = [
-        ("sigmoid", {}),
-        ("sigmoid_norm", {"beta": 2.0}),
-        ("hinge", {}),
-        ("ipo", {}),
-        ("robust", {"label_smoothing": 0.1}),
-        ("exo_pair", {"label_smoothing": 0.1}),
-        ("nca_pair", {}),
-        ("bco_pair", {}),
-        ("sppo_hard", {}),
-        ("discopop", {}),
-        ("apo_zero", {}),
-        ("apo_down", {}),
-    ]
-    for loss_type, options in variants:
-        found[f"dpo {loss_type}"] = Case(
-            "`trl.DPOTrainer`", lambda loss=loss_type, options=options: dpo(loss, **options)
-        )
-    return found

@@ -1,0 +1,7 @@
+"""Every loss of ed-trainers beside its reference, on one tiny model and one batch."""
+
+from tools.method_cases import labelled, preference, scores
+from tools.method_cases.harness import Case
+
+#: Comparison by name: the method, and what is set.
+CASES: dict[str, Case] = {**preference.CASES, **labelled.CASES, **scores.CASES}
