@@ -121,18 +121,18 @@ def packed_pairs(rows: int = 2, count: int = 6) -> Arrays:
 
 
 @cache
-def folder(seed: int = 0, labels: int | None = None) -> Path:
-    """A tiny model, made by transformers, on disk: a language model, or a classifier."""
+def folder(seed: int = 0, labels: int | None = None, body: bool = False) -> Path:
+    """A tiny model, made by transformers, on disk: for language, a classifier, or a body alone."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    kind, more = "CausalLM", {}
+    kind, more = "LlamaModel" if body else "LlamaForCausalLM", {}
     if labels is not None:
-        kind, more = "SequenceClassification", {"num_labels": labels}
+        kind, more = "LlamaForSequenceClassification", {"num_labels": labels}
     config = transformers.LlamaConfig(**SIZES, **more)
     path = Path(tempfile.mkdtemp(prefix="methods-"))
-    getattr(transformers, f"LlamaFor{kind}")(config).save_pretrained(path)
+    getattr(transformers, kind)(config).save_pretrained(path)
     return path
 
 

@@ -185,7 +185,9 @@ def test_what_is_wrong_is_said(toy):
     ]:
         with pytest.raises(ValidationError, match=words):
             DPOArguments(**given)
-    assert idle_options(DPOArguments(discopop_tau=0.1)) == [("discopop_tau", "loss_type is sigmoid")]
+    assert idle_options(DPOArguments(discopop_tau=0.1)) == [
+        ("discopop_tau", "loss_type is sigmoid")
+    ]
     assert not idle_options(DPOArguments(loss_type="discopop"))
     assert DPOArguments(loss_type="sppo").loss_type == "sppo_hard"
     batch = Pairs().batch_at(0)

@@ -252,17 +252,20 @@ def look_ahead(run: RunConfig) -> None:
 
 def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoader | None]:
     """The training batches and, where the mixture holds texts out, those of evaluation."""
-    from ed_data import build_loader
+    from ed_data import build_loader, build_prompts
 
     run, tokens = elm.config, elm.build_tokenizer()
     mixture, trainer = _mixture(run), run.trainer
-    options: dict[str, Any] = {"seq_length": run.sequence_length[0], "seed": mixture.seed or 0}
-    options["schema"] = run.schema
-    train = build_loader(mixture, tokens, batch_size=run.batch_size, split="train", **options)
+    options: dict[str, Any] = {"seed": mixture.seed or 0, "schema": run.schema}
+    if run.takes_prompts:
+        build: Any = build_prompts
+    else:
+        build, options["seq_length"] = build_loader, run.sequence_length[0]
+    train = build(mixture, tokens, batch_size=run.batch_size, split="train", **options)
     if not run.has_held_out:
         return train, None
     size = (trainer.eval_batch_size if trainer is not None else None) or run.batch_size
-    return train, build_loader(mixture, tokens, batch_size=size, split="eval", **options)
+    return train, build(mixture, tokens, batch_size=size, split="eval", **options)
 
 
 def held_out_texts(elm: eLargeModel) -> list[str]:

@@ -178,6 +178,11 @@ def lengths(run: RunConfig) -> Iterator[Problem]:
     trainer, mixture = run.trainer, run.mixture
     if mixture is None or run.is_broken("trainer"):
         return
+    if run.takes_prompts:
+        if mixture.pack_tokens:
+            message = f"{run.method} is given prompts, which are not packed: leave it out"
+            yield Problem(("mixture", "pack_tokens"), message)
+        return
     length, source = run.sequence_length
     if length is None:
         if trainer is not None:

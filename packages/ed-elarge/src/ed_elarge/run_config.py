@@ -122,6 +122,11 @@ class RunConfig:
         return getattr(schemas, self.method_entry.rows.upper())
 
     @property
+    def takes_prompts(self) -> bool:
+        """Whether the method is given prompts alone, which are not packed."""
+        return self.method_entry.rows == "prompt"
+
+    @property
     def batch_size(self) -> int:
         """Sequences of a batch; `normalize` has made trainer and mixture agree."""
         return (self.mixture.batch_size if self.mixture is not None else None) or 1

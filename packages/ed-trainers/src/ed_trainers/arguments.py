@@ -13,6 +13,8 @@ from ed_infra.errors import unknown_name
 from ed_infra.options import Count, Positive
 
 from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, TrainingArguments
+from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
+from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.scores import PRMArguments, RewardArguments
@@ -93,6 +95,23 @@ METHODS: dict[str, MethodEntry] = {
         rows="reward",
         task=TaskType.SEQUENCE_CLASSIFICATION,
         labels=1,
+    ),
+    "distillation": MethodEntry(
+        DistillationArguments,
+        "ed_trainers.methods.distillation:DistillationTrainer",
+        needs=("teacher",),
+    ),
+    "seq_kd": MethodEntry(
+        SeqKDArguments,
+        "ed_trainers.methods.seq_kd:SeqKDTrainer",
+        rows="prompt",
+        needs=("teacher",),
+    ),
+    "embedding": MethodEntry(
+        EmbeddingArguments,
+        "ed_trainers.methods.embedding:EmbeddingTrainer",
+        rows="embedding",
+        task=TaskType.EMBEDDING,
     ),
     "prm": MethodEntry(
         PRMArguments,
