@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 VOCAB, LENGTH = 64, 48
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -127,7 +127,8 @@ def folder(seed: int = 0, labels: int | None = None, body: bool = False) -> Path
     import transformers
 
     torch.manual_seed(seed)
-    kind, more = "LlamaModel" if body else "LlamaForCausalLM", {}
+    kind = "LlamaModel" if body else "LlamaForCausalLM"
+    more: dict[str, Any] = {}
     if labels is not None:
         kind, more = "LlamaForSequenceClassification", {"num_labels": labels}
     config = transformers.LlamaConfig(**SIZES, **more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def reward(coefficient: float | None, margins: bool) -> dict[str, float]:
         center_rewards_coefficient=coefficient,
     )
     chosen, rejected = zip(*pairs(), strict=True)
-    values: dict[str, list[float]] = {"margin": MARGINS} if margins else {}
+    values: dict[str, Any] = {"margin": MARGINS} if margins else {}
     batch = {
         **packed(list(chosen), 2, "chosen"),
         **packed(list(rejected), 2, "rejected"),

@@ -75,7 +75,7 @@ def apart(batch, leads=("chosen", "rejected")):
     for row, count in enumerate(counts):
         for segment in range(1, count + 1):
             for name, array in batch.items():
-                lead = next(lead for lead in leads if name.startswith(lead))
+                lead = next((lead for lead in leads if name.startswith(lead)), leads[0])
                 here = batch[f"{lead}segment_ids"][row] == segment
                 values = np.full_like(array[row], -100 if name.endswith("labels") else 0)
                 values[: here.sum()] = array[row][here] if not name.endswith("ment_ids") else 1

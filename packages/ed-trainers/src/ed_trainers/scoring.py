@@ -6,7 +6,7 @@ Legend: r rows, s positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 from ed_infra.errors import ConfigError
@@ -29,7 +29,7 @@ def forward(
         key: dropout key; None = deterministic.
         hidden_states: also return the input of every layer.
     """
-    more = {"output_hidden_states": True} if hidden_states else {}
+    more: dict[str, Any] = {"output_hidden_states": True} if hidden_states else {}
     return model(
         batch["input_ids"],
         segment_ids=batch["segment_ids"],

@@ -95,7 +95,9 @@ class ReferenceTrainer(Trainer):
 
     def _compute_ahead(self, ahead: ReferenceLogps) -> None:
         held_out = self.eval_dataset
-        walks = [(self.feed.dataset if self.feed else None, "train_dataset", self.total_steps)]
+        walks: list[tuple[object, str, int | None]] = [
+            (self.feed.dataset if self.feed else None, "train_dataset", self.total_steps)
+        ]
         if held_out is not None:
             walks.append((held_out, "eval_dataset", getattr(held_out, "steps_per_epoch", None)))
         for dataset, name, steps in walks:

@@ -16,5 +16,13 @@ class SimPOTrainer(CPOTrainer):
     """Learns to prefer the chosen answer of each pair by a margin; `arguments`: SimPOArguments."""
 
     arguments_class: ClassVar[type[TrainingArguments]] = SimPOArguments
-    loss_type = "simpo"
-    cross_entropy_weight = 0.0
+
+    @property
+    def loss_type(self) -> str:
+        """`simpo`."""
+        return "simpo"
+
+    @property
+    def cross_entropy_weight(self) -> float:
+        """There is no cross-entropy."""
+        return 0.0
