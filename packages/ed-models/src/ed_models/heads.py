@@ -126,7 +126,7 @@ class CausalLM(Headed):
     def head(self) -> Head:
         """The head as one value: what losses and scoring take."""
         if self.is_tied:
-            return Head(self.model.embed_tokens.embedding.get_value().T, precision=self.precision)
+            return Head(self.model.embed_tokens.table.T, precision=self.precision)
         bias = self.lm_head.bias.get_value() if self.head_bias else None
         return Head(self.lm_head.weight, bias, precision=self.precision)
 
