@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ed_data import schema as schemas
+from ed_data.errors import DataError
 from ed_elarge import eLargeModel
 from ed_elarge.errors import InputError
 from ed_trainers.arguments import METHODS
@@ -57,7 +58,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
             mixture__informs=[{"data_files": str(tmp_path / "texts.jsonl")}],
         )
     )
-    with pytest.raises(InputError, match="prompt"):
+    with pytest.raises(DataError, match="there is no field 'prompt'"):
         elm.build_dataset()
 
 

@@ -297,6 +297,9 @@ def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
 #: What is valid: kind of mutation -> keys (0 is false, and 1e12 a number where nothing bounds it).
 VALID: dict[str, str] = {
     "half": (
+        "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
+        "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
+        "trainer.temperature trainer.alpha "
         "actions.serve.limits.body_timeout actions.serve.limits.request_timeout "
         "actions.eval.limit actions.generate.repetition_penalty actions.generate.temperature "
         "actions.generate.top_p base_config.values.fcm_max_ratio eval.limit eval.top_p "
@@ -307,6 +310,9 @@ VALID: dict[str, str] = {
         "trainer.weight_decay"
     ),
     "huge": (
+        "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
+        "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
+        "trainer.temperature "
         "base_config.operation_configs.flash_attn2.block_k "
         "base_config.operation_configs.flash_attn2.block_q mixture.informs.num_rows "
         "mixture.mixture_block_size mixture.mixture_weights.texts "
@@ -318,6 +324,7 @@ VALID: dict[str, str] = {
     "minus-one": "actions.generate.top_k sharding.dcn_axis_dims",
     "misspelled": "mixture.informs.format_fields.content",
     "null": (
+        "trainer.center_rewards_coefficient "
         "actions.serve.allowed_hosts "
         "actions.eval actions.eval.limit actions.generate actions.generate.prompts "
         "actions.serve actions.serve.cors_origins actions.serve.served_model_name base_config "
@@ -364,6 +371,8 @@ VALID: dict[str, str] = {
         "mixture.informs.format_fields.content"
     ),
     "zero": (
+        "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
+        "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
         "actions.serve.drain_seconds "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "

@@ -80,6 +80,11 @@ class Section:
         classes = self.classes()
         kind = next(iter(classes))
         if isinstance(value, Mapping):
+            for key in value if self.chosen_by and self.chosen_by not in value else ():
+                # The other keys would be checked against the wrong class.
+                if hint := did_you_mean(str(key), [self.chosen_by]):
+                    problem = Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True)
+                    return None, [problem]
             kind = value.get(self.chosen_by, kind)
         if not isinstance(kind, str) or kind not in classes:
             problem = str(unknown_name(self.chosen_by, kind, classes))
