@@ -16,6 +16,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -299,6 +300,9 @@ def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
 #: What is valid: kind of mutation -> keys (0 is false, and 1e12 a number where nothing bounds it).
 VALID: dict[str, str] = {
     "half": (
+        "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
+        "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
+        "trainer.temperature trainer.alpha "
         "actions.serve.limits.body_timeout actions.serve.limits.request_timeout "
         "actions.eval.limit actions.generate.repetition_penalty actions.generate.temperature "
         "actions.generate.top_p base_config.values.fcm_max_ratio eval.limit eval.top_p "
@@ -309,6 +313,9 @@ VALID: dict[str, str] = {
         "trainer.weight_decay"
     ),
     "huge": (
+        "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
+        "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
+        "trainer.temperature "
         "base_config.operation_configs.flash_attn2.block_k "
         "base_config.operation_configs.flash_attn2.block_q mixture.informs.num_rows "
         "mixture.mixture_block_size mixture.mixture_weights.texts "
@@ -320,6 +327,7 @@ VALID: dict[str, str] = {
     "minus-one": "actions.generate.top_k sharding.dcn_axis_dims",
     "misspelled": "mixture.informs.format_fields.content",
     "null": (
+        "trainer.center_rewards_coefficient "
         "actions.serve.allowed_hosts "
         "actions.eval actions.eval.limit actions.generate actions.generate.prompts "
         "actions.serve actions.serve.cors_origins actions.serve.served_model_name base_config "
@@ -366,6 +374,8 @@ VALID: dict[str, str] = {
         "mixture.informs.format_fields.content"
     ),
     "zero": (
+        "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
+        "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
         "actions.serve.drain_seconds "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "
@@ -452,6 +462,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "texts.txt").write_text("some text\n")
+    shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
     model = tmp_path / "runs" / "quickstart" / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text('{"model_type": "llama"}')

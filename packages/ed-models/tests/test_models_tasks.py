@@ -166,6 +166,19 @@ class TestClassifiers:
 
 
 class TestRewards:
+    def test_every_token_of_packed_rows(self, saved):
+        reward = AutoEasyDeLModelForReward.from_pretrained(saved, **ONE)
+        ids = np.asarray(IDS[:1])
+        alone = reward(ids, attention_mask=np.ones_like(ids)).logits
+        twice = np.concatenate([ids, ids], axis=1)
+        segments = np.repeat([[1, 2]], ids.shape[1], axis=1)
+        every = reward(twice, segment_ids=segments, logits_at="all").logits
+        assert every.shape == (*twice.shape, 1)
+        for end in (ids.shape[1] - 1, twice.shape[1] - 1):
+            np.testing.assert_allclose(every[:, end], alone, atol=1e-5)
+        with pytest.raises(ConfigError, match="no one last token"):
+            reward(twice, segment_ids=segments)
+
     def test_one_label(self, saved, tmp_path):
         reward = AutoEasyDeLModelForReward.from_pretrained(saved, **ONE)
         assert reward(IDS, attention_mask=MASK).logits.shape == (3, 1)
@@ -217,6 +230,23 @@ class TestEmbedders:
         np.testing.assert_allclose(pooling(hidden, MASK), want, atol=1e-6)
         pooling.write(tmp_path, 16)
         assert Pooling.read(tmp_path) == pooling
+
+    @pytest.mark.parametrize(
+        "mode", ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
+    )
+    def test_packed_texts_are_pooled_each_by_itself(self, hidden, mode):
+        real = [np.asarray(row)[np.asarray(mask) > 0] for row, mask in zip(hidden, MASK, strict=True)]
+        packed = np.concatenate([*real, np.full((2, 16), 9.0)])[None]
+        ids = np.repeat([1, 2, 3, 0], [*map(len, real), 2])[None]
+        pooling = Pooling.of(mode, True)
+        found = pooling.of_segments(jnp.asarray(packed), jnp.asarray(ids), 4)
+        np.testing.assert_allclose(found[0, :3], pooling(hidden, MASK), atol=1e-6)
+        assert not np.any(found[0, 3]), "there is no fourth text"
+
+    def test_how_many_texts_a_row_holds_is_said(self, saved):
+        embedder = AutoEasyDeLModelForEmbedding.from_pretrained(saved, **ONE)
+        with pytest.raises(ConfigError, match="segment_ids and segments come together"):
+            embedder(IDS, segment_ids=MASK)
 
     def test_a_checkpoint_of_another_task(self, hidden, saved, tmp_path):
         embedder = AutoEasyDeLModelForEmbedding.from_pretrained(saved, pooling_mode="last", **ONE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +16,8 @@ from ed_infra.outputs import CausalLMOutput
 from ed_infra.partition import PartitionManager
 from ed_layers.head import Head
 from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parent))  # `method_runs`: what tests of methods share
 
 VOCAB, HIDDEN = 32, 16
 

@@ -146,7 +146,7 @@ def test_registry_names_every_method():
     for name, cls in ARGUMENTS.items():
         assert cls().trainer_type == name
     for wrong in ("stf", ["sft"], None):
-        with pytest.raises(ConfigError, match="known: sft"):
+        with pytest.raises(ConfigError, match=r"known: .*\bsft\b"):
             arguments_class(wrong)
     with pytest.raises(ConfigError, match="did you mean 'sft'"):
         trainer_class("stf")

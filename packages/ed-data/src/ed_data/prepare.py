@@ -188,7 +188,9 @@ def texts(
                 yield content
                 continue
             for message in content:
-                if isinstance(message, dict) and isinstance(message["content"], str):
+                if isinstance(message, str):  # a step of an answer
+                    yield message
+                elif isinstance(message, dict) and isinstance(message["content"], str):
                     yield message["content"]
 
 

@@ -20,7 +20,7 @@ from ed_data.loader import check_state, hash_of
 from ed_data.mixture import DocumentOrder
 from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
 from ed_data.pretrained import load_tokenizer
-from ed_data.schema import Column, Content, Example, Schema
+from ed_data.schema import PROMPT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.store import digest_of
 from ed_data.tokenize import Encoder
@@ -28,9 +28,6 @@ from ed_data.transforms import Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: A prompt alone: a text, chat messages, or token ids.
-PROMPT = Schema((Column("", "prompt"),), "prompt")
 
 
 class Prompts(NamedTuple):
@@ -123,6 +120,9 @@ class PromptLoader:
             {name: [example.extra.get(name) for example in examples] for name in names},
             labels,
         )
+
+    def close(self) -> None:
+        """Nothing goes on beside the reading: for whoever closes any loader."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the prompts depend on; the step is the caller's."""

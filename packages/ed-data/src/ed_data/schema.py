@@ -120,6 +120,8 @@ class Schema:
 _ANSWER = Column("", "completion", "prompt")
 #: A text, a chat, or token ids in one field.
 TEXT = Schema((Column("", "content"),))
+#: A prompt alone, for rollouts; see `ed_data.prompts`.
+PROMPT = Schema((Column("", "prompt"),), "prompt")
 #: A prompt and its answer: the loss is on the answer alone.
 COMPLETION = Schema((_ANSWER,), "prompt")
 #: A prompt with a better and a worse answer: `chosen_input_ids`, …, `rejected_input_ids`, ….

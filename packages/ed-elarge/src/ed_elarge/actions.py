@@ -166,7 +166,7 @@ def train(session: Session, options: NoOptions) -> None:
     if before is not None and before == output.metrics["steps"]:
         print(f"the training was finished before ({before} steps): nothing was left to train")
     held_out = elm.build_eval_dataset()
-    if held_out is not None:
+    if held_out is not None and elm.config.method_entry.rows == "text":
         batches = _with_progress(held_out, "measuring what was learned")
         summary.learned = learned.measure(elm.part("model"), batches, elm.build_tokenizer())
 

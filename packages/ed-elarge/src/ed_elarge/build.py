@@ -18,7 +18,7 @@ from ed_elarge.adaptation import WeightFormat
 from ed_elarge.errors import Problem
 from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
-from ed_elarge.sections import ModelSection, TrainedTokenizer
+from ed_elarge.sections import ModelSection, OtherModelSection, TrainedTokenizer
 from ed_elarge.table import SECTIONS
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     with run.blame("model", "tokenizer"):
         if isinstance(section.tokenizer, TrainedTokenizer):
             return training_tokenizer.load_or_train(
-                section.tokenizer.train, _mixture(run), run.directory / "tokenizer"
+                section.tokenizer.train, _mixture(run), run.directory / "tokenizer", run.schema
             )
         return _load_tokenizer(run, str(section.tokenizer or section.name_or_path))
 
@@ -88,7 +88,14 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
     changes = {field: value for field, (_, value) in run.config_fields().items()}
     with run.blame("model", "config"):
         model_type = fields.pop("model_type")
-        return registry.get_config(model_type)(**(of_tokenizer or {}) | fields | changes)
+        made = {**_labels(run), **(of_tokenizer or {}), **fields, **changes}
+        return registry.get_config(model_type)(**made)
+
+
+def _labels(run: RunConfig) -> dict[str, Any]:
+    """What the head of a model that is no language model puts out."""
+    labels = run.method_entry.labels
+    return {} if labels is None else {"num_labels": labels}
 
 
 def _new_model(elm: eLargeModel) -> CausalLM:
@@ -110,7 +117,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
                 f"vocab_size {config.vocab_size} is less than the tokenizer's {len(tokens)} "
                 "tokens: raise it, or leave it out"
             )
-        module = registry.get_module(TaskType.CAUSAL_LM, config.model_type)
+        module = registry.get_module(run.method_entry.task, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
         made = module.create(config, seed=seed, **_dtypes(run))
     if run.weight_format is None:
@@ -131,7 +138,10 @@ def _load(run: RunConfig) -> CausalLM:
     with run.blame("model", "name_or_path"):
         local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
         task = task_of(local) if section.task == TaskType.AUTO_BIND else section.task
-        if task != TaskType.CAUSAL_LM:
+        wanted = run.method_entry.task
+        if wanted != TaskType.CAUSAL_LM:
+            task, changes = wanted, {**_labels(run), **changes}
+        elif task != wanted:
             raise ConfigError(
                 f"{local} is saved as a model for {task.value!r} (its architectures say so); "
                 f"trainers and engine take {TaskType.CAUSAL_LM.value!r}"
@@ -145,6 +155,34 @@ def _load(run: RunConfig) -> CausalLM:
         return module.from_pretrained(
             local, quantization_config=rules, apply_quantization=True, **options
         )
+
+
+def reference_model(elm: eLargeModel) -> CausalLM:
+    """The model of the section `reference_model`."""
+    return _load_other(elm.config, elm.config.reference_model)
+
+
+def teacher_model(elm: eLargeModel) -> CausalLM:
+    """The model of the section `teacher_model`."""
+    return _load_other(elm.config, elm.config.teacher_model)
+
+
+def _load_other(run: RunConfig, section: OtherModelSection | None) -> CausalLM:
+    """A language model on the learner's mesh, with the execution fields of the run."""
+    from ed_infra import registry
+    from ed_infra.fields import FIELDS
+    from ed_models.checkpoints import hub
+
+    assert section is not None, "the part is asked for where the section is"
+    changes = {field: value for field, (_, value) in run.config_fields().items()}
+    changes = {field: value for field, value in changes.items() if field in FIELDS}
+    changes["sharding_axis_names"] = run.sharding.axis_names
+    dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
+    local = hub.resolve(section.name_or_path, revision=section.revision)
+    module = registry.get_module(TaskType.CAUSAL_LM, hub.read_config(local).model_type)
+    return module.from_pretrained(
+        local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
+    )
 
 
 def _model_section(run: RunConfig) -> ModelSection:
@@ -226,30 +264,38 @@ def look_ahead(run: RunConfig) -> None:
         config = new_config(run)
         with run.blame("model", "config"):
             config.mesh  # noqa: B018 - making it is the check
-    remarks = check_names(run.mixture) if run.mixture is not None else []
+    remarks = check_names(run.mixture, run.schema) if run.mixture is not None else []
     if remarks:
         raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
 
 
 def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoader | None]:
     """The training batches and, where the mixture holds texts out, those of evaluation."""
-    from ed_data import build_loader
+    from ed_data import build_loader, build_prompts
 
     run, tokens = elm.config, elm.build_tokenizer()
     mixture, trainer = _mixture(run), run.trainer
-    options: dict[str, Any] = {"seq_length": run.sequence_length[0], "seed": mixture.seed or 0}
-    train = build_loader(mixture, tokens, batch_size=run.batch_size, split="train", **options)
+    options: dict[str, Any] = {"seed": mixture.seed or 0, "schema": run.schema}
+    if run.takes_prompts:
+        build: Any = build_prompts
+    else:
+        build, options["seq_length"] = build_loader, run.sequence_length[0]
+    train = build(mixture, tokens, batch_size=run.batch_size, split="train", **options)
     if not run.has_held_out:
         return train, None
     size = (trainer.eval_batch_size if trainer is not None else None) or run.batch_size
-    return train, build_loader(mixture, tokens, batch_size=size, split="eval", **options)
+    return train, build(mixture, tokens, batch_size=size, split="eval", **options)
 
 
 def held_out_texts(elm: eLargeModel) -> list[str]:
     """The texts that the mixture sets aside; none where it sets none aside."""
     from ed_data import texts
 
-    return list(texts(_mixture(elm.config), "eval")) if elm.config.has_held_out else []
+    return (
+        list(texts(_mixture(elm.config), "eval", schema=elm.config.schema))
+        if elm.config.has_held_out
+        else []
+    )
 
 
 def _mixture(run: RunConfig) -> Mixture:
@@ -268,8 +314,13 @@ def trainer(elm: eLargeModel) -> Trainer:
 
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
-    method = trainer_class(elm.config.method)
-    return method(arguments, elm.part("model"), train, held_out, elm.part("tokenizer"))
+    run = elm.config
+    others = (*run.method_entry.needs, *run.method_entry.may_read)
+    frozen = {name: elm.part(name) for name in others if run.sections[f"{name}_model"] is not None}
+    method = trainer_class(run.method)
+    return method(
+        arguments, elm.part("model"), train, held_out, elm.part("tokenizer"), frozen=frozen
+    )
 
 
 # Serving.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ed_infra.axes import AXIS_NAMES
+from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELD_ALIASES, FIELDS, canonical_field
 from ed_infra.fields import normalize as normalize_field
@@ -177,6 +178,11 @@ def lengths(run: RunConfig) -> Iterator[Problem]:
     trainer, mixture = run.trainer, run.mixture
     if mixture is None or run.is_broken("trainer"):
         return
+    if run.takes_prompts:
+        if mixture.pack_tokens:
+            message = f"{run.method} is given prompts, which are not packed: leave it out"
+            yield Problem(("mixture", "pack_tokens"), message)
+        return
     length, source = run.sequence_length
     if length is None:
         if trainer is not None:
@@ -230,6 +236,34 @@ def one_says_what_learns(run: RunConfig) -> Iterator[Problem]:
             "with the section lora the adapters alone learn: leave trainable_rules out, or the "
             "section",
         )
+
+
+def other_models(run: RunConfig) -> Iterator[Problem]:
+    """The models beside the learner are those that the method reads."""
+    if run.trainer is None:
+        return
+    entry = run.method_entry
+    reads = [*entry.needs, *entry.may_read]
+    for name in ("reference", "teacher"):
+        section = f"{name}_model"
+        if section in run.written and name not in reads:
+            listing = ", ".join(f"{other}_model" for other in reads) or "no other model"
+            message = f"{run.method} does not read it (it reads {listing}): leave it out"
+            yield Problem((section,), message, True)
+        if name in entry.needs and section not in run.written:
+            message = f"{run.method} needs the section {section!r}: {section}: {{name_or_path: …}}"
+            yield Problem(("trainer", "trainer_type"), message)
+
+
+def is_a_language_model(run: RunConfig, action: Action) -> Iterator[Problem]:
+    """Whatever generates needs a model that does."""
+    task = run.method_entry.task
+    if task != TaskType.CAUSAL_LM:
+        message = (
+            f"{run.method} trains a model for {task.value!r}, which generates nothing: leave the "
+            f"action {action.name} out"
+        )
+        yield Problem((), message, True)
 
 
 def quantized_weights_do_not_learn(run: RunConfig) -> Iterator[Problem]:

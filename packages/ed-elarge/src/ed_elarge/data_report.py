@@ -31,6 +31,7 @@ def show(path: str, output: Path, near: bool, samples: int) -> int:
             batch_size=run.batch_size,
             seq_length=run.sequence_length[0],
             seed=run.mixture.seed or 0,
+            schema=run.schema,
             near=near,
             samples=samples,
         )

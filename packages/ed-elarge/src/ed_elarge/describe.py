@@ -62,6 +62,8 @@ def _data(run: RunConfig) -> str:
         return ""
     count = len(run.mixture.informs)
     length, _ = run.sequence_length
+    if run.takes_prompts:
+        return f"data: {count} source{'s' if count != 1 else ''}, prompts"
     packed = "packed " if run.mixture.pack_tokens else ""
     return f"data: {count} source{'s' if count != 1 else ''}, {packed}sequences of {length} tokens"
 

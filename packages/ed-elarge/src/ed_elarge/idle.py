@@ -34,7 +34,7 @@ def model(options: ModelSection, run: RunConfig) -> Idle:
 
 
 def mixture(options: Mixture, run: RunConfig) -> Idle:
-    for path, message in data_checks.idle_options(options):
+    for path, message in data_checks.idle_options(options, run.schema):
         yield path, message.partition("no effect: ")[2]
 
 

@@ -171,6 +171,14 @@ class eLargeModel(Setters):
         """The model on its devices."""
         return self.part("model")
 
+    def build_reference_model(self) -> CausalLM:
+        """The model of the section `reference_model`."""
+        return self.part("reference")
+
+    def build_teacher_model(self) -> CausalLM:
+        """The model of the section `teacher_model`."""
+        return self.part("teacher")
+
     def build_dataset(self) -> Loader | StreamLoader:
         """The loader of training batches."""
         return self.part("loaders")[0]

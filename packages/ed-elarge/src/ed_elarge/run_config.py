@@ -12,12 +12,13 @@ from typing import Any
 
 import pydantic
 import yaml
+from ed_data import schema as schemas
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
-from ed_trainers.arguments import ARGUMENTS, TrainingArguments
+from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 
 from ed_elarge.adaptation import LoraSection, QuantizationSection, WeightFormat
 from ed_elarge.errors import Document, InputError, KeyPath, Problem
@@ -26,6 +27,7 @@ from ed_elarge.sections import (
     EvalSection,
     LoaderSection,
     ModelSection,
+    OtherModelSection,
     PlatformSection,
     SetsConfig,
     ShardingSection,
@@ -53,8 +55,8 @@ class Action:
 class RunConfig:
     """A checked configuration: one attribute for each section of `ed_elarge.table.SECTIONS`.
 
-    Sections that the user left out have their defaults; `model`, `quantization`, `lora`, `mixture`
-    and `trainer` have none and are None instead.
+    Sections that the user left out have their defaults; the models, `quantization`, `lora`,
+    `mixture` and `trainer` have none and are None instead.
 
     Args:
         document: the file that it came from, so that a later error can point at a line; or a
@@ -67,6 +69,8 @@ class RunConfig:
     """
 
     model: ModelSection | None
+    reference_model: OtherModelSection | None
+    teacher_model: OtherModelSection | None
     quantization: QuantizationSection | None
     lora: LoraSection | None
     loader: LoaderSection
@@ -105,8 +109,23 @@ class RunConfig:
     @property
     def method(self) -> str:
         """The method of the trainer, such as `sft`; empty without one."""
-        methods = (name for name, cls in ARGUMENTS.items() if isinstance(self.trainer, cls))
-        return next(methods, "")
+        kind = type(self.trainer)
+        return next((name for name, entry in METHODS.items() if entry.arguments is kind), "")
+
+    @property
+    def method_entry(self) -> MethodEntry:
+        """What the method is and wants; without a trainer, that of `sft`."""
+        return METHODS[self.method or "sft"]
+
+    @property
+    def schema(self) -> schemas.Schema:
+        """What the rows of the mixture are, for the method of the trainer."""
+        return getattr(schemas, self.method_entry.rows.upper())
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether the method is given prompts alone, which are not packed."""
+        return self.method_entry.rows == "prompt"
 
     @property
     def batch_size(self) -> int:

@@ -134,6 +134,17 @@ class ModelSection(Options):
         return self
 
 
+class OtherModelSection(Options):
+    """A model that does not learn, beside the one that does: loaded on the same mesh."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = ModelSection.ALIASES
+
+    name_or_path: Name
+    """A directory in Hugging Face layout, or a hub id."""
+    revision: Name | None = None
+    """Branch, tag or commit of a hub repository."""
+
+
 class LoaderSection(Options):
     """How the weights are held and computed with."""
 

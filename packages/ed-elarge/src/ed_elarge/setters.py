@@ -13,11 +13,12 @@ from ed_elarge.errors import Document
 SettersT = TypeVar("SettersT", bound="Setters")
 
 
-def _setter(section: str) -> Callable[Concatenate[SettersT, ...], SettersT]:
-    def set_section(self: SettersT, **keys: Any) -> SettersT:
-        return self.update_config({section: keys})
+def _setter(section: str, leading: str = "") -> Callable[Concatenate[SettersT, ...], SettersT]:
+    def set_section(self: SettersT, value: Any = None, /, **keys: Any) -> SettersT:
+        first = {} if value is None else {leading: value}
+        return self.update_config({section: {**keys, **first}})
 
-    set_section.__doc__ = f"Set keys of `{section}`."
+    set_section.__doc__ = f"Set keys of `{section}`" + (leading and f"; `{leading}` may be bare")
     set_section.__name__ = f"set_{section}"
     return set_section
 
@@ -39,11 +40,10 @@ class Setters:
     set_esurge = _setter("esurge")
     set_eval = _setter("eval")
 
-    def set_model(self, name_or_path: str | None = None, **model: Any) -> Self:
-        """Set keys of `model`."""
-        if name_or_path is not None:
-            model["name_or_path"] = name_or_path
-        return self.update_config({"model": model})
+    set_model = _setter("model", "name_or_path")
+    set_reference_model = _setter("reference_model", "name_or_path")
+    set_teacher_model = _setter("teacher_model", "name_or_path")
+    set_trainer = _setter("trainer", "trainer_type")
 
     def set_dtype(self, dtype: str, param_dtype: str | None = None) -> Self:
         """Set the dtype of computation, and of stored parameters (the same by default)."""
@@ -133,9 +133,3 @@ class Setters:
             named = isinstance(kv_cache, str)
             quantization["kv_cache"] = {"quantization_method": kv_cache} if named else kv_cache
         return self.update_config({"quantization": quantization})
-
-    def set_trainer(self, trainer_type: str | None = None, **trainer: Any) -> Self:
-        """Set the method and keys of `trainer`."""
-        if trainer_type is not None:
-            trainer["trainer_type"] = trainer_type
-        return self.update_config({"trainer": trainer})

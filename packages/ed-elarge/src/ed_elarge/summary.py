@@ -90,8 +90,11 @@ class Summary:
         if "steps" in self.metrics:
             rows.append(("steps", f"{self.metrics['steps']:.0f}", ""))
         if "train_loss" in self.metrics:
-            rows.append(("training loss", f"{self.metrics['train_loss']:.4f}", "nats per token"))
+            rows.append(("training loss", f"{self.metrics['train_loss']:.4f}", ""))
         learned = self.learned
+        if learned is None:
+            held_out = {n: v for n, v in self.metrics.items() if n.startswith("eval_")}
+            rows += [(f"held-out {n[5:]}", f"{v:.4f}", "") for n, v in held_out.items()]
         if learned is not None:
             of = f"nats per token, over {learned.tokens:,} held-out tokens"
             rows += [

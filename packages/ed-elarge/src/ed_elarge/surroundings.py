@@ -22,6 +22,7 @@ from ed_infra.errors import did_you_mean, unknown_name
 from ed_elarge import architectures
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
+from ed_elarge.sections import OtherModelSection
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -44,6 +45,16 @@ def model(run: RunConfig) -> Iterator[Problem]:
     if config is not None and config.get("model_type") not in known:
         problem = unknown_name("model type", config.get("model_type"), known)
         yield Problem(here, f"its config.json says: {problem}")
+
+
+def reference_model(run: RunConfig) -> Iterator[Problem]:
+    """Directory of the reference."""
+    yield from _other_model("reference_model", run.reference_model)
+
+
+def teacher_model(run: RunConfig) -> Iterator[Problem]:
+    """Directory of the teacher."""
+    yield from _other_model("teacher_model", run.teacher_model)
 
 
 def adapter(run: RunConfig) -> Iterator[Problem]:
@@ -121,6 +132,11 @@ def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:
 
 
 # What they look at.
+
+
+def _other_model(name: str, section: OtherModelSection | None) -> Iterator[Problem]:
+    if section is not None:
+        yield from _model_directory((name, "name_or_path"), section.name_or_path, ("config.json",))
 
 
 def _model_directory(path: KeyPath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from ed_elarge.sections import (
     LoaderSection,
     ModelSection,
     NoOptions,
+    OtherModelSection,
     PlatformSection,
     ServeOptions,
     ShardingSection,
@@ -79,6 +80,11 @@ class Section:
         classes = self.classes()
         kind = next(iter(classes))
         if isinstance(value, Mapping):
+            for key in value if self.chosen_by and self.chosen_by not in value else ():
+                # The other keys would be checked against the wrong class.
+                if hint := did_you_mean(str(key), [self.chosen_by]):
+                    problem = Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True)
+                    return None, [problem]
             kind = value.get(self.chosen_by, kind)
         if not isinstance(kind, str) or kind not in classes:
             problem = str(unknown_name(self.chosen_by, kind, classes))
@@ -95,6 +101,18 @@ SECTIONS: dict[str, Section] = {
         looks=(surroundings.model,),
         idle=idle.model,
         builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
+    ),
+    "reference_model": Section(
+        OtherModelSection,
+        has_default=False,
+        looks=(surroundings.reference_model,),
+        builds={"reference": "ed_elarge.build:reference_model"},
+    ),
+    "teacher_model": Section(
+        OtherModelSection,
+        has_default=False,
+        looks=(surroundings.teacher_model,),
+        builds={"teacher": "ed_elarge.build:teacher_model"},
     ),
     "quantization": Section(
         QuantizationSection,
@@ -128,6 +146,7 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
+        checks=(checks.other_models,),
         looks=(surroundings.save_directory,),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
@@ -142,7 +161,7 @@ SECTIONS: dict[str, Section] = {
 }
 
 #: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
-LATER: frozenset[str] = frozenset({"teacher_model", "reference_model", "reward_model"})
+LATER: frozenset[str] = frozenset({"reward_model"})
 
 
 def unknown_section(name: object) -> str:
@@ -224,7 +243,7 @@ ACTIONS: dict[str, ActionKind] = {
         EvalOptions,
         needs=("model",),
         prepares="ed_elarge.actions:prepare_eval",
-        checks=(checks.tasks_of_action,),
+        checks=(checks.tasks_of_action, checks.is_a_language_model),
         looks=(surroundings.written_file,),
         idle=idle.evaluation,
     ),
@@ -235,6 +254,7 @@ ACTIONS: dict[str, ActionKind] = {
         scalar="prompts",
         needs=("model",),
         prepares="ed_elarge.actions:prepare_model",
+        checks=(checks.is_a_language_model,),
         idle=idle.generation,
     ),
     "serve": ActionKind(
@@ -244,6 +264,7 @@ ACTIONS: dict[str, ActionKind] = {
         also=("server",),
         needs=("model",),
         prepares="ed_elarge.actions:prepare_model",
+        checks=(checks.is_a_language_model,),
         looks=(surroundings.serve,),
     ),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Inform, Mixture
+from ed_data.schema import TEXT, Schema
 
 from ed_elarge.sections import TokenizerTraining
 
@@ -21,7 +22,7 @@ _RECORD = "trained_on.json"
 
 
 def load_or_train(
-    options: TokenizerTraining, mixture: Mixture, directory: Path
+    options: TokenizerTraining, mixture: Mixture, directory: Path, schema: Schema = TEXT
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
@@ -31,7 +32,7 @@ def load_or_train(
     Raises:
         DataError: there is no text, or a source cannot be read.
     """
-    record = _record(options, mixture)
+    record = _record(options, mixture, schema)
     kept = directory / _RECORD
     if kept.is_file() and kept.read_text() == record:
         from transformers import PreTrainedTokenizerFast
@@ -42,19 +43,21 @@ def load_or_train(
 
     print(f"training a tokenizer of {options.vocab_size} tokens", flush=True)
     tokenizer = train_bpe(
-        texts(mixture, "train"), options.vocab_size, min_frequency=options.min_frequency
+        texts(mixture, "train", schema=schema),
+        options.vocab_size,
+        min_frequency=options.min_frequency,
     )
     _publish(tokenizer, record, directory)
     return tokenizer
 
 
-def _record(options: TokenizerTraining, mixture: Mixture) -> str:
+def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema) -> str:
     """Everything that the tokenizer depends on, as text."""
     from ed_data.sources import open_source
     from ed_data.transforms import fingerprint
 
     def of(informs: Sequence[Inform]) -> list[dict[str, Any]]:
-        return [fingerprint(inform, open_source(inform)) for inform in informs]
+        return [fingerprint(inform, open_source(inform), schema) for inform in informs]
 
     facts = {
         "informs": of(mixture.informs),

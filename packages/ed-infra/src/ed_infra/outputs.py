@@ -166,7 +166,7 @@ class SequenceClassifierOutput(_Replaceable):
     """Output of a model that classifies or scores whole sequences.
 
     Attributes:
-        logits: float32 [b, c], at the last token of each row.
+        logits: float32 [b, c], at the last token of each row; or of every token, [b, s, c].
         last_hidden_state: [b, s, d], after the last norm.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.

@@ -8,6 +8,7 @@ from ed_infra import lazy
 
 _NAMES = {
     "ARGUMENTS": "ed_trainers.arguments",
+    "DPOArguments": "ed_trainers.arguments",
     "SFTArguments": "ed_trainers.arguments",
     "TrainingArguments": "ed_trainers.arguments",
     "arguments_class": "ed_trainers.arguments",
@@ -31,6 +32,7 @@ __getattr__, __dir__, __all__ = lazy.attach(__name__, _NAMES)
 
 if TYPE_CHECKING:
     from ed_trainers.arguments import ARGUMENTS as ARGUMENTS
+    from ed_trainers.arguments import DPOArguments as DPOArguments
     from ed_trainers.arguments import SFTArguments as SFTArguments
     from ed_trainers.arguments import TrainingArguments as TrainingArguments
     from ed_trainers.arguments import arguments_class as arguments_class

@@ -1,22 +1,30 @@
 """The methods and their options, one class each. Imports neither jax nor flax.
 
-A new method is one file with its trainer, and here its options and its row in `METHODS`.
+A new method is one file with its trainer in `ed_trainers.methods`, its options in
+`ed_trainers.options`, which is free of jax as this file is, and here its row in `METHODS`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ed_infra.enums import TaskType
 from ed_infra.errors import unknown_name
 from ed_infra.options import Count, NotNegative, Positive
 
 from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.optimizer_arguments import DECAYING, OPTIMIZERS, Share
+from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
+from ed_trainers.options.embedding import EmbeddingArguments
+from ed_trainers.options.labels import BCOArguments, KTOArguments
+from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
+from ed_trainers.options.scores import PRMArguments, RewardArguments
 
 __all__ = [
     "ARGUMENTS",
     "METHODS",
     "OPTIMIZERS",
+    "DPOArguments",
     "SFTArguments",
     "TrainingArguments",
     "arguments_class",
@@ -43,15 +51,84 @@ class SFTArguments(TrainingArguments):
 
 
 class MethodEntry(NamedTuple):
-    """A method: its options, and where its trainer is."""
+    """A method, for whoever builds its trainer.
+
+    Attributes:
+        arguments: its options.
+        trainer: where its trainer is.
+        rows: kind of the rows of its data, the name of a schema of `ed_data.schema`.
+        needs: the frozen models that it cannot do without.
+        may_read: the frozen models that it can also do without.
+        task: what its model is for, a `TaskType`.
+        labels: outputs of the model's head, where it is no language model.
+    """
 
     arguments: type[TrainingArguments]
     trainer: str
+    rows: str = "text"
+    needs: tuple[str, ...] = ()
+    may_read: tuple[str, ...] = ()
+    task: TaskType = TaskType.CAUSAL_LM
+    labels: int | None = None
 
 
 #: `trainer_type` -> the method.
 METHODS: dict[str, MethodEntry] = {
     "sft": MethodEntry(SFTArguments, "ed_trainers.sft:SFTTrainer"),
+    "dpo": MethodEntry(
+        DPOArguments,
+        "ed_trainers.methods.dpo:DPOTrainer",
+        rows="preference",
+        may_read=("reference",),
+    ),
+    "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", rows="preference"),
+    "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", rows="preference"),
+    "simpo": MethodEntry(
+        SimPOArguments, "ed_trainers.methods.simpo:SimPOTrainer", rows="preference"
+    ),
+    "kto": MethodEntry(
+        KTOArguments,
+        "ed_trainers.methods.kto:KTOTrainer",
+        rows="labelled",
+        may_read=("reference",),
+    ),
+    "bco": MethodEntry(
+        BCOArguments,
+        "ed_trainers.methods.bco:BCOTrainer",
+        rows="labelled",
+        may_read=("reference",),
+    ),
+    "reward": MethodEntry(
+        RewardArguments,
+        "ed_trainers.methods.reward:RewardTrainer",
+        rows="reward",
+        task=TaskType.SEQUENCE_CLASSIFICATION,
+        labels=1,
+    ),
+    "distillation": MethodEntry(
+        DistillationArguments,
+        "ed_trainers.methods.distillation:DistillationTrainer",
+        needs=("teacher",),
+    ),
+    "seq_kd": MethodEntry(
+        SeqKDArguments,
+        "ed_trainers.methods.seq_kd:SeqKDTrainer",
+        rows="prompt",
+        needs=("teacher",),
+    ),
+    "embedding": MethodEntry(
+        EmbeddingArguments,
+        "ed_trainers.methods.embedding:EmbeddingTrainer",
+        rows="embedding",
+        task=TaskType.EMBEDDING,
+    ),
+    "prm": MethodEntry(
+        PRMArguments,
+        "ed_trainers.methods.prm:PRMTrainer",
+        rows="steps",
+        task=TaskType.SEQUENCE_CLASSIFICATION,
+        labels=2,
+    ),
 }
 
 #: `trainer_type` -> its options.
@@ -86,7 +163,7 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
     They are no errors: a run file may keep them for a longer run. Whoever reads the file warns
     about those that it sets, with their line.
     """
-    idle: list[tuple[str, str]] = []
+    idle = arguments.idle()
     steps = arguments.max_training_steps
     if steps is not None:
         if "num_train_epochs" in arguments.model_fields_set:

@@ -195,6 +195,10 @@ class TrainingArguments(Options):
     """FLOP/s that one device can do, for MFU; None takes the known figure of its kind, and without
     one there is no MFU."""
 
+    def idle(self) -> list[tuple[str, str]]:
+        """The options of a method that others of them make idle, each with the reason."""
+        return []
+
     # Each validator stands at the later of the two fields that it compares, so that the error
     # carries that field's place in the YAML.
 

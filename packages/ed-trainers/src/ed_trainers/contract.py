@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
-from ed_infra.outputs import CausalLMOutput, Metric
+from ed_infra.outputs import Metric
+from ed_models.adapters import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -40,16 +41,39 @@ class Models:
 
     Attributes:
         learner: the one that is trained.
-        frozen: the others by name ("reference", "teacher", "reward"); `models["reference"]`.
+        frozen: the others by name ("reference", "teacher", "reward"); `models["reference"]`. A
+            learner with adapters is its own reference where there is no other: the base under
+            them, without a second copy of the weights.
     """
 
     learner: LanguageModel
     frozen: Mapping[str, LanguageModel] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> LanguageModel:
-        if name not in self.frozen:
-            raise unknown_name("frozen model", name, self.frozen)
-        return self.frozen[name]
+        if name in self.frozen:
+            return self.frozen[name]
+        if name == "reference" and has_lora(self.learner):
+            return cast(LanguageModel, remove_lora(cast(nnx.Module, self.learner)))
+        raise unknown_name("frozen model", name, self.frozen)
+
+
+class Reporting(Protocol):
+    """The output of a forward pass, for what the layers report in it."""
+
+    @property
+    def losses(self) -> dict[str, Metric]:
+        """What the layers add to the loss."""
+        ...
+
+    @property
+    def aux(self) -> dict[str, Metric]:
+        """Statistics of the layers."""
+        ...
+
+    @property
+    def updates(self) -> dict[str, jax.Array]:
+        """Of variables that change without a gradient."""
+        ...
 
 
 class Loss(NamedTuple):
@@ -70,9 +94,7 @@ class Loss(NamedTuple):
     updates: dict[str, jax.Array]
 
     @classmethod
-    def of(
-        cls, output: CausalLMOutput, total: jax.Array, weight: jax.Array, **metrics: Metric
-    ) -> Loss:
+    def of(cls, output: Reporting, total: jax.Array, weight: jax.Array, **metrics: Metric) -> Loss:
         """Join the loss of a forward pass with what the layers reported in it.
 
         Args:
@@ -116,6 +138,14 @@ class LossFn(Protocol):
             batch: the arrays of `prepare`, on the devices, [b, ...].
             key: randomness of this microbatch; None means deterministic (evaluation).
         """
+        ...
+
+
+class Statistics(Protocol):
+    """Means over a whole step that its loss reads, as of a microbatch; traced."""
+
+    def __call__(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
+        """Return what a batch adds to each; no gradient goes through them."""
         ...
 
 
@@ -171,8 +201,13 @@ class Method:
         prepare: turns a loader's batch into numpy arrays [b, ...].
         loss: of such a batch, on the devices.
         frozen: the models that do not learn.
+        per_token: whether the loss is a mean over tokens, in nats.
+        statistics: means over the whole step that the loss reads. They are in its batch by name;
+            a batch without them is a whole step.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
     loss: LossFn
     frozen: Frozen = field(default_factory=Frozen)
+    per_token: bool = True
+    statistics: Statistics | None = None

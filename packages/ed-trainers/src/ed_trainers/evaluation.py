@@ -47,7 +47,7 @@ class Evaluator:
         self._step: EvalStep | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
-        """Return `eval_<name>` of each loss and metric, and `eval_perplexity`.
+        """Return `eval_<name>` of each loss and metric, and `eval_perplexity` of a loss per token.
 
         Args:
             state: parameters to evaluate.
@@ -73,8 +73,9 @@ class Evaluator:
         means = {
             f"eval_{name}": total / max(weight, 1e-30) for name, (total, weight) in sums.items()
         }
-        means["eval_perplexity"] = math.exp(min(means["eval_loss"], _LARGEST_EXPONENT))
-        means["eval_tokens"] = sums["loss"][1]
+        if self._method.per_token:
+            means["eval_perplexity"] = math.exp(min(means["eval_loss"], _LARGEST_EXPONENT))
+            means["eval_tokens"] = sums["loss"][1]
         return means
 
     def _batches(self, show: Show | None) -> Iterator[dict[str, np.ndarray]]:

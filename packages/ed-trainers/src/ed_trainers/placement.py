@@ -92,16 +92,17 @@ class Placement:
         self.config = config
         self._mesh = config.mesh
         self._manager = config.partition_manager
-        self._known: dict[tuple[int, ...], NamedSharding] = {}
+        self._known: dict[tuple[tuple[int, ...], bool], NamedSharding] = {}
 
     def sharding(self, shape: tuple[int, ...], *, stacked: bool) -> NamedSharding:
-        """Return the sharding of an array [b, s] or, `stacked`, [a, b, s]."""
-        sharding = self._known.get(shape)
+        """Return the sharding of an array [b, ..., s] or, `stacked`, [a, b, ..., s]."""
+        sharding = self._known.get((shape, stacked))
         if sharding is None:
-            axes = ("batch", "sequence", *[None] * len(shape))
-            axes = (None, *axes)[: len(shape)] if stacked else axes[: len(shape)]
+            lead = (None, "batch") if stacked else ("batch",)
+            between = len(shape) - len(lead) - 1
+            axes = (*lead, *[None] * between, "sequence") if between >= 0 else lead
             spec = self._manager.resolve(axes, mode="train", shape=shape, mesh=self._mesh)
-            sharding = self._known[shape] = NamedSharding(self._mesh, spec)
+            sharding = self._known[shape, stacked] = NamedSharding(self._mesh, spec)
         return sharding
 
     def place(self, batch: Mapping[str, np.ndarray], *, stacked: bool) -> dict[str, jax.Array]:

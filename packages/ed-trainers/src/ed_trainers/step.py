@@ -26,6 +26,7 @@ from ed_trainers.state import EasyDeLState
 T = TypeVar("T")
 Leaves = tuple[jax.Array, ...]
 Report = dict[str, jax.Array]
+Totals = dict[str, dict[str, jax.Array]]
 
 # A weight below this is taken for this, so that a batch in which nothing counts divides by it.
 _SMALLEST = 1e-8
@@ -97,6 +98,7 @@ def build_train_step(
     treedef = jax.tree.structure(state)
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
+    statistics_of = _function_of(state.graphdef, method.statistics, method.frozen)
 
     def numbered(batch: Batch) -> tuple[jax.Array, Batch]:
         """The microbatches, each with the number of its first row."""
@@ -107,10 +109,11 @@ def build_train_step(
     # of the step it would stand beside the gradients, and XLA's CPU backend runs collectives that
     # do not depend on each other in any order: the devices then wait for each other for ever.
     @jax.jit
-    def totals_of(leaves: Leaves, frozen: Leaves, batch: Batch) -> dict[str, jax.Array]:
-        """The weight of each term of the loss over all microbatches; empty where none is needed.
+    def totals_of(leaves: Leaves, frozen: Leaves, batch: Batch) -> Totals:
+        """What the gradients need of all microbatches: empty where nothing is needed.
 
-        Weights follow from the data, so the compiler drops the forward pass.
+        `weights`, of each term of the loss, where there are several: they follow from the data, so
+        the compiler drops the forward pass. `statistics` of the method, where it has some.
         """
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
@@ -120,15 +123,22 @@ def build_train_step(
             loss = loss_of(current.graphstate, current.graphother, frozen, part, own)
             return {name: metric.weight for name, metric in loss.sums.items()}
 
-        parts = numbered(batch)
-        first = jax.tree.map(lambda x: x[0], parts)
-        if len(parts[0]) == 1 or len(jax.eval_shape(weights, *first)) == 1:
-            return {}
-        return _summed(weights, parts)
+        def statistics(row: jax.Array, part: Batch) -> dict[str, Metric]:
+            own = jax.random.fold_in(key, row)
+            return statistics_of(current.graphstate, current.graphother, frozen, part, own)
 
-    def step(
-        leaves: Leaves, frozen: Leaves, batch: Batch, totals: dict[str, jax.Array]
-    ) -> tuple[Leaves, Report]:
+        parts = numbered(batch)
+        totals: Totals = {}
+        if len(parts[0]) == 1:
+            return totals
+        if len(jax.eval_shape(weights, *jax.tree.map(lambda x: x[0], parts))) > 1:
+            totals["weights"] = _summed(weights, parts)
+        if method.statistics is not None:
+            sums = _summed(statistics, parts)
+            totals["statistics"] = {name: metric.value for name, metric in sums.items()}
+        return totals
+
+    def step(leaves: Leaves, frozen: Leaves, batch: Batch, totals: Totals) -> tuple[Leaves, Report]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
         parts = numbered(batch)
@@ -138,8 +148,9 @@ def build_train_step(
         def gradient(row: jax.Array, part: Batch):
             def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
                 own = jax.random.fold_in(key, row)
-                loss = loss_of(params, current.graphother, frozen, part, own)
-                return _objective(loss.sums, totals), loss
+                read = {**part, **totals.get("statistics", {})}
+                loss = loss_of(params, current.graphother, frozen, read, own)
+                return _objective(loss.sums, totals.get("weights", {})), loss
 
             grads, loss = jax.grad(objective, has_aux=True)(current.gradient_point)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
@@ -199,17 +210,27 @@ def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
 def _loss_of(graphdef: nnx.GraphDef, loss_fn: LossFn, frozen: Frozen) -> Callable[..., Loss]:
     """The loss as a function of arrays: `(graphstate, graphother, frozen leaves, batch, key)`."""
 
-    def loss_of(
+    function = _function_of(graphdef, loss_fn, frozen)
+    return lambda *arguments: function(*arguments).checked()
+
+
+def _function_of(
+    graphdef: nnx.GraphDef, function: Callable[..., T] | None, frozen: Frozen
+) -> Callable[..., T]:
+    """A function of models as one of arrays: `(graphstate, graphother, frozen leaves, ...)`."""
+
+    def of_arrays(
         graphstate: nnx.State,
         graphother: nnx.State,
         leaves: Leaves,
         batch: Batch,
         key: jax.Array | None,
-    ) -> Loss:
+    ) -> T:
+        assert function is not None, "asked for where there is one"
         learner = nnx.merge(graphdef, graphstate, graphother)
-        return loss_fn(Models(learner, frozen.merge(leaves)), batch, key).checked()
+        return function(Models(learner, frozen.merge(leaves)), batch, key)
 
-    return loss_of
+    return of_arrays
 
 
 def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Array:

@@ -54,7 +54,7 @@ def token_logprobs(
         return logp.reshape(targets.shape), logz.reshape(targets.shape)
 
     spec = sharding.spec
-    run = _by_device(local, sharding, (spec, PartitionSpec(), spec), spec)
+    run = by_device(local, sharding, (spec, PartitionSpec(), spec), spec)
     return run(hidden, Head.of(head), targets)
 
 
@@ -87,11 +87,11 @@ def token_cross_entropy(
 
     spec = sharding.spec
     sums = PartitionSpec(_axes(spec)) if _axes(spec) else PartitionSpec()
-    run = _by_device(local, sharding, (spec, PartitionSpec(), spec, spec), sums)
+    run = by_device(local, sharding, (spec, PartitionSpec(), spec, spec), sums)
     return jnp.sum(run(hidden, Head.of(head), targets, weights))
 
 
-def _by_device(
+def by_device(
     local: Callable[..., T], sharding: NamedSharding, inputs: tuple[PartitionSpec, ...], out: object
 ) -> Callable[..., T]:
     """Let each device run a function on its own tokens; the other mesh axes are the compiler's."""

@@ -19,7 +19,7 @@ from flax import nnx
 
 from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.callbacks import Callback
-from ed_trainers.contract import Batch, Frozen, Loss, Method, Models
+from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.loop import Job, TrainingLoop
@@ -99,6 +99,10 @@ class Trainer(ABC):
     arguments_class: ClassVar[type[TrainingArguments]]
     #: Names of the frozen models that the loss reads.
     frozen_models: ClassVar[tuple[str, ...]] = ()
+    #: Whether the loss is a mean over tokens, in nats: then an evaluation tells the perplexity.
+    per_token: ClassVar[bool] = True
+    #: Means over a whole step that the loss reads; see `Method.statistics`.
+    statistics: Statistics | None = None
 
     def __init__(
         self,
@@ -139,7 +143,10 @@ class Trainer(ABC):
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
-        self.method = Method(self.prepare, self.loss, self._freeze(frozen or {}))
+        frozen_models = self._freeze(frozen or {})
+        self.method = Method(
+            self.prepare, self.loss, frozen_models, self.per_token, self.statistics
+        )
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
@@ -310,7 +317,12 @@ class Trainer(ABC):
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def _freeze(self, models: Mapping[str, LanguageModel]) -> Frozen:
+    def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
+        """Return the frozen models of the loss, from those that the trainer was called with.
+
+        Raises:
+            ConfigError: one is not wanted, or missing.
+        """
         for name in models:
             if name not in self.frozen_models:
                 raise unknown_name(
@@ -322,16 +334,28 @@ class Trainer(ABC):
                     f"{type(self).__name__} reads the frozen model {name!r}: "
                     f"give it as frozen={{{name!r}: model}}"
                 )
+        return models
+
+    def on_mesh(self, name: str, model: LanguageModel) -> LanguageModel:
+        """Return a frozen model, placed on the learner's mesh.
+
+        Raises:
+            ConfigError: it was made for another mesh.
+        """
         mesh = self._model.config.mesh
-        for name, model in models.items():
-            if model.config.mesh != mesh:
-                raise ConfigError(
-                    f"the frozen model {name!r} is on the mesh {dict(model.config.mesh.shape)}, "
-                    f"the model on {dict(mesh.shape)}: one step reads both, so create it with the "
-                    "same sharding_axis_dims"
-                )
-            place_model(model)
-        return Frozen(models, self._model)
+        if model.config.mesh != mesh:
+            raise ConfigError(
+                f"the frozen model {name!r} is on the mesh {dict(model.config.mesh.shape)}, "
+                f"the model on {dict(mesh.shape)}: one step reads both, so create it with the "
+                "same sharding_axis_dims"
+            )
+        place_model(model)
+        return model
+
+    def _freeze(self, models: Mapping[str, LanguageModel]) -> Frozen:
+        wanted = self.frozen_of(models)
+        placed = {name: self.on_mesh(name, model) for name, model in wanted.items()}
+        return Frozen(placed, self._model)
 
 
 def _with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:

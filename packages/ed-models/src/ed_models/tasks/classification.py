@@ -9,7 +9,7 @@ Legend: b batch, s sequence, d hidden, c labels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +45,14 @@ class SequenceClassifier(Headed):
         *,
         inputs_embeds: Float[Array, "b s d"] | None = None,
         attention_mask: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
         position_ids: Int[Array, "b s"] | None = None,
         past_key_values: Any = None,
+        logits_at: Literal["last", "all"] = "last",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
     ) -> SequenceClassifierOutput:
-        """Score each row at its last token.
+        """Score each row at its last token, or every token.
 
         The last token is the last one of `attention_mask`; without a mask the last one that is not
         `config.pad_token_id`; without either, or with `inputs_embeds` alone, the last of the row.
@@ -58,26 +60,36 @@ class SequenceClassifier(Headed):
         Args:
             input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
             attention_mask: nonzero = a token, [b, s].
-            position_ids: rotary positions; default: count the tokens of a row.
+            segment_ids: packed documents 1, 2, ...; 0 = padding; then `logits_at` is "all".
+            position_ids: rotary positions; default: count the tokens of a row (of a segment).
             past_key_values: a cache, or None.
+            logits_at: "last" [b, c]; or "all" [b, s, c]: whoever packs knows where documents end.
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
 
         Raises:
-            ConfigError: several rows of tokens, and nothing says which of them are padding.
+            ConfigError: several rows of tokens, and nothing says which of them are padding; or
+                packed rows with `logits_at` "last".
         """
+        if segment_ids is not None and logits_at == "last":
+            raise ConfigError('packed rows have no one last token: set logits_at="all"')
         body = self.model(
             input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
+            segment_ids=segment_ids,
             position_ids=position_ids,
             past_key_values=past_key_values,
             key=key,
             output_hidden_states=output_hidden_states,
         )
         hidden = body.last_hidden_state
-        last = self._last_token(hidden.shape[:2], input_ids, attention_mask)
-        scores = self.score(hidden[jnp.arange(hidden.shape[0]), last])
+        if logits_at == "last":
+            last = self._last_token(hidden.shape[:2], input_ids, attention_mask)
+            hidden_at = hidden[jnp.arange(hidden.shape[0]), last]
+        else:
+            hidden_at = hidden
+        scores = self.score(hidden_at)
         return SequenceClassifierOutput(
             logits=scores.astype(jnp.float32),
             last_hidden_state=hidden,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ed_infra.errors import ConfigError
 from ed_infra.outputs import EmbeddingOutput
 from jaxtyping import Array, Float, Int
 
@@ -31,27 +32,43 @@ class Embedder(EasyDeLBaseModule):
         *,
         inputs_embeds: Float[Array, "b s d"] | None = None,
         attention_mask: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
+        segments: int | None = None,
         position_ids: Int[Array, "b s"] | None = None,
         key: jax.Array | None = None,
     ) -> EmbeddingOutput:
-        """Turn each row into a vector.
+        """Turn each row into a vector; or each of the texts that are packed into a row.
 
         Args:
             input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
             attention_mask: nonzero = a token, [b, s]; padding is not pooled.
-            position_ids: rotary positions; default: count the tokens of a row.
+            segment_ids: packed texts 1, 2, ...; 0 = padding; together with `segments`.
+            segments: at most so many texts are packed into a row; embeddings are [b, segments, d],
+                and mean nothing where a row has fewer.
+            position_ids: rotary positions; default: count the tokens of a row (of a segment).
             key: dropout key; None = deterministic.
+
+        Raises:
+            ConfigError: of `segment_ids` and `segments` one is missing.
         """
+        if (segment_ids is None) != (segments is None):
+            raise ConfigError("segment_ids and segments come together: how many texts a row holds")
         body: Any = super().__call__(  # type: ignore[misc]
             input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
+            segment_ids=segment_ids,
             position_ids=position_ids,
             key=key,
         )
+        hidden = body.last_hidden_state
+        if segment_ids is None or segments is None:
+            embeddings = self.pooling(hidden, attention_mask)
+        else:
+            embeddings = self.pooling.of_segments(hidden, segment_ids, segments)
         return EmbeddingOutput(
-            embeddings=self.pooling(body.last_hidden_state, attention_mask),
-            last_hidden_state=body.last_hidden_state,
+            embeddings=embeddings,
+            last_hidden_state=hidden,
             losses=body.losses,
             aux=body.aux,
             updates=body.updates,

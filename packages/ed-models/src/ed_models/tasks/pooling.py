@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from ed_infra.errors import CheckpointError, unknown_name
 from jaxtyping import Array, Float, Int
@@ -65,11 +66,51 @@ class Pooling:
         """Pool the tokens of each row, float32; `mask` is nonzero where there is one."""
         b, s, _ = hidden.shape
         real = jnp.ones((b, s), bool) if mask is None else jnp.asarray(mask) != 0
-        vectors = self._pooled(hidden.astype(jnp.float32), real)
-        if self.normalize:
-            norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-            vectors = vectors / jnp.maximum(norms, 1e-12)
-        return vectors
+        return self._normalized(self._pooled(hidden.astype(jnp.float32), real))
+
+    def of_segments(
+        self, hidden: Float[Array, "b s d"], segment_ids: Int[Array, "b s"], segments: int
+    ) -> Float[Array, "b n d"]:
+        """Pool the tokens of each segment 1 to n (`segments`), float32; zeros where there is none.
+
+        Padding is segment 0; the tokens of a segment stand together.
+        """
+        before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+        after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+        first, last = segment_ids != before, segment_ids != after
+
+        def summed(values: Array) -> Array:
+            def of_row(row: Array, ids: Array) -> Array:
+                return jax.ops.segment_sum(row, ids, num_segments=segments + 1)[1:]
+
+            return jax.vmap(of_row)(values.astype(jnp.float32), segment_ids)
+
+        hidden = hidden.astype(jnp.float32)
+        if self.mode == "max":
+
+            def largest(row: Array, ids: Array) -> Array:
+                return jax.ops.segment_max(row, ids, num_segments=segments + 1)[1:]
+
+            found = jax.vmap(largest)(hidden, segment_ids)
+            return self._normalized(jnp.where(jnp.isfinite(found), found, 0.0))
+        weights = jnp.ones_like(segment_ids)
+        if self.mode in ("cls", "lasttoken"):
+            weights = first if self.mode == "cls" else last
+        elif self.mode == "weightedmean":
+            index = jnp.arange(segment_ids.shape[1])
+            start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+            weights = index - start + 1
+        total, count = summed(hidden * weights[..., None]), summed(weights)[..., None]
+        count = jnp.maximum(count, 1e-9)
+        root = self.mode == "mean_sqrt_len_tokens"
+        return self._normalized(total / (jnp.sqrt(count) if root else count))
+
+    def _normalized(self, vectors: Array) -> Array:
+        if not self.normalize:
+            return vectors
+        # Not `norm`, whose gradient at 0 (a segment that is not there) is not a number.
+        squares = jnp.sum(vectors**2, axis=-1, keepdims=True)
+        return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
     def _pooled(self, hidden: Array, real: Array) -> Array:
         b, s, _ = hidden.shape

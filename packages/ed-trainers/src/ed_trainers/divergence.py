@@ -1,0 +1,97 @@
+"""How far a student's next-token distribution is from a teacher's, in chunks: never full logits.
+
+The logits of both exist for one chunk of tokens at a time; the backward pass makes them again. As
+in `token_loss`, each device walks over its own tokens; the vocabulary stays with the compiler.
+
+Legend: b rows, s positions, d hidden of the student, t hidden of the teacher, c tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from ed_layers.head import Head
+from ed_layers.losses import split, target_logit
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from ed_trainers.token_loss import by_device
+
+# Several arrays of [c, v] exist at once.
+DEFAULT_CHUNK = 256
+
+
+def token_divergences(
+    student: tuple[Float[Array, "b s d"], Head],
+    teacher: tuple[Float[Array, "b s t"], Head],
+    targets: Int[Array, "b s"],
+    *,
+    sharding: NamedSharding,
+    beta: float,
+    temperature: float,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+    """Divergence of both distributions at each position, and the student's log-probabilities.
+
+    Generalized Jensen-Shannon divergence (Agarwal et al., arXiv:2306.13649, eq. 1): with m the
+    mixture `beta * teacher + (1 - beta) * student`, `beta * KL(teacher || m) + (1 - beta) *
+    KL(student || m)`; at its ends the forward divergence `KL(teacher || student)` (beta 0) and the
+    reverse one (beta 1).
+
+    Args:
+        student: hidden states after the last norm, and the head; gradients go here.
+        teacher: the same of the teacher, of the same vocabulary.
+        targets: token ids in [0, v).
+        sharding: of `targets`; its mesh axes are those that tokens are split over.
+        beta: 0 to 1.
+        temperature: both logits are divided by it, for the divergence alone.
+        chunk: tokens whose logits exist at once on a device.
+
+    Returns:
+        `(divergence, logp)` in nats, float32, sharded as the targets are; `logp` of each target at
+        temperature 1.
+    """
+
+    def local(
+        student: jax.Array, own: Head, teacher: jax.Array, other: Head, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        size = chunk or DEFAULT_CHUNK
+
+        @jax.checkpoint
+        def of_chunk(carry: None, part: tuple[jax.Array, ...]):
+            hidden, hidden_of_teacher, target = part
+            logits = own(hidden)
+            logp = target_logit(jax.nn.log_softmax(logits, axis=-1), target)
+            log_q = jax.nn.log_softmax(logits / temperature, axis=-1)
+            log_p = jax.nn.log_softmax(other(hidden_of_teacher) / temperature, axis=-1)
+            return carry, (_divergence(log_q, log_p, beta), logp)
+
+        flat = (x.reshape(-1, x.shape[-1]) for x in (student, teacher))
+        parts = tuple(split(x, size) for x in (*flat, targets.reshape(-1)))
+        _, found = jax.lax.scan(of_chunk, None, parts)
+        count = targets.size
+        divergence, logp = (x.reshape(-1)[:count].reshape(targets.shape) for x in found)
+        return divergence, logp
+
+    spec, whole = sharding.spec, PartitionSpec()
+    run = by_device(local, sharding, (spec, whole, spec, whole, spec), spec)
+    frozen = jax.lax.stop_gradient(teacher)
+    return run(*student, *frozen, targets)
+
+
+def _divergence(
+    log_q: Float[Array, "c v"], log_p: Float[Array, "c v"], beta: float
+) -> Float[Array, " c"]:
+    """Of student q and teacher p, summed over the vocabulary."""
+    if beta == 0:
+        return _kl(log_p, log_q)
+    if beta == 1:
+        return _kl(log_q, log_p)
+    mixture = jnp.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
+    return beta * _kl(log_p, mixture) + (1 - beta) * _kl(log_q, mixture)
+
+
+def _kl(log_a: jax.Array, log_b: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.exp(log_a) * (log_a - log_b), axis=-1)

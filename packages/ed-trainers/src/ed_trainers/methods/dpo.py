@@ -1,0 +1,111 @@
+"""Direct preference optimization: a classifier of pairs whose score is a log-ratio to a reference.
+
+Rafailov et al., arXiv:2305.18290. Other losses of a pair, by `loss_type`: `hinge` (SLiC,
+2305.10425), `ipo` (2310.12036), `robust` (2403.00409), `exo_pair` (2402.00856), `nca_pair`
+(2402.05369), `bco_pair` (2404.04656), `sppo_hard` (2405.00675), `discopop` (2406.08414), `apo_zero`
+and `apo_down` (2408.06266); formulas as in TRL's trainer. Label smoothing of `sigmoid` is
+conservative DPO (the appendix of 2305.18290).
+
+Legend: b rows, s slots of pairs.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.nn import log_sigmoid, relu, sigmoid
+from jaxtyping import Array, Float
+
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.feed import HostBatch
+from ed_trainers.methods.reference import ReferenceTrainer
+from ed_trainers.options.preference import DPOArguments
+from ed_trainers.pairs import as_rows, by_side, pair_batch, pair_metrics, smoothed
+from ed_trainers.scoring import target_logps
+from ed_trainers.segments import Answers
+
+
+class DPOTrainer(ReferenceTrainer):
+    """Learns to prefer the chosen answer of each pair, near a reference.
+
+    `arguments` are `DPOArguments`; batches have `chosen_*` and `rejected_*`. See `Trainer` and
+    `ReferenceTrainer` for the rest.
+    """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = DPOArguments
+    arguments: DPOArguments
+    rows_of_a_row: ClassVar[int] = 2
+    per_token: ClassVar[bool] = False
+
+    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
+        """Stack the pairs, [b, 2, s]; see `pair_batch`."""
+        return self.with_reference(pair_batch(batch))
+
+    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return the loss summed over the pairs."""
+        rows = as_rows(batch)
+        output, token_logps = target_logps(
+            models.learner,
+            rows,
+            key,
+            placement=self.placement,
+            chunk=self.arguments.lmhead_chunksize,
+        )
+        own = Answers.of(token_logps, rows["weights"], rows["segment_ids"])
+        chosen, rejected = by_side(own)
+        ratios = by_side(Answers(own.logps - self.reference_logps(models, rows), own.tokens))
+        present = chosen.present * rejected.present
+        total = jnp.sum(present * pair_losses(self.arguments, *ratios))
+        rewards = tuple(self.arguments.beta * ratio.logps for ratio in ratios)
+        metrics = pair_metrics(present, rewards, (chosen.logps, rejected.logps))
+        return Loss.of(output, total, jnp.sum(present), **metrics)
+
+
+def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> Float[Array, "b s"]:
+    """The loss of each pair.
+
+    Args:
+        arguments: say which loss.
+        chosen: log-ratios to the reference, in place of log-probabilities.
+        rejected: the same of the other answer.
+    """
+    beta, smoothing = arguments.beta, arguments.smoothing
+    difference = chosen.logps - rejected.logps
+    match arguments.loss_type:
+        case "sigmoid":
+            return smoothed(beta * difference, smoothing)
+        case "sigmoid_norm":
+            return smoothed(beta * (chosen.mean_logps - rejected.mean_logps), smoothing)
+        case "hinge":
+            return relu(1 - beta * difference)
+        case "ipo":
+            per_token = chosen.mean_logps - rejected.mean_logps
+            return (per_token - 1 / (2 * beta)) ** 2
+        case "robust":
+            clean = (1 - smoothing) * log_sigmoid(beta * difference)
+            flipped = smoothing * log_sigmoid(-beta * difference)
+            return -(clean - flipped) / (1 - 2 * smoothing)
+        case "exo_pair":
+            won, lost = beta * difference, -beta * difference
+            right = sigmoid(won) * (log_sigmoid(won) - np.log1p(-smoothing))
+            return right + sigmoid(lost) * (log_sigmoid(lost) - np.log(smoothing))
+        case "nca_pair":
+            good, bad = beta * chosen.logps, beta * rejected.logps
+            return -log_sigmoid(good) - 0.5 * log_sigmoid(-good) - 0.5 * log_sigmoid(-bad)
+        case "bco_pair":
+            return -log_sigmoid(beta * chosen.logps) - log_sigmoid(-beta * rejected.logps)
+        case "sppo_hard":
+            return (chosen.logps - 0.5 / beta) ** 2 + (rejected.logps + 0.5 / beta) ** 2
+        case "discopop":
+            scaled = beta * difference
+            mixed = sigmoid(scaled / arguments.discopop_tau)
+            return -log_sigmoid(scaled) * (1 - mixed) + jnp.exp(-scaled) * mixed
+        case "apo_zero":
+            return 1 - sigmoid(beta * chosen.logps) + sigmoid(beta * rejected.logps)
+        case "apo_down":
+            return sigmoid(beta * chosen.logps) + 1 - sigmoid(beta * difference)
+    raise AssertionError(arguments.loss_type)

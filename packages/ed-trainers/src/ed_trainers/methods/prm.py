@@ -1,0 +1,67 @@
+"""A process reward model: after each step of an answer, whether the step is right.
+
+Lightman et al., arXiv:2305.20050: the cross-entropy of two classes at the last token of each step.
+
+Legend: b rows, s positions.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import Metric
+
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.feed import HostBatch
+from ed_trainers.options.scores import PRMArguments
+from ed_trainers.scoring import token_scores
+from ed_trainers.sft import next_token_batch
+from ed_trainers.trainer import Trainer
+
+
+class PRMTrainer(Trainer):
+    """Learns to tell right steps from wrong ones.
+
+    The model is a `SequenceClassifier` of two labels, 0 for wrong and 1 for right. Batches have
+    `step_labels` float32 [b, s]: 1 or 0 at the last token of a step, -100 elsewhere.
+    """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = PRMArguments
+    arguments: PRMArguments
+    per_token: ClassVar[bool] = False
+
+    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
+        """Make `targets` int32 and `weights` float32 [b, s] of the steps' labels.
+
+        Raises:
+            ConfigError: there are no labels of steps.
+        """
+        if "step_labels" not in batch:
+            raise ConfigError(
+                f"a batch of steps has step_labels, not only {', '.join(sorted(batch))}: give rows "
+                "with prompt, completions (a list of steps) and labels (one each)"
+            )
+        made = next_token_batch(batch)
+        labels = np.asarray(batch["step_labels"], np.float32)
+        counts = (labels >= 0) & (made["segment_ids"] > 0)
+        names = ("input_ids", "segment_ids", "position_ids")
+        return {name: made[name] for name in names} | {
+            "targets": np.where(counts, labels, 0).astype(np.int32),
+            "weights": counts.astype(np.float32),
+        }
+
+    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return the cross-entropy, summed over the steps."""
+        output, scores = token_scores(models.learner, batch, key, labels=2)
+        targets, weights = batch["targets"], batch["weights"]
+        logps = jax.nn.log_softmax(scores, axis=-1)
+        losses = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+        right = (jnp.argmax(scores, axis=-1) == targets).astype(jnp.float32)
+        steps = jnp.sum(weights)
+        accuracy = Metric.of(jnp.sum(weights * right), steps)
+        return Loss.of(output, jnp.sum(weights * losses), steps, accuracy=accuracy)

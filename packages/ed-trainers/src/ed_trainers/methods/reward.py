@@ -1,0 +1,71 @@
+"""A reward model: a score for each answer, higher for the chosen one of a pair.
+
+Ouyang et al., arXiv:2203.02155, eq. 1; margins of Llama 2 (2307.09288, eq. 2); the term that
+centers the scores is of Eisenstein et al. (2312.09244). An answer's score is its last token's.
+
+Legend: b rows, s positions, and slots of pairs.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.outputs import Metric
+
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.feed import HostBatch
+from ed_trainers.options.scores import RewardArguments
+from ed_trainers.pairs import SIDES, as_rows, pair_batch
+from ed_trainers.scoring import token_scores
+from ed_trainers.segments import last_tokens, segment_sums
+from ed_trainers.trainer import Trainer
+
+
+class RewardTrainer(Trainer):
+    """Learns to score the chosen answer of each pair above the rejected one.
+
+    The model is a `SequenceClassifier` of one label. Batches have `chosen_*` and `rejected_*`, and
+    perhaps `margin` [b, s], at the tokens of the chosen answers.
+    """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = RewardArguments
+    arguments: RewardArguments
+    per_token: ClassVar[bool] = False
+
+    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
+        """Stack the pairs, [b, 2, s], with `last`, 1 at the token whose score counts."""
+        pairs = pair_batch(batch, SIDES)
+        last = last_tokens(pairs["segment_ids"])
+        margin = np.zeros_like(last)
+        if "margin" in batch:
+            margin[:, 0] = np.where(last[:, 0] > 0, np.asarray(batch["margin"], np.float32), 0)
+        names = ("input_ids", "segment_ids", "position_ids")
+        return {name: pairs[name] for name in names} | {"last": last, "margin": margin}
+
+    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+        """Return `-log sigmoid(chosen - rejected - margin)`, summed over the pairs."""
+        rows = as_rows(batch)
+        output, scores = token_scores(models.learner, rows, key, labels=1)
+
+        def by_side(values: jax.Array) -> jax.Array:
+            sums = segment_sums(values * rows["last"], rows["segment_ids"])
+            return sums.reshape(-1, 2, sums.shape[-1])
+
+        rewards, ends = by_side(scores[..., 0]), by_side(jnp.ones_like(rows["last"]))
+        chosen, rejected = rewards[:, 0], rewards[:, 1]
+        present = ends[:, 0] * ends[:, 1]
+        losses = -jax.nn.log_sigmoid(chosen - rejected - by_side(rows["margin"])[:, 0])
+        if self.arguments.center_rewards_coefficient is not None:
+            losses += self.arguments.center_rewards_coefficient * (chosen + rejected) ** 2
+        pairs = jnp.sum(present)
+        figures = {
+            "mean_reward": (chosen + rejected) / 2,
+            "accuracy": (chosen > rejected).astype(jnp.float32),
+            "margin": chosen - rejected,
+        }
+        metrics = {name: Metric.of(jnp.sum(present * x), pairs) for name, x in figures.items()}
+        return Loss.of(output, jnp.sum(present * losses), pairs, **metrics)

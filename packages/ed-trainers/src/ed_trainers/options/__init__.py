@@ -1,0 +1,1 @@
+"""The options of the methods, beside the methods and free of jax."""

@@ -1,0 +1,54 @@
+"""Options of the method that trains embeddings. Free of jax."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ed_infra.options import Count, Positive
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from ed_trainers.base_arguments import Flag, TrainingArguments, conflict
+
+Temperatures = Annotated[
+    tuple[Positive, ...],
+    Field(min_length=1),
+    BeforeValidator(lambda value: (value,) if isinstance(value, int | float) else value),
+]
+
+
+class EmbeddingArguments(TrainingArguments):
+    """Embeddings of pairs of texts that mean the same (InfoNCE, arXiv:1807.03748).
+
+    The other positives of the step are each anchor's negatives, so a step is one microbatch.
+    """
+
+    trainer_type: Literal["embedding"] = "embedding"
+    temperature: Temperatures = (0.05,)
+    """Cosines are divided by it. Of several, the losses are averaged."""
+    symmetric: Flag = False
+    """Find the anchor of each positive too."""
+    matryoshka_dims: tuple[Count, ...] = ()
+    """Lengths at which embeddings are cut (arXiv:2205.13147); each cut has a loss of its own. The
+    whole embedding counts only if its length is among them."""
+    matryoshka_weights: tuple[Positive, ...] | None = None
+    """Weight of the loss of each of `matryoshka_dims`; None: 1 each."""
+
+    @field_validator("matryoshka_weights")
+    @classmethod
+    def _one_each(
+        cls, value: tuple[float, ...] | None, info: ValidationInfo
+    ) -> tuple[float, ...] | None:
+        dims = info.data.get("matryoshka_dims", value)
+        if value is not None and len(value) != len(dims):
+            raise conflict(f"{len(value)} weights for {len(dims)} matryoshka_dims: give one each")
+        return value
+
+    @field_validator("gradient_accumulation_steps")
+    @classmethod
+    def _one_microbatch(cls, value: int) -> int:
+        if value != 1:
+            raise conflict(
+                "embedding compares each text with all others of the step, and microbatches would "
+                "not see each other: leave gradient_accumulation_steps at 1"
+            )
+        return value

@@ -1,0 +1,34 @@
+"""Options of the methods that learn from answers that are good or not, one by one. Free of jax."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ed_infra.options import NotNegative, choice
+
+from ed_trainers.options.preference import ReferenceArguments
+
+KTO_LOSSES = ("kto", "apo_zero_unpaired")
+
+
+class LabelledArguments(ReferenceArguments):
+    """Options that `kto` and `bco` share."""
+
+    desirable_weight: NotNegative = 1.0
+    """Factor on the loss of good answers."""
+    undesirable_weight: NotNegative = 1.0
+    """Factor on the loss of bad answers."""
+
+
+class KTOArguments(LabelledArguments):
+    """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306)."""
+
+    trainer_type: Literal["kto"] = "kto"
+    loss_type: Annotated[str, choice("loss_type", KTO_LOSSES)] = "kto"
+    """`apo_zero_unpaired` (arXiv:2408.06266) takes no estimate of the divergence."""
+
+
+class BCOArguments(LabelledArguments):
+    """Binary classifier optimization (Jung et al., arXiv:2404.04656)."""
+
+    trainer_type: Literal["bco"] = "bco"

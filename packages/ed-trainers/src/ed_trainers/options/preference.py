@@ -1,0 +1,166 @@
+"""Options of the methods that learn from pairs of a better and a worse answer. Free of jax.
+
+Names and defaults are EasyDeL's where it has them, else TRL's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from ed_infra.options import Count, NotNegative, Positive, choice
+from pydantic import Field, ValidationInfo, field_validator
+
+from ed_trainers.base_arguments import Flag, TrainingArguments, conflict
+
+#: Losses of `dpo`; the brief names are spellings of TRL's.
+DPO_LOSSES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "discopop",
+    "apo_zero",
+    "apo_down",
+)
+DPO_ALIASES = {"exo": "exo_pair", "nca": "nca_pair", "sppo": "sppo_hard", "kto_pair": "bco_pair"}
+#: The losses of `dpo` that take `label_smoothing`.
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
+CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
+
+#: Half of the labels wrong would mean that they say nothing.
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class AnswerArguments(TrainingArguments):
+    """Options of methods that take log-probabilities of answers."""
+
+    learning_rate: Positive = 1e-6
+    lmhead_chunksize: Count | None = None
+    """Tokens whose logits exist at once; None lets the loss choose."""
+
+
+class ReferenceArguments(AnswerArguments):
+    """Options of methods that compare answers with those of a reference."""
+
+    beta: Positive = 0.1
+    """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
+    precompute_ref_log_probs: Flag = False
+    """Compute the reference's log-probabilities before training, keep them beside the checkpoints,
+    and let go of the reference."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return True
+
+
+class DPOArguments(ReferenceArguments):
+    """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and its relatives."""
+
+    trainer_type: Literal["dpo"] = "dpo"
+    loss_type: Annotated[str, choice("loss_type", DPO_LOSSES, DPO_ALIASES)] = "sigmoid"
+    """The loss of a pair. `sigmoid_norm` is `sigmoid` of log-ratios per token."""
+    label_smoothing: Smoothing | None = None
+    """Share of pairs whose labels are taken to be wrong: for sigmoid, sigmoid_norm, robust and
+    exo_pair. None: 0, and 1e-3 for exo_pair."""
+    discopop_tau: Positive = 0.05
+    """Temperature of the mixture in `discopop`."""
+    reference_free: Flag = False
+    """Compare with a uniform reference: no reference model is read."""
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def _is_read(cls, value: float | None, info: ValidationInfo) -> float | None:
+        loss = info.data.get("loss_type", "sigmoid")
+        if value and loss not in SMOOTHED:
+            raise conflict(
+                f"label_smoothing has no effect with loss_type {loss!r}: leave it out, or take "
+                f"one of {', '.join(SMOOTHED)}"
+            )
+        if value == 0 and loss == "exo_pair":
+            raise conflict("exo_pair takes the logarithm of label_smoothing: set it above 0")
+        return value
+
+    @field_validator("reference_free")
+    @classmethod
+    def _nothing_ahead(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("precompute_ref_log_probs"):
+            raise conflict("with reference_free there is no reference to compute ahead: keep one")
+        return value
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return not self.reference_free
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.loss_type == "discopop":
+            return []
+        return [("discopop_tau", f"loss_type is {self.loss_type}")]
+
+    @property
+    def smoothing(self) -> float:
+        """Share of pairs whose labels are taken to be wrong."""
+        if self.label_smoothing is None:
+            return 1e-3 if self.loss_type == "exo_pair" else 0.0
+        return self.label_smoothing
+
+
+class ORPOArguments(AnswerArguments):
+    """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691): no reference."""
+
+    ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "lambda_orpo": "beta"}
+
+    trainer_type: Literal["orpo"] = "orpo"
+    beta: NotNegative = 0.1
+    """Weight of the odds ratio beside the cross-entropy of the chosen text; the paper's lambda."""
+
+
+class ContrastArguments(AnswerArguments):
+    """Options that `cpo` and `simpo` share."""
+
+    beta: Positive = 0.1
+    """Factor on log-probabilities before the loss."""
+    simpo_gamma: NotNegative = 0.5
+    """Target margin of the losses that have one."""
+    label_smoothing: Smoothing = 0.0
+    """Share of pairs whose labels are taken to be wrong."""
+
+
+class CPOArguments(ContrastArguments):
+    """Contrastive preference optimization (Xu et al., arXiv:2401.08417): no reference."""
+
+    trainer_type: Literal["cpo"] = "cpo"
+    loss_type: Annotated[str, choice("loss_type", CPO_LOSSES)] = "sigmoid"
+    """The loss of a pair; `ipo` and `simpo` take log-probabilities per token."""
+    cpo_alpha: NotNegative = 1.0
+    """Weight of the cross-entropy of the chosen answer; 0 for none."""
+
+    @field_validator("loss_type")
+    @classmethod
+    def _reads_the_others(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("label_smoothing") and value not in ("sigmoid", "simpo"):
+            raise conflict(f"label_smoothing has no effect with loss_type {value!r}: leave it out")
+        return value
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.loss_type == "simpo":
+            return []
+        return [("simpo_gamma", f"loss_type {self.loss_type} has no target margin")]
+
+
+class SimPOArguments(ContrastArguments):
+    """Simple preference optimization (Meng et al., arXiv:2405.14734): no reference."""
+
+    ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "gamma": "simpo_gamma"}
+
+    trainer_type: Literal["simpo"] = "simpo"
+    beta: Positive = 2.0
+    """Factor on log-probabilities per token."""

@@ -1,0 +1,26 @@
+"""Options of the methods that train a model to score whole answers, or steps. Free of jax."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ed_infra.options import NotNegative
+
+from ed_trainers.base_arguments import TrainingArguments
+
+
+class RewardArguments(TrainingArguments):
+    """A reward model of pairs (Bradley and Terry): the chosen answer shall score higher.
+
+    Rows may say by how much, in the field `margin`.
+    """
+
+    trainer_type: Literal["reward"] = "reward"
+    center_rewards_coefficient: NotNegative | None = 0.1
+    """Weight of the squared sum of both scores, which keeps their mean near 0; null for none."""
+
+
+class PRMArguments(TrainingArguments):
+    """A process reward model (Lightman et al., arXiv:2305.20050): which steps are right."""
+
+    trainer_type: Literal["prm"] = "prm"

@@ -1,0 +1,87 @@
+"""The examples that train in seconds: each file as it is, from the root of a copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ed_elarge import nodes
+from ed_elarge.actions import execute
+from ed_elarge.normalize import normalize
+from ed_trainers.arguments import METHODS
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+#: The main job and its server have tests of their own, beside this one.
+ELSEWHERE = {"quickstart", "serve"}
+#: What a method is seen to have learned in its example: a figure of the last evaluation, and
+#: between which values it is.
+LEARNED = {
+    "dpo": ("eval_rewards/accuracies", 0.9, 1),
+    "orpo": ("eval_rewards/accuracies", 0.9, 1),
+    "cpo": ("eval_rewards/accuracies", 0.9, 1),
+    "simpo": ("eval_rewards/accuracies", 0.9, 1),
+    "kto": ("eval_rewards/chosen", 0.5, 99),
+    "bco": ("eval_rewards/chosen", 0.5, 99),
+    "reward": ("eval_accuracy", 0.9, 1),
+    "prm": ("eval_accuracy", 0.85, 1),
+    "distillation": ("eval_distillation_loss", 0, 0.15),
+    "seq_kd": ("eval_loss", 0, 1.5),
+    "embedding": ("eval_accuracy", 0.2, 1),
+}
+TEACHES = ("distillation", "seq_kd")
+
+
+def test_every_method_has_an_example() -> None:
+    written = {file.stem for file in EXAMPLES.glob("*.yaml")} - ELSEWHERE
+    assert written == {*METHODS} - {"sft"} == {*LEARNED}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart, made small: the folder of its model."""
+    folder = tmp_path_factory.mktemp("teacher")
+    run: dict[str, Any] = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
+    run["model"]["config"] |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    run["model"]["tokenizer"]["train"]["vocab_size"] = 400
+    run["mixture"] |= {"pack_seq_length": 64}
+    run["trainer"] |= {"max_training_steps": 40, "warmup_steps": 5, "save_steps": 40}
+    run["trainer"] |= {"evaluation_steps": 40}
+    run["actions"] = ["train"]
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        text = yaml.safe_dump(run)
+        assert execute(normalize(nodes.parse(text, "teacher.yaml"), require_actions=True)) == 0
+    finally:
+        os.chdir(before)
+    return folder / "runs" / "quickstart" / "model"
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_it_runs_and_learns(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Any,
+    request: pytest.FixtureRequest,
+) -> None:
+    shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
+    if name in TEACHES:
+        model = request.getfixturevalue("teacher")
+        shutil.copytree(model, tmp_path / "runs" / "quickstart" / "model")
+    monkeypatch.chdir(tmp_path)
+    run = normalize(nodes.read(EXAMPLES / f"{name}.yaml"), require_actions=True)
+    assert not run.warnings, run.warning_texts()
+    assert execute(run) == 0
+    summary = json.loads(Path("runs", name, "summary.json").read_text())
+    figure, least, most = LEARNED[name]
+    value = summary["metrics"][figure]
+    record_property("summary", f"examples/{name}.yaml: {figure} {value:.3f}")
+    assert least <= value <= most
+    assert Path("runs", name, "model", "config.json").is_file()

@@ -1,0 +1,51 @@
+"""Loss, figures and gradients of each method beside TRL's trainers, or its paper in float64."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+from ed_infra.testing import require_torch
+from ed_trainers.arguments import METHODS
+
+from tools import method_table
+
+require_torch()
+for needed in ("trl", "datasets"):
+    pytest.importorskip(needed)
+
+from tools.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
+
+#: Compared in every run; the others are variants, nightly.
+FIRST = {
+    next(case for case in CASES if case.split()[0] == method): method
+    for method in METHODS
+    if any(case.split()[0] == method for case in CASES)
+}
+
+
+def test_every_method_is_compared() -> None:
+    # seq_kd is sft on rows that the teacher makes.
+    assert {*FIRST.values()} == {*METHODS} - {"seq_kd"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in CASES],
+)
+def test_it_is_what_the_reference_says(name: str, record_property) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = CASES[name].measure()
+    shown = ", ".join(f"{figure} {error:.1e}" for figure, error in found.items())
+    record_property("summary", f"{name} beside {CASES[name].reference}: {shown}")
+    assert all(error <= method_table.LIMIT for error in found.values()), shown
+
+
+def test_the_page_has_a_row_for_each_of_them() -> None:
+    results = json.loads(method_table.RESULTS.read_text(encoding="utf-8"))
+    assert {*results} == {*CASES}
+    assert all(value <= method_table.LIMIT for of in results.values() for value in of.values())
+    written = method_table.PAGE.read_text(encoding="utf-8")
+    assert written == method_table.page(), "run: uv run python -m tools.method_table"

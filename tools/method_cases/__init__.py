@@ -1,0 +1,12 @@
+"""Every loss of ed-trainers beside its reference, on one tiny model and one batch."""
+
+from tools.method_cases import labelled, others, preference, scores
+from tools.method_cases.harness import Case
+
+#: Comparison by name: the method, and what is set.
+CASES: dict[str, Case] = {
+    **others.CASES,
+    **preference.CASES,
+    **labelled.CASES,
+    **scores.CASES,
+}

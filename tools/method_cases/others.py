@@ -1,0 +1,152 @@
+"""Distillation beside TRL's divergence, embeddings and fine-tuning beside torch in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tools.method_cases.harness import (
+    Answer,
+    Case,
+    answer_tensors,
+    errors,
+    folder,
+    hf_model,
+    our_model,
+    our_outcome,
+    packed,
+    pairs,
+    their_outcome,
+    trainer_of,
+)
+
+
+def shifted(tensors: dict[str, Any]) -> tuple[Any, Any]:
+    """Targets of the answers, -100 elsewhere, and where they count."""
+    labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)[:, 1:]
+    return labels, labels != -100
+
+
+def sft() -> dict[str, float]:
+    """`sft` beside the cross-entropy of torch."""
+    import torch
+
+    path, documents = folder(0), [chosen for chosen, _ in pairs()]
+    tensors = answer_tensors(documents)
+    labels, _ = shifted(tensors)
+    model = hf_model(path).double()
+    logits = model(tensors["input_ids"], attention_mask=tensors["attention_mask"]).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    ours = our_outcome(trainer_of("sft", our_model(path)), packed(documents, 2))
+    return errors(ours, their_outcome(model, loss, {}))
+
+
+def distillation(alpha: float, beta: float, temperature: float, hidden: float) -> dict[str, float]:
+    """`distillation` beside `generalized_jsd_loss` of TRL's GKDTrainer, in float64."""
+    import torch
+    from trl.experimental.gkd import GKDTrainer
+
+    path, of_teacher, documents = folder(0), folder(1), [chosen for chosen, _ in pairs()]
+    options = {"alpha": alpha, "beta": beta, "temperature": temperature}
+    trainer = trainer_of(
+        "distillation",
+        our_model(path),
+        {"teacher": our_model(of_teacher)},
+        hidden_state_loss_weight=hidden,
+        **options,
+    )
+    tensors = answer_tensors(documents)
+    labels, counts = shifted(tensors)
+    student, teacher = hf_model(path).double(), hf_model(of_teacher).double()
+    inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
+    own = student(**inputs, output_hidden_states=True)
+    with torch.no_grad():
+        wanted = teacher(**inputs, output_hidden_states=True)
+    divergence = temperature**2 * GKDTrainer.generalized_jsd_loss(
+        own.logits[:, :-1], wanted.logits[:, :-1], labels, beta=beta, temperature=temperature
+    )
+    cross_entropy = torch.nn.functional.cross_entropy(
+        own.logits[:, :-1].flatten(0, 1), labels.flatten()
+    )
+    layers = [
+        ((a - b) ** 2)[:, :-1][counts].mean()
+        for a, b in zip(own.hidden_states[1:], wanted.hidden_states[1:], strict=True)
+    ]
+    distance = torch.stack(layers).mean()
+    loss = alpha * divergence + (1 - alpha) * cross_entropy + hidden * distance
+    metrics = {"distillation_loss": divergence.item(), "ce_loss": cross_entropy.item()}
+    if hidden:
+        metrics["hidden_state_loss"] = distance.item()
+    return errors(our_outcome(trainer, packed(documents, 2)), their_outcome(student, loss, metrics))
+
+
+def embedding(mode: str, **options: Any) -> dict[str, float]:
+    """`embedding` beside InfoNCE in float64, over `LlamaModel`."""
+    import torch
+    import transformers
+
+    path = folder(0, body=True)
+    model = our_model(path, "embedding")
+    from ed_models.tasks.pooling import Pooling
+
+    model.pooling = Pooling.of(mode)
+    anchors, positives = (
+        [Answer([], d.prompt + d.answer) for d in side] for side in zip(*pairs(), strict=True)
+    )
+    batch = {**packed(anchors, 2, "anchor"), **packed(positives, 2, "positive")}
+    ours = our_outcome(trainer_of("embedding", model, **options), batch)
+
+    theirs = transformers.LlamaModel.from_pretrained(path).double()
+
+    def embed(documents: list[Answer]) -> Any:
+        tensors = answer_tensors(documents)
+        mask = tensors["attention_mask"]
+        hidden = theirs(tensors["input_ids"], attention_mask=mask).last_hidden_state
+        if mode == "lasttoken":
+            return hidden[torch.arange(len(documents)), mask.sum(-1) - 1]
+        return (hidden * mask[..., None]).sum(1) / mask.sum(-1, keepdim=True)
+
+    a, p = embed(anchors), embed(positives)
+    loss: Any = 0.0
+    for cut, weight in zip(
+        options.get("matryoshka_dims", (a.shape[-1],)),
+        options.get("matryoshka_weights", (1.0,)),
+        strict=True,
+    ):
+        cosines = torch.nn.functional.normalize(a[:, :cut], dim=-1) @ (
+            torch.nn.functional.normalize(p[:, :cut], dim=-1).T
+        )
+        temperatures = options.get("temperature", (0.05,))
+        ways = [cosines, cosines.T] if options.get("symmetric") else [cosines]
+        parts = [
+            torch.nn.functional.cross_entropy(way / t, torch.arange(len(anchors)))
+            for way in ways
+            for t in temperatures
+        ]
+        loss = loss + weight * sum(parts) / len(parts)
+    accuracy = (cosines.argmax(-1) == torch.arange(len(anchors))).double().mean()
+    return errors(ours, their_outcome(theirs, loss, {"accuracy": accuracy}))
+
+
+_GKD = "`trl.experimental.gkd.GKDTrainer`'s divergence, torch in float64"
+_FORWARD = {"alpha": 0.9, "beta": 0.0, "temperature": 2.0, "hidden": 0.0}
+CASES = {
+    "sft": Case("`torch`'s cross-entropy in float64", sft),
+    "distillation forward": Case(_GKD, partial(distillation, **_FORWARD)),
+    "distillation reverse": Case(_GKD, partial(distillation, **{**_FORWARD, "beta": 1.0})),
+    "distillation Jensen-Shannon, hidden states": Case(
+        _GKD, partial(distillation, alpha=0.5, beta=0.3, temperature=1.5, hidden=0.7)
+    ),
+    "embedding": Case("1807.03748, torch in float64", partial(embedding, "lasttoken")),
+    "embedding Matryoshka, temperatures, symmetric": Case(
+        "1807.03748, 2205.13147, torch in float64",
+        partial(
+            embedding,
+            "mean",
+            temperature=(0.05, 0.2),
+            symmetric=True,
+            matryoshka_dims=(8, 16, 32),
+            matryoshka_weights=(0.5, 0.25, 1.0),
+        ),
+    ),
+}

@@ -1,0 +1,141 @@
+"""Methods of pairs beside TRL's trainers."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+from tools.method_cases.harness import (
+    Case,
+    answer_tensors,
+    config_of,
+    errors,
+    folder,
+    hf_model,
+    our_model,
+    our_outcome,
+    packed_pairs,
+    pairs,
+    text_pairs,
+    their_outcome,
+    tokenizer,
+    trainer_of,
+)
+
+
+def dpo(loss_type: str, **options: Any) -> dict[str, float]:
+    """`dpo` beside `trl.DPOTrainer`."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    path, base = folder(0), folder(1)
+    ours = trainer_of(
+        "dpo",
+        our_model(path),
+        {"reference": our_model(base)},
+        loss_type=loss_type,
+        **options,
+    )
+    chosen, rejected = zip(*pairs(), strict=True)
+    with tempfile.TemporaryDirectory() as directory:
+        smoothing = options.get("label_smoothing", 1e-3 if loss_type == "exo_pair" else 0.0)
+        arguments = config_of(
+            DPOConfig,
+            directory,
+            loss_type=[loss_type],
+            **{**options, "label_smoothing": smoothing},
+        )
+        model = hf_model(path)
+        trainer = DPOTrainer(
+            model=model,
+            ref_model=hf_model(base),
+            args=arguments,
+            train_dataset=Dataset.from_list(text_pairs()),
+            processing_class=tokenizer(),
+        )
+        loss = trainer.compute_loss(model.train(), answer_tensors([*chosen, *rejected]))
+        theirs = their_outcome(model, loss, trainer._metrics["train"])
+    return errors(our_outcome(ours, packed_pairs()), theirs)
+
+
+def answer_sides() -> dict[str, Any]:
+    """What the collators of `trl.experimental` make of the pairs."""
+    batch = {}
+    for side, documents in zip(("chosen", "rejected"), zip(*pairs(), strict=True), strict=True):
+        tensors = answer_tensors(list(documents))
+        mask = tensors.pop("completion_mask")
+        batch |= {f"{side}_{name}": tensor for name, tensor in tensors.items()}
+        batch[f"{side}_labels"] = tensors["input_ids"].masked_fill(mask == 0, -100)
+    return batch
+
+
+def orpo(beta: float) -> dict[str, float]:
+    """`orpo` beside `trl.experimental.orpo.ORPOTrainer`."""
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    return experimental(ORPOTrainer, ORPOConfig, "orpo", {"beta": beta}, {"beta": beta})
+
+
+def cpo(**options: Any) -> dict[str, float]:
+    """`cpo` beside `trl.experimental.cpo.CPOTrainer`."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return experimental(CPOTrainer, CPOConfig, "cpo", options, options)
+
+
+def simpo(**options: Any) -> dict[str, float]:
+    """`simpo` beside `trl.experimental.cpo.CPOTrainer` with its settings for SimPO."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    theirs = {**options, "loss_type": "simpo", "cpo_alpha": 0.0}
+    return experimental(CPOTrainer, CPOConfig, "simpo", options, theirs)
+
+
+def experimental(
+    trainer_class: Any, config_class: Any, method: str, ours: dict[str, Any], theirs: dict[str, Any]
+) -> dict[str, float]:
+    """A method of pairs without a reference beside a trainer of `trl.experimental`."""
+    from datasets import Dataset
+
+    path = folder(0)
+    with tempfile.TemporaryDirectory() as directory:
+        model = hf_model(path)
+        trainer = trainer_class(
+            model=model,
+            args=config_of(config_class, directory, **theirs),
+            train_dataset=Dataset.from_list(text_pairs()),
+            processing_class=tokenizer(),
+        )
+        loss, metrics = trainer.get_batch_loss_metrics(model.train(), answer_sides())
+        wanted = their_outcome(model, loss, metrics)
+    return errors(our_outcome(trainer_of(method, our_model(path), **ours), packed_pairs()), wanted)
+
+
+DPO: list[tuple[str, dict[str, Any]]] = [
+    ("sigmoid", {}),
+    ("sigmoid_norm", {"beta": 2.0}),
+    ("hinge", {}),
+    ("ipo", {}),
+    ("robust", {"label_smoothing": 0.1}),
+    ("exo_pair", {"label_smoothing": 0.1}),
+    ("nca_pair", {}),
+    ("bco_pair", {}),
+    ("sppo_hard", {}),
+    ("discopop", {}),
+    ("apo_zero", {}),
+    ("apo_down", {}),
+]
+_CPO = "`trl.experimental.cpo.CPOTrainer`"
+CASES = {
+    **{
+        f"dpo {loss}": Case("`trl.DPOTrainer`", partial(dpo, loss, **options))
+        for loss, options in DPO
+    },
+    "orpo": Case("`trl.experimental.orpo.ORPOTrainer`", partial(orpo, 0.3)),
+    "cpo sigmoid": Case(_CPO, partial(cpo, loss_type="sigmoid", label_smoothing=0.1)),
+    "cpo hinge": Case(_CPO, partial(cpo, loss_type="hinge", cpo_alpha=0.5)),
+    "cpo ipo": Case(_CPO, partial(cpo, loss_type="ipo")),
+    "cpo simpo": Case(_CPO, partial(cpo, loss_type="simpo", simpo_gamma=0.4)),
+    "simpo": Case(_CPO, partial(simpo, beta=2.0, simpo_gamma=0.5)),
+}

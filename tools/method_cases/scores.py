@@ -1,0 +1,103 @@
+"""Methods that train a scorer beside TRL's trainer, and beside torch in float64."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tools.method_cases.harness import (
+    Case,
+    answer_tensors,
+    config_of,
+    errors,
+    folder,
+    hf_model,
+    our_model,
+    our_outcome,
+    packed,
+    pairs,
+    text_pairs,
+    their_outcome,
+    tokenizer,
+    trainer_of,
+)
+
+MARGINS = [0.0, 0.5, 1.0, 0.0, 2.0, 0.25]
+
+
+def reward(coefficient: float | None, margins: bool) -> dict[str, float]:
+    """`reward` beside `trl.RewardTrainer`."""
+    import torch
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    path = folder(0, labels=1)
+    ours = trainer_of(
+        "reward",
+        our_model(path, "sequence-classification"),
+        center_rewards_coefficient=coefficient,
+    )
+    chosen, rejected = zip(*pairs(), strict=True)
+    values: dict[str, Any] = {"margin": MARGINS} if margins else {}
+    batch = {
+        **packed(list(chosen), 2, "chosen"),
+        **packed(list(rejected), 2, "rejected"),
+        **{name: packed(list(chosen), 2, **values)[name] for name in values},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        model = hf_model(path, "SequenceClassification")
+        trainer = RewardTrainer(
+            model=model,
+            args=config_of(RewardConfig, directory, center_rewards_coefficient=coefficient),
+            train_dataset=Dataset.from_list(text_pairs()),
+            processing_class=tokenizer(),
+        )
+        inputs = answer_tensors([*chosen, *rejected])
+        del inputs["completion_mask"]
+        if margins:
+            inputs["margin"] = torch.tensor(MARGINS)
+        loss = trainer.compute_loss(model.train(), inputs)
+        theirs = their_outcome(model, loss, trainer._metrics["train"])
+    return errors(our_outcome(ours, batch), theirs)
+
+
+def prm() -> dict[str, float]:
+    """`prm` beside the cross-entropy of torch, in float64, with each document in a row."""
+    import torch
+
+    path = folder(0, labels=2)
+    ours = trainer_of("prm", our_model(path, "sequence-classification"))
+    documents = [chosen for chosen, _ in pairs()]
+    labels = [float(i % 2) for i in range(len(documents))]
+    batch = dict(packed(documents, 2, step_labels=labels))
+    # A step ends at the last token, and another one two tokens before it.
+    segments, wanted = batch["segment_ids"], np.full(batch["step_labels"].shape, -100.0)
+    for row, column in zip(*np.nonzero(segments), strict=True):
+        here = np.flatnonzero(segments[row] == segments[row, column])
+        if column in (here[-1], here[-3]):
+            wanted[row, column] = batch["step_labels"][row, column] == (column == here[-1])
+    batch["step_labels"] = wanted.astype(np.float32)
+
+    model = hf_model(path, "SequenceClassification").double()
+    tensors = answer_tensors(documents)
+    hidden = model.model(tensors["input_ids"], attention_mask=tensors["attention_mask"])
+    scores = model.score(hidden.last_hidden_state)
+    logits, targets = [], []
+    for i, document in enumerate(documents):
+        end = len(document.prompt) + len(document.answer) - 1
+        logits += [scores[i, end], scores[i, end - 2]]
+        targets += [int(labels[i]), int(not labels[i])]
+    found, answers = torch.stack(logits), torch.tensor(targets)
+    loss = torch.nn.functional.cross_entropy(found, answers)
+    accuracy = (found.argmax(-1) == answers).double().mean()
+    return errors(our_outcome(ours, batch), their_outcome(model, loss, {"accuracy": accuracy}))
+
+
+CASES = {
+    "reward": Case("`trl.RewardTrainer`", partial(reward, None, margins=False)),
+    "reward centered, margins": Case("`trl.RewardTrainer`", partial(reward, 0.1, margins=True)),
+    "prm": Case("2305.20050, torch in float64", prm),
+}

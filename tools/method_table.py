@@ -1,0 +1,62 @@
+"""Write the table of docs/methods.md: every method beside its reference, with the errors.
+
+uv run python -m tools.method_table --measure    measure, and write docs/methods.json and the page
+uv run python -m tools.method_table              rewrite the page
+uv run python -m tools.method_table --check      exit 1 if it is not what it would write
+
+What is compared, and how, is in `tools.method_cases`; measuring needs torch and TRL.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tools import pages
+from tools.pages import heading, row
+from tools.workspace import ROOT
+
+PAGE = ROOT / "docs/methods.md"
+RESULTS = ROOT / "docs/methods.json"
+BEGIN, END = "<!-- tools/method_table.py -->\n", "<!-- end -->\n"
+#: Largest relative error of each figure.
+LIMIT = 1e-4
+FIGURES = ("loss", "metrics", "gradients")
+
+
+def measure() -> None:
+    """Compare every method with its reference, and keep the errors."""
+    from tools.method_cases import CASES
+
+    results = {}
+    for name, case in CASES.items():
+        found = case.measure()
+        results[name] = {figure: float(f"{found[figure]:.0e}") for figure in FIGURES}
+        print(name, results[name], flush=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def table() -> str:
+    """A line for each comparison."""
+    from tools.method_cases import CASES
+
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    lines = heading("method", "reference", *FIGURES)
+    for name, case in CASES.items():
+        errors = (f"{results[name][f]:.0e}".replace("e-0", "e-") for f in FIGURES)
+        lines.append(row(f"`{name}`", case.reference, *(e if float(e) else "0" for e in errors)))
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page with its table as it should be."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    if "--measure" in sys.argv:
+        sys.argv.remove("--measure")
+        measure()
+    sys.exit(pages.main("method_table", PAGE, page))
