@@ -1,4 +1,4 @@
-"""Adapters of every family: saved in PEFT's layout and read again; ours in PEFT, and PEFT's in ours.
+"""Adapters of every family: saved in PEFT's layout and read again; ours in PEFT, PEFT's in ours.
 
 One configuration of a few families by default; nightly all configurations of all model types.
 """
@@ -22,7 +22,12 @@ from ed_models.peft import load_adapter, save_adapter
 
 BOUND = 1e-5
 #: What a default run looks at: a plain family, a fused projection, experts, a tied head.
-BY_DEFAULT = ("llama: tied", "phi3", "qwen3_moe: every second layer", "mixtral: two of eight")
+BY_DEFAULT = (
+    "llama: tied",
+    "phi3: window",
+    "qwen3_moe: every second layer",
+    "mixtral: two of eight",
+)
 EVERYTHING = LoraSpec(rank=2, alpha=3.0, targets=r"^(?!lm_head$|score$)(?!.*embed)")
 #: Layers of dense and shared networks.
 DENSE = r"(?<![./]experts)[./](gate|up|down)_proj$"

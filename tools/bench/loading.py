@@ -2,6 +2,7 @@
 
     python -m tools.bench.loading                         2 GB, bfloat16 and float32
     python -m tools.bench.loading --gigabytes 0.5 --dtype bfloat16 --rounds 1
+    python -m tools.bench.loading --quantize nf4 int8     quantized as it is read, and otherwise
 
 The checkpoint is a Llama with random weights, made here. Each load runs in a process of its own.
 
@@ -9,7 +10,14 @@ The checkpoint is a Llama with random weights, made here. Each load runs in a pr
   hold in the end (on a CPU their memory is the process's too), over the checkpoint's size
 - a device of four: bytes of tensors read for it, over the checkpoint's size, least and most
 - seconds: from the directory to a model whose every page was touched, and of these the processor's;
-  `transformers` on torch takes turns with this project, and both have imported their model's code
+  `transformers` on torch takes turns with this project, and both have imported their model's code.
+  torch copies nothing where the dtype stays: its tensors are the pages of the mapped file. Here
+  each matrix is transposed into memory of its own
+
+With `--quantize`: what the model holds in the end, and the peak of the process, over the
+checkpoint's size, of four ways: plain; quantized as it is read; read and then quantized; and from
+the file that the quantized model was saved to. On a CPU the devices' memory is the process's, so
+the peak is that of host and device together.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,11 +124,45 @@ def measure(gigabytes: float, dtype: str, rounds: int) -> Result:
     return Result(dtype, size, (excess[0], excess[1]), shares, seconds)
 
 
-def _worker(who: str, directory: Path, dtype: str, dims: tuple[int, ...]) -> dict[str, Any]:
+#: Ways to a quantized model: what `from_pretrained` and then `quantize` are told.
+WAYS: Mapping[str, tuple[bool, bool]] = {
+    "plain": (False, False),
+    "quantized as it is read": (True, False),
+    "read, then quantized": (False, True),
+    "from its own file": (False, False),
+}
+
+
+def measure_quantized(gigabytes: float, dtype: str, formats: Sequence[str]) -> str:
+    """Load a checkpoint in each way; a table."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        size = make(directory, gigabytes, dtype)
+        for form in formats:
+            saved = Path(folder) / form
+            for way in WAYS:
+                source = saved if way == "from its own file" else directory
+                done = _worker("ours", source, dtype, ONE, way, form, str(saved))
+                disk = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+                rows.append(
+                    [
+                        f"{form}: {way}",
+                        *(f"{n / size:.1%}" for n in (disk, done["held"], done["peak"])),
+                        f"{done['seconds']:.2f} ({done['processor']:.2f})",
+                    ]
+                )
+    header = [f"{dtype}, {size / 1e9:.2f} GB", "file", "held", "peak", "s (CPU)"]
+    return table(header, rows)
+
+
+def _worker(
+    who: str, directory: Path, dtype: str, dims: tuple[int, ...], *more: str
+) -> dict[str, Any]:
     """Load once in a process of its own; what the process says (nothing without torch)."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={int(np.prod(dims))}"
-    words = [who, str(directory), dtype, ",".join(map(str, dims))]
+    words = [who, str(directory), dtype, ",".join(map(str, dims)), *(more or ("plain", "", ""))]
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench.loading", "--worker", *words],
         env=environment,
@@ -133,14 +175,18 @@ def _worker(who: str, directory: Path, dtype: str, dims: tuple[int, ...]) -> dic
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def work(who: str, directory: str, dtype: str, dims: str) -> dict[str, object]:
-    """Load in this process."""
+def work(
+    who: str, directory: str, dtype: str, dims: str, way: str, form: str, saved: str
+) -> dict[str, object]:
+    """Load in this process; a model that was quantized as it was read is written to `saved`."""
     if who == "torch":
         return _theirs(directory)
-    return _ours(directory, dtype, tuple(int(n) for n in dims.split(",")))
+    return _ours(directory, dtype, tuple(int(n) for n in dims.split(",")), way, form, saved)
 
 
-def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object]:
+def _ours(
+    directory: str, dtype: str, dims: tuple[int, ...], way: str, form: str, saved: str
+) -> dict[str, object]:
     import ed_models.families.llama  # noqa: F401  # only loading counts, for both
     import jax
     from ed_models import AutoEasyDeLModelForCausalLM
@@ -149,12 +195,21 @@ def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object
     jax.block_until_ready(jax.numpy.ones(8) + 1)  # the backend is there before anything counts
     reads = _count_reads()
     kept: dict[str, Any] = {}
+    spec = {"dtype": form} if form else None
+    at_once, afterwards = WAYS[way]
 
     def load() -> None:
         began, used = time.perf_counter(), time.process_time()
         kept["model"] = AutoEasyDeLModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, param_dtype=dtype, sharding_axis_dims=dims
+            directory,
+            dtype=dtype,
+            param_dtype=dtype,
+            sharding_axis_dims=dims,
+            quantization_config=spec if at_once else None,
+            apply_quantization=at_once,
         )
+        if afterwards:
+            kept["model"] = kept["model"].quantize(spec)
         leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(kept["model"])))
         _touch(s.data for leaf in leaves for s in leaf.addressable_shards)
         kept["seconds"] = time.perf_counter() - began
@@ -164,7 +219,9 @@ def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object
     leaves = jax.tree.leaves(nnx.state(kept["model"]))
     held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards)
     read = [reads[device.id] for device in jax.devices()]
-    del kept["model"]
+    model = kept.pop("model")
+    if at_once:
+        model.save_pretrained(saved)
     return {"peak": peak, "held": held, "read": read, **kept}
 
 
@@ -249,12 +306,17 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--quantize", nargs="+", metavar="FORMAT", help="such as nf4 int8")
+    parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         print(json.dumps(work(*given.worker)))
         return
     print(machine())
+    if given.quantize:
+        for dtype in given.dtype:
+            print(measure_quantized(given.gigabytes, dtype, given.quantize))
+        return
     print(show([measure(given.gigabytes, dtype, given.rounds) for dtype in given.dtype]))
 
 

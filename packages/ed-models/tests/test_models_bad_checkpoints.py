@@ -14,7 +14,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError
 from ed_infra.logging import forget_said
 from ed_models import AutoEasyDeLModelForCausalLM
-from ed_models.checkpoints import hub, loading
+from ed_models.checkpoints import filling, hub
 from ed_models.checkpoints.pickled_files import open_tensors, read_pickled
 from ed_models.conformance import subjects
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -58,7 +58,7 @@ def no_values(monkeypatch):
     def made(*_):
         raise AssertionError("a parameter was made before the error")
 
-    monkeypatch.setattr(loading, "_fill", made)
+    monkeypatch.setattr(filling, "_placed", made)
 
 
 def load(directory, **options):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -321,15 +322,16 @@ def write_pair(source: Path, target: Path, kind: str) -> tuple[Path, Path]:
     return target / "packed", target / "plain"
 
 
-def load(folder: Path, dims: tuple[int, ...] = (1, 1, 1, 1, 1)) -> Any:
-    return AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis_dims=dims)
+def load(folder: Path, dims: tuple[int, ...] = (1, 1, 1, 1, 1), **options: Any) -> Any:
+    return AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis_dims=dims, **options)
 
 
-def assert_same(ours: nnx.Module, expected: nnx.Module) -> None:
-    wanted = dict(nnx.to_flat_state(nnx.state(expected)))
+def assert_same(ours: nnx.Module, wanted_model: nnx.Module) -> None:
+    wanted = dict(nnx.to_flat_state(nnx.state(wanted_model)))
     for path, variable in nnx.to_flat_state(nnx.state(ours)):
-        value = wanted.pop(path).get_value()
-        np.testing.assert_array_equal(variable.get_value(), value, err_msg=str(path))
+        theirs = jax.tree.leaves(wanted.pop(path))
+        for value, expected in zip(jax.tree.leaves(variable), theirs, strict=True):
+            np.testing.assert_array_equal(value, expected, err_msg=str(path))
     assert not wanted
 
 
@@ -351,6 +353,13 @@ def test_experts_have_codes_each(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.3.down_proj.weight_packed"
     assert name in TensorFiles.open(packed)
     assert_same(load(packed, (1, 1, 2, 2, 1)), load(plain))
+
+
+def test_unpacked_and_quantized_anew(saved: Path, tmp_path: Path) -> None:
+    packed, plain = write_pair(saved, tmp_path, "awq")
+    spec = {"dtype": "int8"}
+    model = load(packed, quantization_config=spec, apply_quantization=True)
+    assert_same(model, load(plain).quantize(spec))
 
 
 def test_scales_of_activations_are_left_out_and_said(

@@ -8,7 +8,10 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
+from ed_layers.lora_slots import SlotParam
 from ed_layers.quantization.model import quantized_matrices
+from ed_models.adapter_slots import slot_values, with_slots
+from ed_models.adapter_values import adapter_of
 from ed_models.adapters import lora_layers
 from ed_models.conformance import forward
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -71,6 +74,16 @@ def test_over_a_quantized_base(kind, tmp_path):
     np.testing.assert_allclose(logits(merged), logits(model), atol=1e-5)
     save_adapter(model, tmp_path)
     np.testing.assert_allclose(logits(load_adapter(quantized, tmp_path)), logits(model), atol=1e-5)
+
+
+def test_places_for_adapters_over_a_quantized_base():
+    quantized = build().quantize({"dtype": "int8"})
+    served = with_slots(quantized, 1, 2)
+    np.testing.assert_array_equal(logits(served), logits(quantized))
+    adapter = adapter_of(learned(quantized.apply_lora(SPECS["lora"])))
+    values = jax.tree.leaves(slot_values(served, adapter))
+    assert len(values) == len(jax.tree.leaves(nnx.state(served, SlotParam)))
+    assert all(np.abs(value).max() > 0 for value in values)
 
 
 def test_gradients_are_those_over_plain_matrices():

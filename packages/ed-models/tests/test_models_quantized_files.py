@@ -25,7 +25,7 @@ from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from flax import nnx
 
 ONE, EIGHT = (1, 1, 1, 1, 1), (1, 2, 2, 2, 1)
-SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
+SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
 EVERYTHING = ""  # a pattern that every module has: the head and the embedding too
 
 #: What `quantize` takes -> one configuration, of each format and option.
@@ -80,19 +80,15 @@ def test_quantized_as_it_is_read_is_the_model_quantized(
     name: str, plain: Path, tmp_path: Path
 ) -> None:
     spec = EasyDeLQuantizationConfig(**FORMATS[name], pattern=EVERYTHING)
-    expected = load(plain).quantize(spec)
+    expected = llama().quantize(spec)
     model = load(plain, quantization_config=spec, apply_quantization=True)
     assert_same(model, expected)
     model.save_pretrained(tmp_path / "saved")
-    assert_same(load(tmp_path / "saved"), expected)
-    assert_same(load(tmp_path / "saved", EIGHT), expected)
+    again = load(tmp_path / "saved", EIGHT)
+    assert_same(again, expected)
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert settings["quantization_config"]["quant_method"] == "easydel"
     assert settings["dtype"] == "float32"
-    tokens = np.arange(1, 9)[None]
-    np.testing.assert_array_equal(
-        load(tmp_path / "saved")(tokens).logits, expected(tokens).logits
-    )
 
 
 @pytest.mark.parametrize("dims", [EIGHT, (8, 1, 1, 1, 1)])
@@ -112,9 +108,8 @@ def test_on_a_mesh_it_is_the_same(dims: tuple[int, ...], plain: Path) -> None:
 def test_scanned_and_unrolled_have_the_same_files(
     scan_layers: bool, plain: Path, tmp_path: Path
 ) -> None:
-    options = {"config_kwargs": {"scan_layers": scan_layers}}
-    spec = {"dtype": "int4"}
-    model = load(plain, quantization_config=spec, apply_quantization=True, **options)
+    spec, fields = {"dtype": "int4"}, {"scan_layers": scan_layers}
+    model = load(plain, quantization_config=spec, apply_quantization=True, config_kwargs=fields)
     model.save_pretrained(tmp_path)
     other = load(tmp_path, config_kwargs={"scan_layers": not scan_layers})
     assert_same(other, load(plain, config_kwargs={"scan_layers": not scan_layers}).quantize(spec))
@@ -150,9 +145,7 @@ def fused() -> nnx.Module:
 
 def absorbed() -> nnx.Module:
     fields = {**TINY, **DeepseekV3ForCausalLM.CONFORMANCE["groups, yarn"]}
-    return DeepseekV3ForCausalLM.create(
-        DeepseekV3Config(**fields, sharding_axis_dims=ONE), seed=0
-    )
+    return DeepseekV3ForCausalLM.create(DeepseekV3Config(**fields, sharding_axis_dims=ONE), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +153,7 @@ def absorbed() -> nnx.Module:
     [
         (experts, {"dtype": "nf4", "group_size": 16}),
         (fused, [("q_proj|up_proj|down_proj", {"dtype": "int8"})]),
-        (absorbed, {"dtype": "w8a8"}),
+        pytest.param(absorbed, {"dtype": "w8a8"}, marks=pytest.mark.nightly),
         (lambda: llama(tie_word_embeddings=True), {"dtype": "int8", "pattern": EVERYTHING}),
         (lambda: llama(tie_word_embeddings=True), {"dtype": "nf4"}),
     ],
@@ -188,8 +181,8 @@ def test_the_model_is_never_whole_in_memory(plain: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(filling, "_placed", spy)
     load(plain, quantization_config={"dtype": "nf4"}, apply_quantization=True)
-    assert placed.count((64, 96)) == 2 * 3  # gate and up of three layers, one after another
-    assert (3, 64, 96) not in placed
+    assert placed.count((64, 96)) == 2 * 2  # gate and up of two layers, one after another
+    assert (2, 64, 96) not in placed
 
 
 def test_files_have_the_bytes_that_codes_have(plain: Path, tmp_path: Path) -> None:
@@ -197,10 +190,10 @@ def test_files_have_the_bytes_that_codes_have(plain: Path, tmp_path: Path) -> No
         tmp_path
     )
     files = TensorFiles.open(tmp_path)
-    name = "model.layers.2.mlp.up_proj.kernel"
+    name = "model.layers.1.mlp.up_proj.kernel"
     assert (files[f"{name}.codes"].format, files[f"{name}.codes"].shape) == ("U8", (32, 96))
     assert (files[f"{name}.scale"].format, files[f"{name}.scale"].shape) == ("F32", (1, 96))
-    assert "model.layers.2.mlp.up_proj.weight" not in files
+    assert "model.layers.1.mlp.up_proj.weight" not in files
     assert files["lm_head.weight"].format == "F32"
 
 
@@ -238,7 +231,7 @@ def test_configured_and_not_applied(plain: Path) -> None:
 def test_says_what_is_wrong(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="apply_quantization=True without a quantization_config"):
         load(plain, apply_quantization=True)
-    with pytest.raises(ConfigError, match="matches nothing|matches no"):
+    with pytest.raises(ConfigError, match="q_prj"):
         load(plain, quantization_config=[("q_prj", {"dtype": "nf4"})], apply_quantization=True)
     with pytest.raises(ConfigError, match="does not divide"):
         load(
@@ -265,6 +258,22 @@ def test_says_what_is_wrong(plain: Path, tmp_path: Path) -> None:
         damaged(wrong)
         with pytest.raises(CheckpointError, match="rule"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_simulated_as_it_is_read(scan_layers: bool, plain: Path, tmp_path: Path) -> None:
+    spec, fields = {"dtype": "nf4", "simulate": True}, {"scan_layers": scan_layers}
+    model = load(plain, quantization_config=spec, apply_quantization=True, config_kwargs=fields)
+    assert_same(model, load(plain, config_kwargs=fields).quantize(spec))
+    model.save_pretrained(tmp_path)  # what learns, as it is
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_same(load(tmp_path), load(plain, config_kwargs=fields))
+
+
+def test_torch_gets_no_codes(plain: Path) -> None:
+    model = load(plain, quantization_config={"dtype": "int8"}, apply_quantization=True)
+    with pytest.raises(ConfigError, match="call dequantize first"):
+        model.to_torch()
 
 
 def test_values_are_those_of_the_parameters_dtype(plain: Path) -> None:

@@ -33,7 +33,7 @@ class Packed:
 SPEC = LoraSpec(rank=3, alpha=6.0)
 
 
-def trained(directory, *, spec=SPEC, config=None, **given):
+def trained(directory, *, spec=SPEC, config=None, quantized=None, **given):
     """Losses, the model before, and the state after."""
     settings = {
         "vocab_size": 64,
@@ -46,7 +46,8 @@ def trained(directory, *, spec=SPEC, config=None, **given):
         "sharding_axis_dims": (1, 1, 1, 1, 1),
         **(config or {}),
     }
-    before = LlamaForCausalLM.create(LlamaConfig(**settings)).apply_lora(spec)
+    before = LlamaForCausalLM.create(LlamaConfig(**settings))
+    before = (before.quantize(quantized) if quantized else before).apply_lora(spec)
     arguments = SFTArguments(
         **{
             "save_directory": str(directory),
@@ -106,3 +107,19 @@ def test_meshes_and_storage_do_not_matter(tmp_path, reference, config):
 def test_other_adapters_learn(tmp_path, spec):
     losses, _, _ = trained(tmp_path, spec=spec)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("config", [{}, {"sharding_axis_dims": (2, 2, 1, 2, 1)}], ids=str)
+def test_over_a_quantized_base(tmp_path, config):
+    """The codes stay as they are to the bit, and what is saved is the adapter alone."""
+    losses, before, state = trained(
+        tmp_path, config=config, quantized={"dtype": "nf4", "group_size": 16}, do_last_save=True
+    )
+    assert losses[-1] < losses[0]
+    old, new = jax.tree.leaves(before.split_module()[2]), jax.tree.leaves(state.graphother)
+    assert any(leaf.dtype == np.uint8 for leaf in new)
+    for x, y in zip(old, new, strict=True):
+        np.testing.assert_array_equal(x, y)
+    (folder,) = tmp_path.rglob("adapter_model.safetensors")
+    assert folder.parent.name == "adapter"
+    assert not list(tmp_path.rglob("model.safetensors"))

@@ -83,11 +83,7 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
             "the embedding has an adapter, and the head is the same matrix without one: merged "
             "they would be two; load the base with config_kwargs={'tie_word_embeddings': False}"
         )
-    quantized = [
-        variable.get_value()
-        for _, layer in lora_layers(model)
-        if isinstance(variable := matrix_of(layer)[1], QuantParam)
-    ]
+    quantized = quantized_bases(model)
     if quantized and not dequantize:
         now, then = (sum(sizes) / 2**20 for sizes in zip(*map(_sizes, quantized), strict=True))
         raise ConfigError(
@@ -97,6 +93,12 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
             f"{now:.1f}), or leave the adapter beside them"
         )
     return _every(model, lambda layer, _key: layer.merged())
+
+
+def quantized_bases(model: object) -> list[QArray]:
+    """The quantized matrices that have adapters."""
+    variables = [matrix_of(layer)[1] for _, layer in lora_layers(model)]
+    return [v.get_value() for v in variables if isinstance(v, QuantParam)]
 
 
 def _sizes(matrix: QArray) -> tuple[int, int]:

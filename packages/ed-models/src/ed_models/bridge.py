@@ -15,6 +15,7 @@ import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
+from ed_layers.quantization.model import is_quantized
 from jax.typing import DTypeLike
 
 from ed_models.adapters import has_lora
@@ -83,8 +84,10 @@ class EasyBridgeMixin:
     ) -> None:
         """Write config, weights, generation settings and tokenizer as `transformers` reads them.
 
-        Of a model with adapters, these alone are written, as PEFT reads them (float32, one file);
-        merge them (`unwrap_lora_to_layers`) to write a model. See
+        Quantized matrices are written as they are, by names that `from_pretrained` restores them
+        from (`ed_models.checkpoints.quantized_tensors`); `dequantize` first to write a model that
+        `transformers` reads. Of a model with adapters, these alone are written, as PEFT reads them
+        (float32, one file); merge them (`unwrap_lora_to_layers`) to write a model. See
         `ed_models.checkpoints.saving.save` for the arguments.
 
         Raises:
@@ -107,12 +110,17 @@ class EasyBridgeMixin:
 
         Raises:
             ConfigError: torch is not installed, `transformers` has no such model, or the model has
-                adapters.
+                adapters or is quantized.
         """
         if has_lora(self):
             raise ConfigError(
                 "a model with adapters is no plain model of transformers: merge them first "
                 "(unwrap_lora_to_layers), or write them (save_pretrained) and load them with PEFT"
+            )
+        if is_quantized(self):  # type: ignore[arg-type]
+            raise ConfigError(
+                "a quantized model is no plain model of transformers: call dequantize first, or "
+                "load the checkpoint that was not quantized"
             )
         if find_spec("torch") is None:
             raise ConfigError(

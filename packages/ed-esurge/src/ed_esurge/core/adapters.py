@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from ed_infra.errors import ConfigError, unknown_name
@@ -41,7 +41,7 @@ class AdapterTable:
         self._held: dict[int, int] = {}  # place -> number of the adapter that it was given to
         self._numbers = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[LoadedAdapter]:
         return iter(list(self._loaded.values()))
 
     def find(self, name: str) -> LoadedAdapter:

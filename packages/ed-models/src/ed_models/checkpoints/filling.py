@@ -1,20 +1,23 @@
 """Arrays on devices, from slices of files: each device gets its own, and a stack its layers.
 
-Where the devices' memory is not the host's, a large stack is filled layer by layer, so that the host
-has one layer at a time.
+Where the devices' memory is not the host's, a large stack is filled layer by layer, so that the
+host has one layer at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra import paths
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
 
 from ed_models.checkpoints.quantized_tensors import encoded_as, parts_of
 from ed_models.checkpoints.weight_map import window_of
@@ -22,8 +25,8 @@ from ed_models.pieces import Shape
 
 #: `read(name, window, out)` fills `out` with those positions of a layer's tensor, in its dtype.
 Read = Callable[[str, Sequence[range], np.ndarray], None]
-#: A sharding, or a quantized matrix of shardings.
 Placement = jax.sharding.Sharding
+Leaf = TypeVar("Leaf", jax.Array, QArray)
 
 _ALIGNED = 64  # bytes; jax takes a buffer of the host for its own where its start is a multiple
 _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
@@ -32,6 +35,12 @@ _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: Placement, read: Read) -> jax.Array:
     """Make one parameter (a stack of layers, or one tensor)."""
     return _fill(paths.canonical(path), paths.is_stacked(path), leaf, placement, read)
+
+
+def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: Read) -> Simulated:
+    """Make a matrix that learns as it is, and that products see rounded."""
+    place: Any = placement.value
+    return replace(leaf, value=fill(path, leaf.value, place, read))  # type: ignore[arg-type]
 
 
 def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
@@ -49,8 +58,8 @@ def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QAr
 def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
     """Make a quantized matrix from a plain one, which is in memory for one layer at a time."""
     names, stacked = paths.canonical(path), paths.is_stacked(path)
-    # Codes divide as the matrix does.
-    place = _of_a_layer(placement.codes) if stacked else placement.codes  # type: ignore[arg-type]
+    place: Any = placement.codes  # codes divide as the matrix does
+    place = _of_a_layer(place) if stacked else place
     shape = leaf.shape[1:] if stacked else leaf.shape
 
     def layer(name: str) -> QArray:
@@ -68,7 +77,7 @@ def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: Read) -> 
 def _fill(
     names: Sequence[str],
     stacked: bool,
-    leaf: jax.ShapeDtypeStruct | jax.Array,
+    leaf: jax.ShapeDtypeStruct,
     placement: Placement,
     read: Read,
 ) -> jax.Array:
@@ -89,27 +98,25 @@ def _fill(
     return stack
 
 
-def _empty(leaf, placement):
-    """Memory for a stack, on its devices."""
-    make = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype), leaf)
-    return jax.jit(make, out_shardings=placement)()
+def _empty(leaf: jax.ShapeDtypeStruct | QArray, placement: Placement | QArray) -> Any:
+    """Memory for a stack of arrays like these, on its devices."""
+    return jax.tree.map(lambda a, place: jnp.zeros(a.shape, a.dtype, device=place), leaf, placement)
 
 
-def _put(placement):
+@lru_cache(maxsize=64)  # matrices of one shape share the program
+def _put(placement: Placement | QArray) -> Callable[[Any, Any, np.int32], Any]:
     """What writes a layer into its row of a stack."""
     return jax.jit(_with_row, donate_argnums=0, out_shardings=placement)
 
 
-def _with_row(stack, layer, row: jax.Array):
+def _with_row(stack: Leaf, layer: Leaf, row: jax.Array) -> Leaf:
     write = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(lambda a, of_layer: write(a, of_layer, row, 0), stack, layer)
 
 
 def _divides_layers(placement: Placement) -> bool:
-    return isinstance(placement, jax.sharding.NamedSharding) and placement.spec[:1] not in (
-        (),
-        (None,),
-    )
+    named = isinstance(placement, jax.sharding.NamedSharding)
+    return named and len(placement.spec) > 0 and placement.spec[0] is not None
 
 
 def _of_a_layer(placement: Placement) -> Placement:

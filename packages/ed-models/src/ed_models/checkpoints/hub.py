@@ -48,6 +48,8 @@ _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
 class Loadable(Protocol):
     """A module class, as far as loading goes."""
 
+    config: EasyDeLBaseConfig
+
     @classmethod
     def read_settings(cls, directory: Path) -> dict[str, object]:
         """What a module takes from the files beside config.json and the weights."""
@@ -249,8 +251,8 @@ def from_pretrained(
         rules = config.quantization_config
     if apply_quantization and rules is None:
         raise ConfigError(
-            "apply_quantization=True without a quantization_config, which neither the arguments nor "
-            'config.json have: pass one, such as quantization_config={"dtype": "nf4"}'
+            "apply_quantization=True without a quantization_config, which is neither an argument "
+            'nor in config.json: pass one, such as quantization_config={"dtype": "nf4"}'
         )
     module = load(
         cls,

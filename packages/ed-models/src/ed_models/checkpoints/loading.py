@@ -20,16 +20,16 @@ from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.logging import get_logger, once
 from ed_layers.quantization.model import QuantizationRules, quantize
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
 from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
-from ed_models.checkpoints.filling import fill, fill_quantized, fill_stored
+from ed_models.checkpoints.filling import fill, fill_quantized, fill_simulated, fill_stored
 from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.pieces import Shape
 from ed_models.weights import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
@@ -92,8 +92,8 @@ def load(
     stored = stored_rules(config)
     if stored is not None and quantization is not None:
         raise ConfigError(
-            f"the matrices in {files.directory} are quantized, and codes cannot be quantized again: "
-            "leave quantization_config out, or quantize the checkpoint that they were made from"
+            f"the matrices in {files.directory} are quantized, and codes cannot be quantized "
+            "again: leave quantization_config out, or quantize the checkpoint they were made from"
         )
     rules = quantization if stored is None else stored
 
@@ -137,14 +137,14 @@ def load(
 
     variables = nnx.to_flat_state(state)
     placement = _placements(state, config, variables, shard=shard)
-    fill_matrix = fill_quantized if stored is None else fill_stored
+    special = {QArray: fill_quantized if stored is None else fill_stored, Simulated: fill_simulated}
     filled = []
     # Stays silent where stderr is no terminal, and for models that load at once.
     with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
         for path, variable in variables:
-            leaf = variable.get_value()
-            fill_this = fill_matrix if isinstance(leaf, QArray) else fill
-            filled.append((path, variable.replace(fill_this(path, leaf, placement[path], read))))
+            leaf: Any = variable.get_value()
+            make: Any = special.get(type(leaf), fill)
+            filled.append((path, variable.replace(make(path, leaf, placement[path], read))))
             bar.update()
     with nnx.use_eager_sharding(False):
         return nnx.merge(graphdef, nnx.from_flat_state(filled))

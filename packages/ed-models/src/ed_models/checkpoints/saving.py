@@ -83,8 +83,8 @@ def save(
     def stored_dtype(name: str) -> np.dtype:
         ours = weights.by_hf[name][0].ours
         own = leaves[ours][0].dtype
-        kept = wanted is None or ours in parts or not jax.numpy.issubdtype(own, jax.numpy.floating)
-        return own if kept else wanted
+        kept = ours in parts or not jax.numpy.issubdtype(own, jax.numpy.floating)
+        return own if kept or wanted is None else wanted
 
     specs = {n: TensorSpec(shape, stored_dtype(n)) for n, shape in weights.hf_shapes.items()}
     plain = [spec.dtype for name, spec in specs.items() if name not in parts]
