@@ -99,7 +99,6 @@ LATER: dict[str, str] = {
         ("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
         "kernels of experts",
     ),
-    **dict.fromkeys(("bits", "quantization_config"), "quantization"),
 }
 
 

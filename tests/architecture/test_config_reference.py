@@ -18,10 +18,9 @@ from tools import config_reference, yaml_reference
 # Shrink it: whoever gives a name its effect takes it off here, in tools/config_reference.py and,
 # for a field, in ed_infra.fields.WITHOUT_EFFECT.
 LATER = {
-    *("bits", "hardware_abstraction"),
+    "hardware_abstraction",
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
     *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
-    "quantization_config",
 }
 # Our own, beside what EasyDeL documents.
 OWN_FIELDS = {

@@ -1,4 +1,8 @@
-"""Every registered family with all its matrices quantized runs, scanned, unrolled and cached."""
+"""Every registered family with all its matrices quantized gives the numbers of plain ones.
+
+A default run looks at the logits of a few families; nightly at all of them, and at caches and other
+storage too.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +16,56 @@ from ed_models import conformance
 from ed_models.conformance import OURS, Subject
 from ed_models.subjects import B, forward
 
-#: Families of the default run: plain, experts, latents, a state, biases and a tied head.
-FAST = ("llama", "mixtral", "deepseek_v3", "falcon_h1", "gpt2")
+#: Families of the default run: plain, experts, latents, biases and a tied head.
+FAST = ("llama", "mixtral", "deepseek_v3", "gpt2")
 #: Families whose tiny matrices have odd dimensions, where pairs of values have no byte.
 FORMATS: dict[str, str] = {}
 
 
-def rows() -> list[Any]:
-    """One configuration of each family; the rest of them is nightly."""
+def rows(*, fast: bool) -> list[Any]:
+    """One configuration of a few families, or all of them."""
     params, seen = [], set()
     for subject in conformance.subjects():
-        fast = subject.model_type in FAST and subject.model_type not in seen
+        if not fast or (subject.model_type in FAST and subject.model_type not in seen):
+            mark = pytest.mark.xdist_group(f"conformance {subject.model_type}")
+            params.append(pytest.param(subject, marks=mark, id=str(subject)))
         seen.add(subject.model_type)
-        marks = [pytest.mark.xdist_group(f"conformance {subject.model_type}")]
-        marks += [] if fast else [pytest.mark.nightly]
-        params.append(pytest.param(subject, marks=marks, id=str(subject)))
     return params
 
 
-@pytest.mark.parametrize("subject", rows())
-def test_quantized_family(subject: Subject) -> None:
+def quantized(subject: Subject) -> tuple[Any, dict[str, Any]]:
+    """The model, and how near its numbers are to be."""
     plain = created(subject)
     model = plain.quantize([("", {"dtype": FORMATS.get(subject.model_type, "nf4")})])
     assert model.is_quantized
     assert not plain.is_quantized
-    logits = forward(model, input_ids=subject.ids).logits
+    bits = [8 * w.nbytes / np.prod(w.shape) for _, w in quantized_matrices(model)]
+    assert max(bits) < 16, "in memory"
     expected = forward(model.dequantize(), input_ids=subject.ids).logits
-    scale = max(1.0, float(np.abs(expected).max()))
-    near: dict[str, Any] = {"atol": OURS * scale, "rtol": 0}
+    near = {"atol": OURS * max(1.0, float(np.abs(expected).max())), "rtol": 0}
+    logits = forward(model, input_ids=subject.ids).logits
     np.testing.assert_allclose(logits, expected, err_msg="plain matrices", **near)
+    return model, near
+
+
+@pytest.mark.parametrize("subject", rows(fast=True))
+def test_quantized_family(subject: Subject) -> None:
+    quantized(subject)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", rows(fast=False))
+def test_quantized_family_in_every_storage(subject: Subject) -> None:
+    model, near = quantized(subject)
+    logits = forward(model, input_ids=subject.ids).logits
     cache, at = model.init_cache(B, 32), 0
     for n in (16, 1):
         out = forward(model, input_ids=subject.ids[:, at : at + n], past_key_values=cache)
         np.testing.assert_allclose(out.logits, logits[:, at : at + n], err_msg="cache", **near)
         cache, at = out.past_key_values, at + n
-    other = "leaves" if plain.layout == "stacked" else "stacked"
+    other = "leaves" if model.layout == "stacked" else "stacked"
     turned = forward(model.to_layout(other), input_ids=subject.ids).logits
     np.testing.assert_allclose(turned, logits, err_msg=other, **near)
-    bits = [8 * w.nbytes / np.prod(w.shape) for _, w in quantized_matrices(model)]
-    assert max(bits) < 16, "in memory"
 
 
 def created(subject: Subject) -> Any:

@@ -63,9 +63,12 @@ _PATHS: dict[str, str] = {
         "BaseModelOutput CausalLMOutput EmbeddingOutput Metric SequenceClassifierOutput"
     ),
     "easydel.layers.quantization": (
-        "AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec"
+        "AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec "
+        "QArray quantize dequantize is_quantized"
     ),
-    "easydel.layers.quantization.quantizers": "EasyDeLQuantizationConfig",
+    "easydel.layers.quantization.quantizers": (
+        "EasyDeLQuantizationConfig QArray quantize dequantize is_quantized"
+    ),
     "easydel.infra.utils": "canonical_dtype MaskInfo create_mesh",
     "easydel.infra.factory": "get_config get_module register_config register_module TaskType",
 }

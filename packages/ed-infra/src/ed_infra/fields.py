@@ -207,11 +207,9 @@ FIELD_ALIASES: dict[str, str] = {
 #: gives a field its effect takes it off this list.
 WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
-        "bits",
         "hardware_abstraction",
         *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
         *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
-        "quantization_config",
     }
 )
 

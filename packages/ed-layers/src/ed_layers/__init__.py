@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ed_layers.losses import token_logprobs as token_logprobs
     from ed_layers.mlp import GatedMLP as GatedMLP
     from ed_layers.norms import RMSNorm as RMSNorm
+    from ed_layers.quantization import QArray as QArray
+    from ed_layers.quantization import dequantize as dequantize
+    from ed_layers.quantization import is_quantized as is_quantized
+    from ed_layers.quantization import quantize as quantize
     from ed_layers.rotary import apply_rotary as apply_rotary
     from ed_layers.rotary import rope_tables as rope_tables
     from ed_layers.stack import Stack as Stack
@@ -44,6 +48,7 @@ __getattr__, __dir__, __all__ = attach(
         "MECHANISMS": "ed_layers.attention",
         "Mechanism": "ed_layers.attention",
         "PagedCache": "ed_layers.cache",
+        "QArray": "ed_layers.quantization",
         "RMSNorm": "ed_layers.norms",
         "RaggedBatch": "ed_layers.cache",
         "RecurrentCache": "ed_layers.cache",
@@ -54,6 +59,9 @@ __getattr__, __dir__, __all__ = attach(
         "apply_rotary": "ed_layers.rotary",
         "attend": "ed_layers.attention",
         "cross_entropy_sum": "ed_layers.losses",
+        "dequantize": "ed_layers.quantization",
+        "is_quantized": "ed_layers.quantization",
+        "quantize": "ed_layers.quantization",
         "rope_tables": "ed_layers.rotary",
         "to_layout": "ed_layers.stack",
         "token_logprobs": "ed_layers.losses",
