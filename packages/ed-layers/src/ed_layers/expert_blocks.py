@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers.matmul import matmul
+
 #: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on.
 Params = Mapping[str, jax.Array]
 #: `(name of a layer, x) -> y`: how the rows of `x` meet the matrices of their experts.
@@ -26,7 +28,7 @@ def product_of(params: Params, precision: Any) -> Product:
     """The layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
-        y = jnp.matmul(x, params[f"{name}.kernel"].astype(x.dtype), precision=precision)
+        y = matmul(x, params[f"{name}.kernel"].astype(x.dtype), precision=precision)
         bias = params.get(f"{name}.bias")
         return y if bias is None else y + bias.astype(x.dtype)
 
