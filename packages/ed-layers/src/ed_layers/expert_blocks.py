@@ -28,7 +28,7 @@ def product_of(params: Params, precision: Any) -> Product:
     """The layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
-        y = matmul(x, params[f"{name}.kernel"].astype(x.dtype), precision=precision)
+        y = matmul(x, params[f"{name}.kernel"], precision=precision)
         bias = params.get(f"{name}.bias")
         return y if bias is None else y + bias.astype(x.dtype)
 

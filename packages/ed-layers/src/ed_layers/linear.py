@@ -52,7 +52,7 @@ class Transposed:
 
     def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return matmul(x, self.rows.astype(x.dtype), transposed=True, precision=precision)
+        return matmul(x, self.rows, transposed=True, precision=precision)
 
 
 #: What a contraction takes as its right side.
@@ -68,7 +68,7 @@ def dot(
     """Contract the last axis of `x` with the first of `w`; the result has the dtype of `x`."""
     if isinstance(w, Product):
         return w.product(x, precision=precision)
-    return matmul(x, w.astype(x.dtype), precision=precision)
+    return matmul(x, w, precision=precision)
 
 
 class Linear(nnx.Module):

@@ -137,7 +137,7 @@ def logits_and_pullback(
     transposed = isinstance(weight, Transposed)
     if isinstance(weight, Product) and not transposed:
         return jax.vjp(lambda head, h: head(h), head, hidden)
-    matrix = (weight.rows if transposed else weight).astype(hidden.dtype)
+    matrix = weight.rows if transposed else weight
     logits, pull_tail = jax.vjp(
         lambda tail, scores: tail.finish(scores), tail, head.product(hidden)
     )

@@ -4,37 +4,44 @@ XLA's CPU backend computes a product of bfloat16 numbers at twice the speed of f
 asked for a float32 result, has two rows at least and the matrix as it lies in memory; in any other
 form it converts the matrix first, which takes two to ten times as long (measured on jaxlib 0.10
 and 0.12 by `tools.bench.products`). A single row is computed as two equal ones. Sums are float32 in
-every form, and the result is rounded once.
+every form, and the result is rounded once. Products of few rows go to the native library where it
+is built (`ed_layers.native`).
 
 Legend: i in features, o out features, n rows, m, k, x, y sizes of one matrix of a batch.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ed_layers.native import products as native
+
 
 def matmul(
-    x: Float[Array, "*rows i"], w: jax.Array, *, transposed: bool = False, precision: Any = None
+    x: Float[Array, "*rows i"],
+    w: jax.Array,
+    *,
+    transposed: bool = False,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*rows o"]:
-    """Return `x @ w` in the dtype of `x`, which is that of `w` too.
+    """Return `x @ w` in the dtype of `x`.
 
     Args:
         w: [i, o]; or [o, i] if `transposed`, read as it lies.
     """
-    if not on_cpu_in_halves(x):
+    if not (on_cpu_in_halves(x) or goes_native(x, w, transposed)):
         return plain(x, w, transposed, precision)
     # A mesh of devices that are only compiled for may be of another platform than this process.
     return jax.lax.platform_dependent(
         x,
         w,
-        cpu=partial(in_halves, transposed),
+        cpu=partial(on_cpu, transposed),
         default=partial(plain, transposed=transposed, precision=precision),
     )
 
@@ -66,31 +73,41 @@ def on_cpu_in_halves(x: jax.Array) -> bool:
     return x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
 
-def plain(x: jax.Array, w: jax.Array, transposed: bool, precision: Any) -> jax.Array:
+def goes_native(x: jax.Array, w: jax.Array, transposed: bool) -> bool:
+    """Whether the native library computes a product."""
+    return not transposed and native.takes(math.prod(x.shape[:-1]), x.dtype, w)
+
+
+def plain(
+    x: jax.Array, w: jax.Array, transposed: bool, precision: jax.lax.PrecisionLike
+) -> jax.Array:
     """The product as XLA takes it."""
     contracted = ((x.ndim - 1,), (1 if transposed else 0,))
-    return jax.lax.dot_general(x, w, (contracted, ((), ())), precision=precision)
+    return jax.lax.dot_general(x, w.astype(x.dtype), (contracted, ((), ())), precision=precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_halves(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product of bfloat16 numbers on a CPU."""
-    y = wide(x.reshape(-1, x.shape[-1]), w, transposed=transposed)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+def on_cpu(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product on a CPU: native, or of bfloat16 numbers."""
+    rows = x.reshape(-1, x.shape[-1])
+    if goes_native(x, w, transposed):
+        y = native.product(rows, w)
+    else:
+        y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def in_halves_forward(transposed: bool, x: jax.Array, w: jax.Array):
-    return in_halves(transposed, x, w), (x, w)
+def on_cpu_forward(transposed: bool, x: jax.Array, w: jax.Array):
+    return on_cpu(transposed, x, w), (x, w)
 
 
-def in_halves_backward(transposed: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array):
+def on_cpu_backward(transposed: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array):
     x, w = saved
-    d_x = in_halves(not transposed, d_y, w)
     d_w = gradient_of_matrix(x, d_y, transposed=transposed)
-    return d_x, d_w.astype(w.dtype)
+    return on_cpu(not transposed, d_y, w), d_w.astype(w.dtype)
 
 
-in_halves.defvjp(in_halves_forward, in_halves_backward)
+on_cpu.defvjp(on_cpu_forward, on_cpu_backward)
 
 
 def gradient_of_matrix(
@@ -107,7 +124,7 @@ def gradient_of_matrix(
 
 
 def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Array, "n o"]:
-    """The product of two matrices in float32."""
+    """The product of two matrices in float32, by XLA."""
     rows = x.shape[0]
     if rows == 1 and transposed:
         # The one case in which a transpose of its own is right: a sum over each row of `w`.
