@@ -32,8 +32,8 @@ const ed::Level& level() {
   return *chosen;
 }
 
-// Columns of a task: long runs for few rows, and as many tasks as even out busy threads.
-int64_t columns_of_task(const ed::Product& p, int64_t threads) {
+// Outputs of a task: long runs for few rows, and as many tasks as even out busy threads.
+int64_t outputs_of_task(const ed::Product& p, int64_t threads) {
   int64_t tiles = (p.outputs + ed::kTile - 1) / ed::kTile;
   int64_t most = p.rows <= 8 ? 16 : p.rows <= 64 ? 4 : 2;
   int64_t share = (tiles + 2 * threads - 1) / (2 * threads);
@@ -42,11 +42,11 @@ int64_t columns_of_task(const ed::Product& p, int64_t threads) {
 
 ffi::Error run(ffi::ThreadPool pool, const ed::Product& p) {
   if (p.rows == 0 || p.outputs == 0) return ffi::Error::Success();
-  int64_t columns = columns_of_task(p, std::max<int64_t>(1, pool.num_threads()));
-  int64_t tasks = (p.outputs + columns - 1) / columns;
-  const ed::Level& chosen = level();
+  int64_t share = outputs_of_task(p, std::max<int64_t>(1, pool.num_threads()));
+  int64_t tasks = (p.outputs + share - 1) / share;
+  ed::ProductOfOutputs compute = p.transposed ? level().rows : level().columns;
   ed::parallel(pool, tasks, [&](int64_t task) {
-    chosen.product(p, task * columns, std::min(p.outputs, (task + 1) * columns));
+    compute(p, task * share, std::min(p.outputs, (task + 1) * share));
   });
   return ffi::Error::Success();
 }
@@ -56,7 +56,8 @@ ffi::Error wrong(const char* what) { return ffi::Error(ffi::ErrorCode::kInvalidA
 bool is_number(ffi::DataType t) { return t == ffi::F32 || t == ffi::BF16; }
 
 // What both products share: x [rows, inputs], w [.., outputs], y.
-ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y) {
+ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y,
+                bool transposed) {
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2 || y.dimensions().size() != 2)
     return wrong("product: arrays should have two axes");
   if (!is_number(x.element_type()) || y.element_type() != x.element_type())
@@ -67,19 +68,20 @@ ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuff
   p.rows = x.dimensions()[0];
   p.inputs = x.dimensions()[1];
   p.w = w.untyped_data();
-  p.outputs = w.dimensions()[1];
+  p.transposed = transposed;
+  p.outputs = w.dimensions()[transposed ? 0 : 1];
   if (y.dimensions()[0] != p.rows || y.dimensions()[1] != p.outputs)
     return wrong("product: the shapes of x, w and y do not fit");
   return ffi::Error::Success();
 }
 
-// x [rows, inputs] times w [inputs, outputs], float32 or bfloat16.
+// x [rows, inputs] times w [inputs, outputs], or [outputs, inputs] if transposed.
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y) {
+                   ffi::Result<ffi::AnyBuffer> y, bool transposed) {
   ed::Product p{};
-  if (ffi::Error error = fill(p, x, w, *y); error.failure()) return error;
-  if (!is_number(w.element_type()) || w.dimensions()[0] != p.inputs)
-    return wrong("product: w should be float32 or bfloat16, [inputs, outputs]");
+  if (ffi::Error error = fill(p, x, w, *y, transposed); error.failure()) return error;
+  if (!is_number(w.element_type()) || w.dimensions()[transposed ? 1 : 0] != p.inputs)
+    return wrong("product: w should be float32 or bfloat16, with the inputs of x");
   p.format = w.element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
   return run(pool, p);
 }
@@ -90,7 +92,7 @@ ffi::Error product_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
                             Matrix scale, Matrix zero, Vector table,
                             ffi::Result<ffi::AnyBuffer> y) {
   ed::Product p{};
-  if (ffi::Error error = fill(p, x, codes, *y); error.failure()) return error;
+  if (ffi::Error error = fill(p, x, codes, *y, false); error.failure()) return error;
   bool bytes = codes.element_type() == ffi::S8;
   if (!bytes && codes.element_type() != ffi::U8) return wrong("codes should be int8 or uint8");
   p.format = bytes ? ed::Format::kInt8 : ed::Format::kFourBits;
@@ -119,7 +121,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product, product,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("transposed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, product_of_codes,
                               ffi::Ffi::Bind()

@@ -18,7 +18,9 @@ struct Product {
   int64_t rows, inputs, outputs;
 
   // [inputs, outputs]; four bits: [inputs / 2, outputs] bytes, the even input in the lower half.
+  // Transposed: [outputs, inputs], float32 or bfloat16.
   const void* w;
+  bool transposed;
   Format format;
   // Of codes alone: value = (table[code] - zero) * scale, both [inputs / group, outputs], zero may
   // be null. `table` has the 16 values of four bits.
@@ -28,19 +30,18 @@ struct Product {
   int64_t group;
 };
 
-// Columns that are computed together: a task is a whole number of them.
+// Outputs that are computed together: a task is a whole number of them.
 constexpr int64_t kTile = 64;
 
-// The product of all rows with the columns [first, last). `first` is a multiple of kTile.
+// The product of all rows with the outputs [first, last). `first` is a multiple of kTile.
 //
-// Every sum over the inputs goes from the first to the last one with one accumulator, so that the
-// result depends neither on the other rows nor on who computes which columns.
-using ProductOfColumns = void (*)(const Product&, int64_t first, int64_t last);
+// Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.
+using ProductOfOutputs = void (*)(const Product&, int64_t first, int64_t last);
 
 // The functions of one level, and its name.
 struct Level {
   const char* name;
-  ProductOfColumns product;
+  ProductOfOutputs columns, rows;  // the latter where w lies transposed
 };
 
 extern const Level kBaseLevel;

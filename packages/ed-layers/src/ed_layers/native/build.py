@@ -60,7 +60,7 @@ def build(target: Path = LIBRARY, extra: tuple[str, ...] = ()) -> Path:
             # GCC 12 warns of its own headers of AVX-512.
             flags = ("-O3", "-Wno-maybe-uninitialized", *flags)
             define = (f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{level}"')
-            source = str(sources / "product.cc")
+            source = str(sources / "level.cc")
             run(compiler, *COMMON, *flags, *extra, *define, "-c", source, "-o", objects[-1])
         objects.append(str(directory / "library.o"))
         include = ("-isystem", str(headers()))

@@ -22,7 +22,7 @@ NUMBERS = (jnp.float32, jnp.bfloat16)
 
 
 def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
-    """Whether `product` is there, and faster than XLA, for rows of a dtype and w [i, o]."""
+    """Whether `product` is there, and faster than XLA, for rows of a dtype and a matrix w."""
     return (
         0 < rows <= MOST_ROWS
         and w.size >= LEAST_SIZE
@@ -32,11 +32,17 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
     )
 
 
-def product(x: Float[Array, "n i"], w: Float[Array, "i o"]) -> Float[Array, "n o"]:
-    """`x @ w` in the dtype of `x`, summed in float32; both float32 or bfloat16. No gradient."""
-    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+def product(
+    x: Float[Array, "n i"], w: jax.Array, *, transposed: bool = False
+) -> Float[Array, "n o"]:
+    """`x @ w` in the dtype of `x`, summed in float32; both float32 or bfloat16. No gradient.
+
+    Args:
+        w: [i, o]; or [o, i] if `transposed`, read as it lies.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0 if transposed else 1]), x.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_product"], result, vmap_method="sequential")
-    return call(x, w)
+    return call(x, w, transposed=transposed)
 
 
 def product_of_codes(

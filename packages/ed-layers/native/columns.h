@@ -1,13 +1,12 @@
-// The product of rows with a matrix, for one level of instructions.
+// The product with a matrix [inputs, outputs], for one level of instructions.
 //
 // A task has some columns of the matrix. It goes over the inputs in blocks; of each block it makes
 // tiles of kTile columns of plain numbers ("panel", in the first level cache), and multiplies all
 // rows by them. Weights that are float32 already are read where they lie. So each weight is read
 // from memory once, and a format needs no more than a function that unpacks it.
+#pragma once
+
 #include "product.h"
-
-#include <cstdlib>
-
 #include "simd.h"
 
 namespace ed {
@@ -25,45 +24,32 @@ constexpr int kRows = 4;
 #endif
 constexpr int kBlock = kVectors * kLanes;  // columns of a block; divides kTile
 
-// Templates of the standard library would be shared between levels by the linker, and run on a
-// processor that lacks the instructions they were compiled with: so these are our own.
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Columns of a matrix in memory are read in runs: what comes next of a row is asked for early.
-inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
-
-template <int R>
-struct Count {
-  static constexpr int value = R;
-};
-
-struct Scratch {
-  explicit Scratch(int64_t numbers)
-      : data(static_cast<float*>(std::aligned_alloc(64, (numbers * 4 + 63) / 64 * 64))) {}
-  Scratch(const Scratch&) = delete;
-  ~Scratch() { std::free(data); }
-  float* const data;
-};
-
 // sums [R, kBlock] += x [R, k] * w [k, kBlock].
 template <int R>
 void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t k,
               float* sums, int64_t sums_stride, bool far) {
   Vec acc[R][kVectors];
+  ED_UNROLL
   for (int r = 0; r < R; ++r)
+    ED_UNROLL
     for (int c = 0; c < kVectors; ++c) acc[r][c] = load(sums + r * sums_stride + c * kLanes);
   for (int64_t i = 0; i < k; ++i) {
     Vec row[kVectors];
+    ED_UNROLL
     for (int c = 0; c < kVectors; ++c) {
       row[c] = load(w + i * w_stride + c * kLanes);
       if (far) prefetch(w + i * w_stride + c * kLanes + kTile);
     }
+    ED_UNROLL
     for (int r = 0; r < R; ++r) {
       Vec number = broadcast(x[r * x_stride + i]);
+      ED_UNROLL
       for (int c = 0; c < kVectors; ++c) acc[r][c] += number * row[c];
     }
   }
+  ED_UNROLL
   for (int r = 0; r < R; ++r)
+    ED_UNROLL
     for (int c = 0; c < kVectors; ++c) store(sums + r * sums_stride + c * kLanes, acc[r][c]);
 }
 
@@ -74,17 +60,22 @@ template <int R>
 void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int64_t w_stride,
                     int64_t k, float* sums, int64_t sums_stride) {
   __m512 acc[R][kVectors];
+  ED_UNROLL
   for (int r = 0; r < R; ++r)
+    ED_UNROLL
     for (int c = 0; c < kVectors; ++c)
       acc[r][c] = _mm512_loadu_ps(sums + r * sums_stride + c * kLanes);
   auto add = [&](int64_t i, int bytes) __attribute__((always_inline)) {
     __m512i row[kVectors];
+    ED_UNROLL
     for (int c = 0; c < kVectors; ++c)
       row[c] = _mm512_loadu_si512(w + (i / 2) * w_stride + c * 2 * kLanes);
+    ED_UNROLL
     for (int r = 0; r < R; ++r) {
       int32_t pair = 0;
       std::memcpy(&pair, x + r * x_stride + i, bytes);
       __m512i numbers = _mm512_set1_epi32(pair);
+      ED_UNROLL
       for (int c = 0; c < kVectors; ++c)
         acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)numbers, (__m512bh)row[c]);
     }
@@ -92,29 +83,13 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
   int64_t i = 0;
   for (; i + 1 < k; i += 2) add(i, 4);
   if (i < k) add(i, 2);
+  ED_UNROLL
   for (int r = 0; r < R; ++r)
+    ED_UNROLL
     for (int c = 0; c < kVectors; ++c)
       _mm512_storeu_ps(sums + r * sums_stride + c * kLanes, acc[r][c]);
 }
 #endif
-
-// Run `f(integral constant R, first row)` over blocks of rows as equal as can be.
-template <int R, typename F>
-void one_block(int64_t count, int64_t row, const F& f) {
-  if constexpr (R > 0) {
-    if (count == R) return f(Count<R>(), row);
-    one_block<R - 1>(count, row, f);
-  }
-}
-
-template <typename F>
-void row_blocks(int64_t rows, const F& f) {
-  int64_t blocks = (rows + kRows - 1) / kRows;
-  for (int64_t b = 0; b < blocks; ++b) {
-    int64_t row = rows * b / blocks;
-    one_block<kRows>(rows * (b + 1) / blocks - row, row, f);
-  }
-}
 
 // `count` codes of one input as numbers, before zero and scale.
 inline void decode(const Product& p, int64_t i, int64_t column, int64_t count, float* to) {
@@ -220,7 +195,7 @@ void part(const Product& p, const float* x, int64_t row, int64_t rows, int64_t f
         auto* both = reinterpret_cast<uint16_t*>(panel);
         unpack_pairs(p, i, k, column, count, both);
         auto* numbers = static_cast<const uint16_t*>(p.x) + row * p.inputs + i;
-        row_blocks(rows, [&](auto r, int64_t at) {
+        row_blocks<kRows>(rows, [&](auto r, int64_t at) {
           for (int64_t c = 0; c < count; c += kBlock)
             multiply_pairs<decltype(r)::value>(numbers + at * p.inputs, p.inputs, both + 2 * c, 2 * kTile, k,
                                 tile + at * width + c, width);
@@ -236,42 +211,24 @@ void part(const Product& p, const float* x, int64_t row, int64_t rows, int64_t f
         stride = kTile;
       }
       const float* numbers = x + row * p.inputs + i;
-      row_blocks(rows, [&](auto r, int64_t at) {
+      row_blocks<kRows>(rows, [&](auto r, int64_t at) {
         for (int64_t c = 0; c < count; c += kBlock)
           multiply<decltype(r)::value>(numbers + at * p.inputs, p.inputs, w + c, stride, k, tile + at * width + c,
                                         width, stride != kTile && at == 0);
       });
     }
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    int64_t at = (row + r) * p.outputs + first;
-    const float* from = sums + r * width;
-    if (!p.x_is_bfloat16) {
-      std::memcpy(static_cast<float*>(p.y) + at, from, (last - first) * sizeof(float));
-      continue;
-    }
-    auto* to = static_cast<uint16_t*>(p.y) + at;
-    for (int64_t c = 0; c < last - first; ++c) to[c] = narrow(from[c]);
-  }
+  for (int64_t r = 0; r < rows; ++r) write(p, row + r, first, sums + r * width, last - first);
 }
 
-void product(const Product& p, int64_t first, int64_t last) {
+void columns(const Product& p, int64_t first, int64_t last) {
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
   Scratch sums(least(p.rows, kMostRows) * width);
-  // Weights that are not bfloat16 meet float32 rows.
-  Scratch wide(p.x_is_bfloat16 ? p.rows * p.inputs : 0);
-  const float* x = static_cast<const float*>(p.x);
-  if (p.x_is_bfloat16) {
-    auto* narrow = static_cast<const uint16_t*>(p.x);
-    for (int64_t i = 0; i < p.rows * p.inputs; ++i) wide.data[i] = widen(narrow[i]);
-    x = wide.data;
-  }
+  WideRows wide(p);
+  const float* x = wide.x;
   for (int64_t row = 0; row < p.rows; row += kMostRows)
     part(p, x, row, least(kMostRows, p.rows - row), first, last, sums.data);
 }
 
 }  // namespace
-
-const Level ED_LEVEL = {ED_LEVEL_NAME, product};
-
 }  // namespace ed
