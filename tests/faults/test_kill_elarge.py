@@ -42,11 +42,20 @@ trainer:
   save_directory: run
 actions: [train]
 """
+#: The same with adapters on a base of four bits, which is the model of a run before it.
+NEW, QUANTIZED = (
+    "  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,\n"
+    "           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128}\n"
+    "  tokenizer: {train: {vocab_size: 400}}\n",
+    "  name_or_path: BASE\n"
+    "quantization: {model: {quantization_method: nf4, group_size: 32}}\n"
+    "lora: {rank: 4, dropout: 0.1}\n",
+)
 CLOCKS = ("time", "tokens_per_second", "eval_seconds")
 
 
-def start(folder):
-    (folder / "run.yaml").write_text(RUN)
+def start(folder, text=RUN):
+    (folder / "run.yaml").write_text(text)
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.Popen(
         [ELARGE, "run.yaml"],
@@ -90,8 +99,8 @@ def kill_when(folder, process, condition):
     assert process.returncode == -signal.SIGKILL
 
 
-def finish(folder):
-    process = start(folder)
+def finish(folder, text=RUN):
+    process = start(folder, text)
     printed = process.communicate()[0]
     assert process.returncode == 0, printed
     return printed
@@ -106,32 +115,39 @@ def a_checkpoint_is_being_written(folder):
     )
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(folder)
+@pytest.fixture(scope="module", params=["new", "quantized"])
+def run(request, tmp_path_factory):
+    """A run file, and its record without a kill."""
+    folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN
+    if request.param == "quantized":
+        base = tmp_path_factory.mktemp("base")
+        finish(base, RUN.replace(f"max_training_steps: {STEPS}", "max_training_steps: 2"))
+        text = RUN.replace(NEW, QUANTIZED.replace("BASE", str(base / "run" / "model")))
+        assert text != RUN
+    finish(folder, text)
     rows = rows_of(folder)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
-    return rows
+    return text, rows
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_killed_three_times_and_while_saving(uninterrupted, tmp_path, record_property):
+def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
+    text, uninterrupted = run
     seed = time.time_ns() % 10_000
     kills = sorted(random.Random(seed).sample(range(SAVE_EVERY + 1, STEPS - SAVE_EVERY), 3))
     for step in kills:
-        process = start(tmp_path)
+        process = start(tmp_path, text)
         kill_when(
             tmp_path,
             process,
             # Writing goes on behind the steps: the first checkpoint may be complete after its step.
             lambda step=step: saved(tmp_path) and rows_of(tmp_path)[-1]["step"] >= step,
         )
-    process = start(tmp_path)
+    process = start(tmp_path, text)
     kill_when(tmp_path, process, lambda: a_checkpoint_is_being_written(tmp_path))
     resumed_from = saved(tmp_path)
-    printed = finish(tmp_path)
+    printed = finish(tmp_path, text)
     assert f"resumed from step {resumed_from}" in printed
     assert different(rows_of(tmp_path), uninterrupted) == []
     found = f"{len(uninterrupted)} rows equal"

@@ -9,7 +9,7 @@ The checkpoint is a Llama with random weights, made here. Each load runs in a pr
   hold in the end (on a CPU their memory is the process's too), over the checkpoint's size
 - a device of four: bytes of tensors read for it, over the checkpoint's size, least and most
 - seconds: from the directory to a model whose every page was touched, and of these the processor's;
-  `transformers` on torch takes turns with this project
+  `transformers` on torch takes turns with this project, and both have imported their model's code
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def work(who: str, directory: str, dtype: str, dims: str) -> dict[str, object]:
 
 
 def _ours(directory: str, dtype: str, dims: tuple[int, ...]) -> dict[str, object]:
+    import ed_models.families.llama  # noqa: F401  # only loading counts, for both
     import jax
     from ed_models import AutoEasyDeLModelForCausalLM
     from flax import nnx
@@ -197,6 +198,7 @@ def _theirs(directory: str) -> dict[str, object]:
         import torch
     except ImportError:
         return {}
+    import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM
 
     began, used = time.perf_counter(), time.process_time()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from ed_data import DataError, Inform, build_loader, read_rows, save_mixture
+from ed_data.config import Saving
+from pydantic import ValidationError
 
 ROWS = [{"content": f"text {i}", "id": i, "unused": "x"} for i in range(20)]
 
@@ -78,7 +81,7 @@ def test_an_equal_save_is_kept_and_another_refused(mixture, tokenizer, tmp_path)
     with pytest.raises(DataError, match="overwrite: true"):
         build_loader(mixture(save=out, seed=3), tokenizer, batch_size=4)
     build_loader(mixture(save={**out, "overwrite": True}, seed=3), tokenizer, batch_size=4)
-    assert json.loads((tmp_path / "out" / "ed_data.json").read_text())["files"] == [file.name]
+    assert json.loads((tmp_path / "out" / ".ed_data.json").read_text())["files"] == [file.name]
 
 
 def test_shards(mixture, tmp_path, tokenizer):
@@ -88,6 +91,33 @@ def test_shards(mixture, tmp_path, tokenizer):
     assert len(paths) == 3
     rows = [row for path in paths for row in read_rows(Inform(data_files=path))]
     assert sorted(row["text"] for row in rows) == sorted(texts)
+
+
+@pytest.mark.parametrize("options", [{"format": "parquet"}, {"format": "jsonl"}])
+def test_shards_of_a_size_are_a_dataset(mixture, jsonl, tmp_path, tokenizer, options):
+    """One follows another, in the order of the rows; `datasets` loads the folder as it is."""
+    import datasets
+
+    draw = random.Random(0)
+    rows = [{"content": f"{i} {draw.getrandbits(256):x}"} for i in range(5000)]
+    save = {"path": tmp_path / "out", "max_shard_size": "100KB", **options}
+    made = mixture(informs=[{"data_files": jsonl(rows)}], pack_tokens=False, save=save)
+    paths = save_mixture(made)
+    assert len(paths) > 1 and paths == sorted(paths)
+    assert paths[0].endswith(f"train-00000-of-{len(paths):05d}.{options['format']}")
+    theirs = datasets.load_dataset(
+        str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "hf")
+    )
+    assert theirs["text"] == [row["content"] for row in rows]
+    ours = read_rows(Inform(data_files=tmp_path / "out", type=options["format"]))
+    assert [row["text"] for row in ours] == theirs["text"]
+
+
+def test_a_size_that_is_none(tmp_path):
+    with pytest.raises(ValidationError, match="such as '500MB'"):
+        Saving(path="x", max_shard_size="much")
+    with pytest.raises(ValidationError, match="keep one of the two"):
+        Saving(path="x", max_shard_size=1000, num_shards=2)
 
 
 def test_nothing_is_left_of_a_save_that_failed(mixture, tmp_path, tokenizer):

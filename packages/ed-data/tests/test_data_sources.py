@@ -167,13 +167,25 @@ def test_a_rewritten_file_has_another_fingerprint(tmp_path):
     assert open_source(Inform(data_files=path)).fingerprint != first
 
 
+def test_a_folder_stands_for_its_files(tmp_path):
+    for name in ("b.jsonl", "a/c.json.gz", ".hidden/d.jsonl", "e.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        text = json.dumps({"content": name}).encode()
+        path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    rows = read_rows(Inform(type="json", data_files=tmp_path))
+    assert [row["content"] for row in rows] == ["a/c.json.gz", "b.jsonl"]
+    with pytest.raises(ValidationError, match="of a folder too"):
+        Inform(data_files=tmp_path)
+
+
 def test_missing_files_say_what_is_there(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     text = error_of(data_files=tmp_path / "trian.jsonl")
     assert "no file matches" in text
     assert "did you mean 'train.jsonl'" in text
     assert "there is no folder" in error_of(data_files=tmp_path / "no" / "x.jsonl")
-    assert "is a folder" in error_of(type="json", data_files=tmp_path)
+    assert "holds no file that ends with .csv" in error_of(type="csv", data_files=tmp_path)
     assert "cannot open" in error_of(data_files="nowhere://x/a.jsonl")
 
 

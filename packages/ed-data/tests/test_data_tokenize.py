@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -97,14 +99,47 @@ def test_loss_on_answers_only(tokenizer):
     assert masks[1].all()  # a plain text has no turns: all of it counts
 
 
-def test_what_the_tokenizer_lacks_is_said(tokenizer):
-    import copy
+def test_answers_are_told_where_the_template_marks_none(tokenizer):
+    """The same mask as with marks; space behind the token that ends a turn has no loss."""
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = re.sub(r"{%-? (end)?generation -?%}", "", tokenizer.chat_template)
+    assert bare.chat_template != tokenizer.chat_template
+    (ids,), (mask,), *_ = encoder_of(bare, assistant_only_loss=True).encode([document(CHAT)], "x")
+    (want,), (known,), *_ = encoder_of(tokenizer, assistant_only_loss=True).encode(
+        [document(CHAT)], "x"
+    )
+    assert ids.tolist() == want.tolist()
+    assert mask.tolist() == known.tolist()
 
+    bare.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|eos|>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    (ids,), (mask,), *_ = encoder_of(bare, assistant_only_loss=True).encode([document(CHAT)], "x")
+    assert bare.decode(ids[mask.astype(bool)]) == "hello there<|eos|>so long<|eos|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}"
+        "<think></think>{% endif %}{{ m.content }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    encoder = encoder_of(bare, assistant_only_loss=True)
+    one = [m for m in CHAT if m["role"] != "system"][:2]
+    (ids,), (mask,), *_ = encoder.encode([document(one)], "x")
+    assert bare.decode(ids[mask.astype(bool)]) == "<think></think>hello there<|eos|>"
+    with pytest.raises(DataError, match=r"another way once others follow.*\{% generation %\}"):
+        encoder.encode([document(CHAT)], "x")
+
+
+def test_what_the_tokenizer_lacks_is_said(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         encoder_of(bare).encode([document(CHAT)], "x")
-    with pytest.raises(DataError, match=r"\{% generation %\}"):
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
         encoder_of(bare, assistant_only_loss=True)
     bare.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(DataError, match="no such role"):
@@ -119,8 +154,6 @@ def test_what_the_tokenizer_lacks_is_said(tokenizer):
 
 
 def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
-    import copy
-
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template += "{% if not messages[1:] %}{{ raise_exception('short') }}{% endif %}"
 

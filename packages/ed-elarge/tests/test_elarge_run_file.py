@@ -224,7 +224,21 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"trainer__trainer_type": "sftt"}, "trainer.trainer_type", "did you mean 'sft'?"),
     ({"trainer__save_steps": -1}, "trainer.save_steps", "must be greater than 0, got -1"),
     ({"trainr": {}}, "trainr", "unknown section 'trainr'; did you mean 'trainer'?"),
-    ({"quantization": {}}, "quantization", "not part of this version"),
+    ({"teacher_model": {}}, "teacher_model", "not part of this version"),
+    (
+        {"quantization": {"model": {"quantization_method": "nf5"}}},
+        "quantization.model.quantization_method",
+        "did you mean 'nf4'?",
+    ),
+    ({"quantization": {"kv_cache": {"method": "nf4"}}}, "quantization.kv_cache", "'nf4'"),
+    (
+        {"quantization": {"model": {}}, "trainer__trainable_rules": [["", True]]},
+        "trainer.trainable_rules",
+        "with quantization.model the adapters",
+    ),
+    ({"quantization": {"model": {}}}, "quantization.model", "random weights could not learn"),
+    ({"lora": {"name_or_path": "a/b", "rank": 4}}, "lora", "rank: the adapter of name_or_path"),
+    ({"lora": {"name_or_path": "./nowhere"}}, "lora.name_or_path", "no such directory"),
     (
         {"lora": {}, "trainer__trainable_rules": [["", True]]},
         "trainer.trainable_rules",
@@ -332,7 +346,8 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
-        "lora, loader, sharding, platform, base_config, mixture, trainer, esurge, eval, actions)",
+        "quantization, lora, loader, sharding, platform, base_config, mixture, trainer, esurge, "
+        "eval, actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "

@@ -76,7 +76,7 @@ def test_borrowed_arrays_are_used_as_they_are(engine, llama, make_llama, prompts
     traces = engine.stats()["num_compiled"]
     with engine.weights(state) as borrowing:
         assert borrowing is engine
-        used = {leaf.unsafe_buffer_pointer() for leaf in engine.loop.runner._leaves}
+        used = {leaf.unsafe_buffer_pointer() for leaf in engine.loop.runner.weights.leaves}
         assert used == theirs
         assert tokens_of(engine, prompts[3]) == expected
         engine.add_request("left", prompts[3], GREEDY)
@@ -112,7 +112,7 @@ def test_weights_that_were_donated_are_said(make_llama, prompts):
 
 def test_replaced_weights_are_freed(llama, make_llama):
     engine = eSurge(make_llama(seed=3), **OPTIONS)
-    old = [weakref.ref(leaf) for leaf in engine.loop.runner._leaves]
+    old = [weakref.ref(leaf) for leaf in engine.loop.runner.weights.leaves]
     engine.update_model_weights(llama)
     gc.collect()
     assert all(leaf() is None for leaf in old)

@@ -18,6 +18,7 @@ from ed_infra.logging import forget_said
 from ed_layers.linear import Transposed, dot
 from ed_layers.native import library, products
 from ed_layers.native.build import CannotBuild, build
+from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +124,18 @@ def test_the_model_s_products_take_it_and_have_gradients() -> None:
 
 
 @built
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4"])
+def test_quantized_matrices_take_it(form, dtype, monkeypatch) -> None:
+    x, w = drawn(0, 3, 256, dtype=dtype), encode(drawn(1, 256, 128), form)
+    assert "ed_layers_codes" in str(jax.make_jaxpr(dot)(x, w))
+    near(dot(x, w), exact(x), exact(w.dense()))
+    d_x = jax.grad(lambda x: jnp.sum(dot(x, w).astype(jnp.float32)))(x)
+    expected = exact(w.dense()).sum(1)
+    np.testing.assert_allclose(exact(d_x)[0], expected, rtol=2e-2, atol=2e-2 * abs(expected).max())
+
+
+@built
 def test_many_matrices_at_once() -> None:
     x, w = drawn(0, 3, 2, 128), drawn(1, 3, 128, 128)
     np.testing.assert_allclose(jax.vmap(dot)(x, w), x @ w, atol=1e-4)
@@ -136,7 +149,8 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
     if "threads" in setting:
         environment["NPROC"] = "1"
     code = (
-        "import jax.numpy as jnp, json, numpy as np; from ed_layers.native import library, products;"
+        "import jax.numpy as jnp, json, numpy as np;"
+        "from ed_layers.native import library, products;"
         "library.level(); r = np.random.default_rng(0);"
         "x, w = (jnp.asarray(r.normal(size=s), 'float32') for s in ((9, 300), (300, 700)));"
         "y = np.asarray(products.product(x, w)); z = np.asarray(x, float) @ np.asarray(w, float);"

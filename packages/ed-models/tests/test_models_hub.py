@@ -15,7 +15,7 @@ from ed_models import (
     AutoEasyDeLConfig,
     AutoEasyDeLModelForCausalLM,
 )
-from ed_models.checkpoints import hub, loading, saving, tensor_files
+from ed_models.checkpoints import filling, hub, loading, saving, tensor_files
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -107,14 +107,15 @@ def test_values_are_the_same_on_any_mesh(model, saved, dims, scan_layers):
 
 @pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
 def test_large_stacks_are_filled_layer_by_layer(model, saved, dims, monkeypatch):
-    filled, original = [], loading._placed
+    filled, original = [], filling._placed
 
     def spy(shape, *rest):
         filled.append(shape)
         return original(shape, *rest)
 
-    monkeypatch.setattr(loading, "_placed", spy)
-    monkeypatch.setattr(loading, "_LARGE", 1)
+    monkeypatch.setattr(filling, "_placed", spy)
+    monkeypatch.setattr(filling, "_LARGE", 1)
+    monkeypatch.setattr(filling, "_in_host_memory", lambda placement: False)
     monkeypatch.setattr(tensor_files, "_KEPT", 1)  # pages are let go after each read
     again = load(saved, dims)
     assert filled.count((16, 24)) == 2 * 3 and (3, 16, 24) not in filled

@@ -219,7 +219,7 @@ def broken(kind: str, made: SimpleNamespace, folder: Path) -> tuple[Path, str]:
     tensors, settings = dict(made.tensors), {"quant_method": "fp8", "weight_block_size": [16, 8]}
     name = "model.layers.0.self_attn.o_proj.weight"
     if kind == "another method":
-        settings, message = {"quant_method": "gptq", "bits": 4}, r"'gptq'.*known: fp8, mxfp4"
+        settings, message = {"quant_method": "hqq"}, r"'hqq'.*known: awq, .*, mxfp4"
     elif kind == "another method, nearly":
         settings, message = {"quant_method": "mxfp8"}, "did you mean"
     elif kind == "no scale":

@@ -6,6 +6,7 @@ and nothing heavier, so that a configuration can be checked in a moment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -38,8 +39,8 @@ class Tokenization(Options):
     `max_length` cuts documents. Without it, packing splits a long document over several rows, and
     unpacked rows are cut at the sequence length. `truncation: true` cuts in packing too;
     `truncation: false` splits in both. An end-of-text token ends each document that is not cut.
-    `assistant_only_loss` takes the loss of chat rows on the part that the chat template puts in
-    `{% generation %}`.
+    `assistant_only_loss` takes the loss of chat rows on the answers: what the chat template puts in
+    `{% generation %}`, and where it marks nothing, what each answer adds to the text.
     """
 
     tokenizer: str | None = None
@@ -63,6 +64,19 @@ _COMPRESSIONS = {
 }
 
 
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _bytes(value: object) -> object:
+    """A number of bytes of a text such as "500MB"; anything else stays."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", value.strip().upper())
+    if found is None:
+        raise ValueError(f"a number of bytes, or a size such as '500MB' or '1GiB', not {value!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
 class Saving(Options):
     """Where and how to write the processed data (documents, or packed rows when packing)."""
 
@@ -72,10 +86,14 @@ class Saving(Options):
     format: Literal["parquet", "json", "jsonl", "arrow"] = "parquet"
     # All shards are open at once, and a process may open about a thousand files.
     num_shards: Annotated[int, Field(gt=0, le=512)] = 1
+    #: Bytes, or a text such as "500MB"; then a shard follows another, and `num_shards` is 1.
+    max_shard_size: Annotated[int | None, BeforeValidator(_bytes)] = None
     compression: str | None = None
     overwrite: bool = False
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
+        if self.max_shard_size is not None and self.num_shards != 1:
+            yield ("max_shard_size",), "num_shards says how many there are: keep one of the two"
         known = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
         if self.compression is not None and self.compression not in known:
             hint = f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})"

@@ -91,8 +91,9 @@ class Inform(Options):
     """One source of data.
 
     `type` is a reader of files (`json`, `parquet`, `csv`, `tsv`, `txt`, `arrow`; by default the one
-    of the first file's suffix), `huggingface` with the dataset's id or folder in `data_files`,
-    `python` with `data_files: "module:attribute"`, or a dataset's id itself.
+    of the first file's suffix; a folder stands for its files of that type), `huggingface` with the
+    dataset's id or folder in `data_files`, `python` with `data_files: "module:attribute"`, or a
+    dataset's id itself.
 
     A row passes through `format_callback` (row to row, None drops it) and `format_fields` (old name
     to new name). Then its `content_field` is taken, and passes through `preprocessing_fn` (content
@@ -182,8 +183,8 @@ class Inform(Options):
         kind = type_of_path(self.files[0])
         if kind is None:
             raise DataError(
-                f"cannot tell the type of {self.files[0]!r} from its suffix: set type "
-                f"({', '.join(KINDS)})",
+                f"cannot tell the type of {self.files[0]!r} from its suffix: set type, of a folder "
+                f"too ({', '.join(KINDS)})",
                 ("data_files",),
             )
         return kind

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
     from transformers import PreTrainedTokenizerBase
 
-_MARKER = "ed_data.json"
+_MARKER = ".ed_data.json"  # hidden, so that `datasets` takes it for no data
 _CHUNK = 1024  # rows turned into arrow at a time
 _SUFFIX = {"parquet": ".parquet", "arrow": ".arrow", "json": ".jsonl", "jsonl": ".jsonl"}
 _TEXT_SUFFIX = {"gzip": ".gz", "bz2": ".bz2", "xz": ".xz", None: ""}
@@ -72,7 +72,12 @@ def save_mixture(
     marker = {
         "rows": "packed" if packed else "documents",
         "fingerprint": None if loader is None else loader.fingerprint,
-        "format": [options.format, options.num_shards, options.compression],
+        "format": [
+            options.format,
+            options.num_shards,
+            options.compression,
+            options.max_shard_size,
+        ],
     }
     fs, path = fsspec.core.url_to_fs(os.path.expanduser(options.path))
     if fs.exists(path):
@@ -145,28 +150,44 @@ def _document_rows(
 def _write_shards(
     fs: fsspec.AbstractFileSystem, folder: str, rows: Iterable[Row], options: Saving
 ) -> list[str]:
-    """Deal rows to the shards in turn, a chunk at a time, so that no shard is held in memory."""
-    suffix = _SUFFIX[options.format]
+    """Write rows shard by shard, a chunk at a time, so that no shard is held in memory.
+
+    Rows are dealt in turn to a number of shards; with a size, one shard follows another.
+
+    Returns:
+        The names, in the order of the rows where one shard follows another.
+    """
+    suffix, size = _SUFFIX[options.format], options.max_shard_size
     if suffix == ".jsonl":
         suffix += _TEXT_SUFFIX[options.compression]
-    names = [
-        f"train-{number:05d}-of-{options.num_shards:05d}{suffix}"
-        for number in range(options.num_shards)
-    ]
-    writers = [_Writer(fs, f"{folder}/{name}", options) for name in names]
+    written: list[str] = []
+    writers: list[_Writer] = []
+
+    def open_next() -> None:
+        written.append(f"{len(written):05d}{suffix}")
+        writers.append(_Writer(fs, f"{folder}/{written[-1]}", options))
+
     stream = iter(rows)
     try:
         turn = 0
-        while chunk := list(islice(stream, _CHUNK if options.num_shards == 1 else 64)):
+        single = options.num_shards == 1 or size is not None
+        while chunk := list(islice(stream, _CHUNK if single else 64)):
+            if size is not None:
+                if writers and writers[-1].size >= size:
+                    writers.pop().close()
+                if not writers:
+                    open_next()
+            elif len(writers) < options.num_shards:
+                open_next()
             writers[turn % len(writers)].write(chunk)
             turn += 1
     finally:
         for writer in writers:
             writer.close()
-    for unused in names[turn:]:  # fewer rows than shards
-        if fs.exists(f"{folder}/{unused}"):
-            fs.rm(f"{folder}/{unused}")
-    return names[:turn] if turn < len(names) else names
+    names = [f"train-{n:05d}-of-{len(written):05d}{suffix}" for n in range(len(written))]
+    for before, name in zip(written, names, strict=True):
+        fs.mv(f"{folder}/{before}", f"{folder}/{name}")
+    return names
 
 
 class _Writer:
@@ -177,6 +198,11 @@ class _Writer:
         self._stream: Any = None
         self._table: pq.ParquetWriter | pa.RecordBatchFileWriter | None = None
         self._schema: pa.Schema | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that were written; of compressed texts, before compression."""
+        return 0 if self._stream is None else self._stream.tell()
 
     def write(self, rows: list[Row]) -> None:
         if self._options.format in ("json", "jsonl"):

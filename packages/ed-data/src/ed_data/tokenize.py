@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ed_data.answers import with_answers
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
 from ed_data.kinds import Item, kind_of, of_one_kind, with_blame
@@ -64,7 +65,8 @@ class Encoder:
         tokenizer: a tokenizer of transformers.
         add_special_tokens: let it add its own (a beginning-of-text marker, for most).
         eos: id that ends each document; not added where the tokens end with it already.
-        assistant_only_loss: make loss masks from the chat template's `{% generation %}`.
+        assistant_only_loss: make loss masks of chats: from the template's `{% generation %}`, or
+            as `answers` tells them.
         batch_size: documents per call of the tokenizer.
         schema: the columns that a document has.
     """
@@ -87,7 +89,7 @@ class Encoder:
         """Check the options against the tokenizer.
 
         Raises:
-            DataError: there is no end-of-document id, or the chat template marks no answers.
+            DataError: there is no end-of-document id, or no chat template that could tell answers.
         """
         own = tokenizer.eos_token_id
         if eos is None and isinstance(own, int):
@@ -104,10 +106,9 @@ class Encoder:
                 f"{len(tokenizer) - 1}",
                 ("pack_eos_token_id",),
             )
-        if options.assistant_only_loss and not _GENERATION.search(chat_template(tokenizer)):
+        if options.assistant_only_loss and not chat_template(tokenizer):
             raise DataError(
-                "assistant_only_loss needs a chat template that marks the answers with "
-                "{% generation %} … {% endgeneration %}; this tokenizer's template does not",
+                "assistant_only_loss is about chats, and the tokenizer has no chat template",
                 ("tokenization", "assistant_only_loss"),
             )
         return cls(
@@ -342,6 +343,13 @@ class Encoder:
                 f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
             )
         masked = self.assistant_only_loss and not begins_answer
+
+        if masked and not _GENERATION.search(chat_template(self.tokenizer)):
+
+            def marked(chats: list[Any]) -> list[_Sequence]:
+                return [with_answers(self.tokenizer, chat) for chat in chats]
+
+            return with_blame(marked, items, "the answers of the chat cannot be told")
 
         def encode(chats: list[Any]) -> list[_Sequence]:
             output: Any = self.tokenizer.apply_chat_template(

@@ -158,7 +158,8 @@ def train(session: Session, options: NoOptions) -> None:
     directory = elm.config.directory
     before = _newest_step(directory)
     output = elm.train()
-    summary.trained(output, directory)
+    (directory / "config.yaml").write_text(elm.config.to_yaml(secrets=False), "utf-8")
+    summary.trained(output, elm.config)
     session.stopped = output.stopped_by
     if session.stopped is not None:
         return

@@ -14,6 +14,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.fields import canonical_field
 
+from ed_elarge.adaptation import WeightFormat
 from ed_elarge.errors import Problem
 from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ed_data.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
+    from ed_infra.specs import EasyDeLQuantizationConfig
     from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
@@ -167,26 +169,43 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     return model
 
 
+def quantized(elm: eLargeModel, model: CausalLM) -> CausalLM:
+    """Quantize the weights of a new model; a checkpoint's were, when they were read."""
+    run = elm.config
+    if run.weight_format is None or model.is_quantized:
+        return model
+    with run.blame("quantization", "model"):
+        return model.quantize(_weight_format(run.weight_format))
+
+
+def _weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:
+    from ed_infra.specs import EasyDeLQuantizationConfig
+
+    keys = section.model_dump(exclude={"quantization_method"}, exclude_none=True)
+    return EasyDeLQuantizationConfig(section.quantization_method, **keys)
+
+
 def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
     """Put the adapters on the model that was built."""
-    run = elm.config
-    if run.lora is None:
+    run, section = elm.config, elm.config.adapters
+    if section is None:
         return model
+    if run.lora is None:
+        print(
+            "quantized weights cannot learn, and there is no section lora: adapters of rank "
+            f"{section.rank} on every linear layer but the head learn instead"
+        )
+    if section.name_or_path is not None:
+        from ed_models.checkpoints import hub
+        from ed_models.peft import load_adapter
+
+        with run.blame("lora", "name_or_path"):
+            return load_adapter(model, hub.resolve(section.name_or_path)).shard_model()
     from ed_infra.specs import LoraSpec
 
-    section = run.lora
     with run.blame("lora", "targets" if section.targets else ""):
-        return model.apply_lora(
-            LoraSpec(
-                rank=section.rank,
-                alpha=section.alpha,
-                dropout=section.dropout,
-                targets=section.targets,
-                rslora=section.rslora,
-                dora=section.dora,
-            ),
-            seed=run.trainer.seed if run.trainer is not None else 0,
-        )
+        spec = LoraSpec(**section.model_dump(exclude={"name_or_path"}))
+        return model.apply_lora(spec, seed=run.trainer.seed if run.trainer is not None else 0)
 
 
 # Data and training.

@@ -232,6 +232,24 @@ def one_says_what_learns(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def quantized_weights_do_not_learn(run: RunConfig) -> Iterator[Problem]:
+    """Of a quantized model adapters learn, and nothing else: the weights must have been trained."""
+    trainer, model = run.trainer, run.model
+    if run.has_frozen_weights and model is not None and model.config is not None:
+        yield Problem(
+            ("quantization", "model"),
+            "the model is new, and its random weights could not learn any more: begin with one "
+            "that was trained (model.name_or_path), or set simulate: true to learn with rounded "
+            "weights",
+        )
+    if run.has_frozen_weights and trainer is not None and trainer.trainable_rules:
+        yield Problem(
+            ("trainer", "trainable_rules"),
+            "with quantization.model the adapters of the section lora learn, and nothing else: "
+            "leave trainable_rules out, or the quantization",
+        )
+
+
 # Tasks of an evaluation.
 
 

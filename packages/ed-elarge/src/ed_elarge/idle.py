@@ -16,6 +16,7 @@ from ed_esurge.config import EngineConfig
 from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
 from ed_trainers.arguments import TrainingArguments, idle_options
 
+from ed_elarge.adaptation import QuantizationSection
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import EvalSection, GenerateOptions, ModelSection
@@ -52,6 +53,13 @@ def engine(options: EngineConfig, run: RunConfig) -> Idle:
         yield "truncate_mode", "auto_truncate_prompt is false: prompts are not cut"
     if options.num_pages is not None:
         yield "hbm_utilization cpu_cache_gib", "num_pages says how large the pool is"
+
+
+def quantization(options: QuantizationSection, run: RunConfig) -> Idle:
+    if options.model is not None and not options.apply_quantization:
+        yield "model", "apply_quantization is false"
+    if options.platform not in (None, "jax"):
+        yield "platform", "plain XLA computes the products of quantized weights"
 
 
 def evaluation(options: EvalSection, run: RunConfig) -> Idle:

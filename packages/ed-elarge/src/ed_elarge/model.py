@@ -7,9 +7,8 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ed_infra.fields import FIELDS, canonical_field
 from ed_infra.options import Options
 from ed_trainers.arguments import TrainingArguments
 
@@ -19,6 +18,7 @@ from ed_elarge.errors import Document, InputError
 from ed_elarge.normalize import check_section, normalize
 from ed_elarge.run_config import RunConfig
 from ed_elarge.sections import EvalOptions, GenerateOptions, ServeOptions
+from ed_elarge.setters import Setters
 from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate
 
@@ -38,16 +38,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 _PARTS = {p: (name, at) for name, section in SECTIONS.items() for p, at in section.builds.items()}
 
 
-def _setter(section: str) -> Callable[Concatenate[eLargeModel, ...], eLargeModel]:
-    def set_section(self: eLargeModel, **keys: Any) -> eLargeModel:
-        return self.update_config({section: keys})
-
-    set_section.__doc__ = f"Set keys of `{section}`."
-    set_section.__name__ = f"set_{section}"
-    return set_section
-
-
-class eLargeModel:
+class eLargeModel(Setters):
     """Builds, trains, evaluates and serves what a configuration describes.
 
     Setters return the object, so that they can be chained; each checks the keys and their values at
@@ -143,8 +134,6 @@ class eLargeModel:
     def __str__(self) -> str:
         return describe(self.config)
 
-    # Setters.
-
     def update_config(self, config: Mapping[str, Any]) -> Self:
         """Merge sections into the configuration; lists and plain values replace what was there."""
         value = _merged(self._document.value or {}, config)
@@ -153,89 +142,6 @@ class eLargeModel:
             raise InputError("configuration", problems)
         self._document, self._run = Document("configuration", value=value), None
         return self.clear_cache()
-
-    set_loader, set_lora = _setter("loader"), _setter("lora")
-    set_sharding = _setter("sharding")
-    set_platform = _setter("platform")
-    set_mixture = _setter("mixture")
-    set_esurge = _setter("esurge")
-    set_eval = _setter("eval")
-
-    def set_model(self, name_or_path: str | None = None, **model: Any) -> Self:
-        """Set keys of `model`."""
-        if name_or_path is not None:
-            model["name_or_path"] = name_or_path
-        return self.update_config({"model": model})
-
-    def set_dtype(self, dtype: str, param_dtype: str | None = None) -> Self:
-        """Set the dtype of computation, and of stored parameters (the same by default)."""
-        return self.update_config({"loader": {"dtype": dtype, "param_dtype": param_dtype or dtype}})
-
-    def set_base_config(self, **values: Any) -> Self:
-        """Override values of the model's configuration."""
-        return self.update_config({"base_config": {"values": values}})
-
-    def set_operation_configs(
-        self, configs: Mapping[str, Mapping[str, Any]] | None = None, **values: Any
-    ) -> Self:
-        """Set kernel settings by operation; execution fields such as `attn_mechanism` go along.
-
-        Args:
-            configs: operation -> settings, such as `{"flash_attn2": {"block_q": 128}}`.
-            values: operations with their settings, or execution fields with their values.
-        """
-        fields = {k: v for k, v in values.items() if canonical_field(k) in FIELDS}
-        operations = {**(configs or {}), **{k: v for k, v in values.items() if k not in fields}}
-        return self.update_config(
-            {"base_config": {"values": fields, "operation_configs": operations}}
-        )
-
-    def add_dataset(
-        self,
-        data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
-        dataset_type: str | None = None,
-        content_field: str | None = None,
-        split: str | None = None,
-        *,
-        dataset_name: str | None = None,
-        max_length: int | None = None,
-        held_out: bool = False,
-        **inform: Any,
-    ) -> Self:
-        """Add a source of texts to the mixture.
-
-        Args:
-            data_files: files, globs, or what `dataset_type` reads.
-            dataset_type: `json`, `parquet`, `csv`, `txt`, `huggingface`, `python`, …
-            content_field: the field that holds the text.
-            split: which split of it.
-            dataset_name: id of a Hugging Face dataset, instead of `data_files`.
-            max_length: tokens at which each text of the mixture is cut.
-            held_out: read for evaluation only.
-            inform: further keys of an inform.
-        """
-        if dataset_name is not None:
-            data_files, dataset_type = dataset_name, "huggingface"
-        keys = {
-            "type": dataset_type,
-            "data_files": data_files,
-            "content_field": content_field,
-            "dataset_split_name" if dataset_name is not None else "split": split,
-            **inform,
-        }
-        new = {key: value for key, value in keys.items() if value is not None}
-        name = "eval_informs" if held_out else "informs"
-        before = ((self._document.value or {}).get("mixture") or {}).get(name) or ()
-        mixture: dict[str, Any] = {name: [*before, new]}
-        if max_length is not None:
-            mixture["tokenization"] = {"max_length": max_length}
-        return self.update_config({"mixture": mixture})
-
-    def set_trainer(self, trainer_type: str | None = None, **trainer: Any) -> Self:
-        """Set the method and keys of `trainer`."""
-        if trainer_type is not None:
-            trainer["trainer_type"] = trainer_type
-        return self.update_config({"trainer": trainer})
 
     # Building; each part is built once.
 

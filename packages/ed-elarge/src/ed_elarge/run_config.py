@@ -19,7 +19,7 @@ from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS, TrainingArguments
 
-from ed_elarge.adaptation import LoraSection
+from ed_elarge.adaptation import LoraSection, QuantizationSection, WeightFormat
 from ed_elarge.errors import Document, InputError, KeyPath, Problem
 from ed_elarge.sections import (
     BaseConfigSection,
@@ -53,8 +53,8 @@ class Action:
 class RunConfig:
     """A checked configuration: one attribute for each section of `ed_elarge.table.SECTIONS`.
 
-    Sections that the user left out have their defaults; `model`, `lora`, `mixture` and `trainer`
-    have none and are None instead.
+    Sections that the user left out have their defaults; `model`, `quantization`, `lora`, `mixture`
+    and `trainer` have none and are None instead.
 
     Args:
         document: the file that it came from, so that a later error can point at a line; or a
@@ -67,6 +67,7 @@ class RunConfig:
     """
 
     model: ModelSection | None
+    quantization: QuantizationSection | None
     lora: LoraSection | None
     loader: LoaderSection
     sharding: ShardingSection
@@ -136,6 +137,24 @@ class RunConfig:
         """Whether the mixture sets texts aside for evaluation."""
         mixture = self.mixture
         return mixture is not None and bool(mixture.eval_fraction or mixture.eval_informs)
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """How the weights of the model are quantized, if they are."""
+        section = self.quantization
+        return section.model if section is not None and section.apply_quantization else None
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """Whether the weights are quantized, so that they cannot learn."""
+        return self.weight_format is not None and not self.weight_format.simulate
+
+    @property
+    def adapters(self) -> LoraSection | None:
+        """The adapters of the model: quantized weights cannot learn, so training needs some."""
+        trains = self.trainer is not None and (self.will("train") or not self.actions)
+        needed = trains and self.has_frozen_weights
+        return LoraSection() if self.lora is None and needed else self.lora
 
     @property
     def known_model(self) -> dict[str, Any] | None:

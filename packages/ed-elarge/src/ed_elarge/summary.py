@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import TrainerOutput
 
     from ed_elarge.learned import Learned
+    from ed_elarge.run_config import RunConfig
 
 
 class Summary:
@@ -23,6 +24,7 @@ class Summary:
 
     def __init__(self) -> None:
         self.directory: Path | None = None
+        self.base: dict[str, Any] = {}
         self.metrics: dict[str, float] = {}
         self.learned: Learned | None = None
         self.evaluation: dict[str, dict[str, float]] = {}
@@ -36,9 +38,17 @@ class Summary:
         path = self.directory / "model" if self.directory is not None else None
         return path if path is not None and (path / "config.json").is_file() else None
 
-    def trained(self, output: TrainerOutput, directory: Path) -> None:
+    @property
+    def adapter(self) -> Path | None:
+        """Where the adapters are, if they were saved and are not merged into a model."""
+        path = self.directory / "adapter" if self.directory is not None else None
+        alone = path is not None and (path / "adapter_config.json").is_file() and not self.model
+        return path if alone else None
+
+    def trained(self, output: TrainerOutput, run: RunConfig) -> None:
         """Training ended."""
-        self.directory = directory
+        self.directory = run.directory
+        self.base = {k: run.written[k] for k in ("model", "quantization") if run.written.get(k)}
         self.metrics = dict(output.metrics)
 
     def evaluated(self, results: dict[str, Any], path: Path) -> None:
@@ -48,8 +58,9 @@ class Summary:
 
     def say_what_is_kept(self) -> None:
         """After an error: nothing that was trained is lost."""
-        if self.model is not None:
-            print(f"what was trained is kept: {self.model}", file=sys.stderr)
+        kept = self.model or self.adapter
+        if kept is not None:
+            print(f"what was trained is kept: {kept}", file=sys.stderr)
 
     def print_evaluation(self, results: dict[str, Any]) -> None:
         """One line for each metric of an evaluation."""
@@ -108,17 +119,30 @@ class Summary:
             "evaluation": self.evaluation,
             "samples": [{"prompt": p, "completion": c} for p, c in self.samples],
         }
+        from ed_trainers.report import write_report
+
         text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
         (directory / "summary.json").write_text(text, "utf-8")
-        if self.model is not None:
-            serve = {"model": {"name_or_path": str(self.model)}, "actions": ["serve"]}
+        write_report(directory)
+        serve = self._served()
+        if serve:
+            serve["actions"] = ["serve"]
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
+
+    def _served(self) -> dict[str, Any]:
+        """The sections that serve what was trained."""
+        if self.model is not None:
+            return {"model": {"name_or_path": str(self.model)}}
+        return {**self.base, "lora": {"name_or_path": str(self.adapter)}} if self.adapter else {}
 
     def _places(self, directory: Path) -> str:
         lines = ["Where everything is"]
         if self.model is not None:
             lines.append(f"  model (Hugging Face layout)  {self.model}")
+        if self.adapter is not None:
+            lines.append(f"  adapters (PEFT's layout)     {self.adapter}")
         for label, name in (
+            ("report", "report.html"),
             ("metrics", "metrics.jsonl"),
             ("TensorBoard", "tensorboard"),
             ("checkpoints", "checkpoints"),

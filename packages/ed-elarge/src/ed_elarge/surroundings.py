@@ -46,6 +46,13 @@ def model(run: RunConfig) -> Iterator[Problem]:
         yield Problem(here, f"its config.json says: {problem}")
 
 
+def adapter(run: RunConfig) -> Iterator[Problem]:
+    """The directory of the adapter; hub ids are looked up on loading."""
+    if run.lora is not None and run.lora.name_or_path is not None:
+        here = ("lora", "name_or_path")
+        yield from _model_directory(here, run.lora.name_or_path, ("adapter_config.json",))
+
+
 def data(run: RunConfig) -> Iterator[Problem]:
     """Files and functions of the data; addresses (`gs://…`) are not asked."""
     mixture = run.mixture

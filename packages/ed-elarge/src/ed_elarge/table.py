@@ -21,7 +21,7 @@ from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS
 
 from ed_elarge import checks, idle, surroundings
-from ed_elarge.adaptation import LoraSection
+from ed_elarge.adaptation import LoraSection, QuantizationSection
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.sections import (
@@ -96,10 +96,18 @@ SECTIONS: dict[str, Section] = {
         idle=idle.model,
         builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
     ),
+    "quantization": Section(
+        QuantizationSection,
+        has_default=False,
+        checks=(checks.quantized_weights_do_not_learn,),
+        idle=idle.quantization,
+        finishes="ed_elarge.build:quantized",
+    ),
     "lora": Section(
         LoraSection,
         has_default=False,
         checks=(checks.one_says_what_learns,),
+        looks=(surroundings.adapter,),
         finishes="ed_elarge.build:adapted",
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.build:show_parameters"),
@@ -135,9 +143,7 @@ SECTIONS: dict[str, Section] = {
 }
 
 #: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
-LATER: frozenset[str] = frozenset(
-    {"quantization", "teacher_model", "reference_model", "reward_model"}
-)
+LATER: frozenset[str] = frozenset({"teacher_model", "reference_model", "reward_model"})
 
 
 def unknown_section(name: object) -> str:

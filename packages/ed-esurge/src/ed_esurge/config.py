@@ -98,6 +98,16 @@ class EngineConfig(Options):
     strict_context: bool = False
     """Refuse what does not fit, whatever the four options above say."""
 
+    # Adapters that requests choose by name.
+    max_loras: Annotated[int, Field(ge=0, le=2**12)] = 0
+    """LoRA adapters that can be loaded at the same time (`load_lora_adapter`). Memory is taken for
+    so many of `max_lora_rank` on every layer of `lora_targets`. 0: none, at no cost."""
+    max_lora_rank: Annotated[int, Field(gt=0, le=2**12)] = 16
+    """Largest rank of a loaded adapter."""
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Patterns over the names of linear layers that loaded adapters may change. None: every linear
+    layer but the head."""
+
     # Stops that every request gets.
     extra_eos_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a completion besides the model's own (not with `ignore_eos`)."""
@@ -138,6 +148,12 @@ class EngineConfig(Options):
                 f"num_pages {self.num_pages} of page_size {self.page_size} hold "
                 f"{self.num_pages * self.page_size} tokens; a pool holds fewer than 2**31: lower "
                 "num_pages"
+            )
+        unused = {"max_lora_rank", "lora_targets"} & self.model_fields_set
+        if not self.max_loras and unused:
+            raise ValueError(
+                f"{sorted(unused)[0]} is for adapters that are loaded, and max_loras is 0: set it "
+                "to how many there can be"
             )
         if (self.reserve_tokens or 0) >= self.max_model_len:
             raise ValueError(

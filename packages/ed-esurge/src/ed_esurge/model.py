@@ -9,8 +9,11 @@ from typing import cast
 
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
+from ed_models.adapter_slots import with_slots
 from ed_models.protocol import LanguageModel
+from flax import nnx
 
+from ed_esurge.config import EngineConfig
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -26,6 +29,19 @@ def served_model(model: LanguageModel) -> LanguageModel:
     if platform_of(model) == "cpu" and model.layout != "leaves":
         return model.to_layout("leaves")
     return model
+
+
+def with_places(model: LanguageModel, config: EngineConfig) -> LanguageModel:
+    """The model with places for adapters, where some can be loaded.
+
+    Raises:
+        ConfigError: see `ed_models.adapter_slots.with_slots`.
+    """
+    if not config.max_loras:
+        return model
+    module = cast(nnx.Module, model)
+    placed = with_slots(module, config.max_loras, config.max_lora_rank, config.lora_targets)
+    return cast(LanguageModel, placed).shard_model()
 
 
 def windows_of(model: LanguageModel) -> dict[str, int | None]:

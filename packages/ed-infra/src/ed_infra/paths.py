@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 _RUN = re.compile(r"run_(\d+)_(\d+)_(\d+)")
 _LAYER = re.compile(r"layer_(\d+)")
-# nnx wraps an array in a variable; flattening to arrays appends one of these attribute names.
+# nnx wraps a value in a variable; flattening to arrays puts one of these attribute names before the
+# parts of the value: those of a quantized matrix; a plain array has none.
 _LEAF_ATTRIBUTES = frozenset({"value", "raw_value"})
 
 
@@ -53,7 +54,6 @@ def parse_run(name: object) -> Run | None:
 def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
     """Turn a path of nnx or `jax.tree_util` keys into plain strings and integers."""
     parts: list[str | int] = []
-    attribute = False
     for key in path:
         attribute = False
         for field in ("key", "idx", "name"):
@@ -62,9 +62,8 @@ def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
                 attribute = field == "name"
                 key = inner
                 break
-        parts.append(key if isinstance(key, int) else str(key))
-    if attribute and parts[-1] in _LEAF_ATTRIBUTES:
-        parts.pop()
+        if not attribute or key not in _LEAF_ATTRIBUTES:
+            parts.append(key if isinstance(key, int) else str(key))
     return tuple(parts)
 
 

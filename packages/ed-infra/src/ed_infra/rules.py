@@ -53,6 +53,10 @@ class Rules(Generic[V]):
     def __bool__(self) -> bool:
         return bool(self._rules)
 
+    def map(self, function: Callable[[V], D]) -> Rules[D]:
+        """Return the same patterns with `function(value)` in the place of each value."""
+        return Rules(((p, function(value)) for p, _, value in self._rules), kind=self.kind)
+
     def match(self, name: str) -> tuple[str, V] | None:
         """Return the pattern and value of the first rule that matches a canonical name.
 

@@ -7,6 +7,7 @@ state and a configuration; nothing reads a global mesh.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -96,8 +97,9 @@ def specs(
             those of one layer.
 
     Returns:
-        A state of the same structure. A dimension that does not divide by its mesh axes is
-        replicated, which is logged once. A stacked leaf has None for its layer dimension.
+        A state of the same structure; a quantized matrix has a spec for each of its arrays. A
+        dimension that does not divide by its mesh axes is replicated, which is logged once. A
+        stacked leaf has None for its layer dimension.
 
     Raises:
         ConfigError: a rule matches nothing, names an axis the mesh lacks, or is different for
@@ -107,20 +109,31 @@ def specs(
     rules = _rules(overrides, place)
     flat = []
     for path, variable in _leaves(state):
-        shape = tuple(getattr(_array(variable), "shape", ()))
         spec = _layer_spec(path, variable, rules, manager, place)
         if len(spec) and paths.is_stacked(path):
             spec = PartitionSpec(None, *spec)
-        name = paths.canonical(path)[0]
-        try:
-            spec, notes = fit_spec(spec, shape, place)
-        except MeshError as error:
-            raise MeshError(f"{name}: {error}") from None
-        for note in notes:
-            once(logger, f"{_family(name)}: {note}; replicated along it")
-        flat.append((path, spec))
+        flat.append((path, _fitted_tree(spec, _array(variable), place, paths.canonical(path)[0])))
     rules.check_used()
     return nnx.from_flat_state(flat)
+
+
+def _fitted_tree(spec: PartitionSpec, value: Any, place: Mesh | AbstractMesh, name: str) -> Any:
+    """The spec of an array; of a quantized matrix one for each of its arrays, in its structure.
+
+    These have the rank of the matrix. Where a small one does not divide, nothing is logged.
+    """
+    leaves, treedef = jax.tree.flatten(value)
+    largest = max(leaves, key=lambda leaf: math.prod(leaf.shape))
+    fitted = []
+    for leaf in leaves:
+        try:
+            own, notes = fit_spec(spec, tuple(leaf.shape), place)
+        except MeshError as error:
+            raise MeshError(f"{name}: {error}") from None
+        fitted.append(own)
+        for note in notes if leaf is largest else ():
+            once(logger, f"{_family(name)}: {note}; replicated along it")
+    return jax.tree.unflatten(treedef, fitted)
 
 
 def shardings(
@@ -132,7 +145,10 @@ def shardings(
     """Return the `NamedSharding` of each variable, in the structure of `state`; see `specs`."""
     place = _settings(config, mesh, overrides)[1]
     flat = nnx.to_flat_state(specs(state, config, place, overrides))
-    return nnx.from_flat_state([(path, NamedSharding(place, spec)) for path, spec in flat])
+    placed = [
+        (path, jax.tree.map(lambda spec: NamedSharding(place, spec), tree)) for path, tree in flat
+    ]
+    return nnx.from_flat_state(placed)
 
 
 def partition_rules(

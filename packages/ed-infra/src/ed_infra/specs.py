@@ -22,6 +22,7 @@ QUANTIZATION_FORMATS: dict[str, tuple[int, bool]] = {
     "int4": (4, False),
     "fp8": (8, False),
     "mxfp8": (8, False),
+    "mxfp4": (4, False),
     "w8a8": (8, True),
     "w4a8": (4, True),
 }
@@ -50,13 +51,20 @@ class EasyDeLQuantizationConfig:
 
     Attributes:
         dtype: format, a key of `QUANTIZATION_FORMATS` or of `QUANTIZATION_ALIASES`.
-        group_size: values that share a scale along the contracted dimension; None = the whole
-            dimension (one scale for each output channel).
-        pattern: regular expression over canonical names; it selects the quantized parameters.
+        group_size: values that share a scale along the contracted dimension. None = the whole
+            dimension (one scale for each output channel) in formats of 8 bits; 64, or the largest
+            divisor below it, in those of 4 bits; 32 in mxfp8 and mxfp4, which have no other.
+        double_quantization: the scales of nf4 are quantized to 8 bits, in blocks of 256 (QLoRA).
+        simulate: weights stay as they are and learn, and products see their rounded values
+            (quantization-aware training).
+        pattern: regular expression over canonical names; it selects what is quantized, where no
+            rules do.
     """
 
     dtype: str = "nf4"
     group_size: int | None = None
+    double_quantization: bool = False
+    simulate: bool = False
     pattern: str = r"^(?!.*(?:embed|norm|lm_head)).*$"
 
     def __post_init__(self) -> None:
@@ -67,8 +75,13 @@ class EasyDeLQuantizationConfig:
         object.__setattr__(self, "dtype", name)
         if self.group_size is not None and not _is_count(self.group_size):
             raise ConfigError(f"group_size must be at least 1 or None, got {self.group_size!r}")
-        if self.group_size is None and name in ("nf4", "int4", "w4a8"):
-            object.__setattr__(self, "group_size", 64)
+        if name.startswith("mx") and self.group_size not in (None, 32):
+            raise ConfigError(f"{name} has groups of 32, no others; got {self.group_size}")
+        if self.double_quantization and name != "nf4":
+            raise ConfigError(
+                f"double_quantization is for nf4, not for {name}: the scales of the other formats "
+                "are few, or have 8 bits"
+            )
 
     @property
     def bits(self) -> int:
@@ -90,6 +103,7 @@ QUANTIZATION_FIELD_ALIASES: dict[str, str] = {
     "quantization_method": "dtype",
     "method": "dtype",
     "block_size": "group_size",
+    "double_quant": "double_quantization",
 }
 
 

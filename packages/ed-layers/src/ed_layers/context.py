@@ -43,7 +43,8 @@ class Ctx:
             `rope_parameters` where each has its own.
         mask_info: who may attend to whom; None when `ragged` says it.
         ragged: the flat batch of a serving step; None otherwise.
-        adapter_ids: LoRA adapter of each token, [b, s]; None where no adapter is served.
+        adapter_ids: LoRA adapter of each token, [b, s], or of each row, [b, 1]; 0 = none. None
+            where no adapter is served.
         key: dropout key; None means deterministic.
         per_layer: what each layer is told of the tokens besides the stream, [b, s, L, p] (Gemma 4).
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
@@ -54,7 +55,7 @@ class Ctx:
     rope: Mapping[str, Rope]
     mask_info: MaskInfo | None = None
     ragged: RaggedBatch | None = None
-    adapter_ids: Int[Array, "b s"] | None = None
+    adapter_ids: Int[Array, "b s"] | Int[Array, "b 1"] | None = None
     key: jax.Array | None = None
     per_layer: Float[Array, "b s L p"] | None = None
     mode: Mode = field(default="train")

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding import constrain
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_layers.linear import Initializer
+from ed_layers.linear import Initializer, Product
 from ed_layers.named import STREAM, named
+
+
+class Rows(Protocol):
+    """A table [v, d] that is no plain array (quantized): a pytree that gives rows."""
+
+    @property
+    def T(self) -> Product:
+        """The matrix [d, v]."""
+        ...
+
+    def take(self, rows: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
+        """These rows."""
+        ...
 
 
 class Embed(nnx.Module):
@@ -31,9 +47,16 @@ class Embed(nnx.Module):
         self.dtype = dtype
         self.config = config
 
+    @property
+    def table(self) -> jax.Array | Rows:
+        """[v, d]; its transpose is the matrix of a tied head."""
+        return self.embedding.get_value()
+
     def __call__(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         # Rows that are split over hidden (fsdp) would make the partitioner replicate the result and
         # split it again; gathering the rows first leaves it a lookup.
-        table = constrain(self.embedding.get_value(), ("vocab", None), self.config)
-        x = jnp.take(table, input_ids, axis=0).astype(self.dtype)
+        table = jax.tree.map(lambda a: constrain(a, ("vocab", None), self.config), self.table)
+        plain = isinstance(table, jax.Array)
+        rows = jnp.take(table, input_ids, axis=0) if plain else table.take(input_ids)
+        x = rows.astype(self.dtype)
         return named(constrain(x, STREAM, self.config), "embeddings")

@@ -8,16 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.matmul import matmul
+from ed_layers.linear import dot
 
-#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on.
-Params = Mapping[str, jax.Array]
+
+@runtime_checkable
+class Matrices(Protocol):
+    """The matrices [e, i, o] of experts where these are no plain array (quantized): a pytree."""
+
+    #: Whether their gradient is wanted.
+    learns: ClassVar[bool]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(e, i, o)."""
+        ...
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Along each dimension, into how many parts they can be cut so that each is one."""
+        ...
+
+    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+        """Return `x @ self` of one expert's matrix, [..., o], in the dtype of `x`."""
+        ...
+
+    def grouped_product(
+        self, rows: jax.Array, counts: jax.Array, *, precision: Any = None
+    ) -> jax.Array:
+        """As `jax.lax.ragged_dot`: the first `counts[0]` rows by the first matrix, and so on."""
+        ...
+
+
+#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on; of an adapter
+#: "up_proj.lora_a" and "up_proj.lora_b", its scale in the latter. A quantized kernel is a pytree.
+Params = Mapping[str, jax.Array | Matrices]
 #: `(name of a layer, x) -> y`: how the rows of `x` meet the matrices of their experts.
 Product = Callable[[str, jax.Array], jax.Array]
 #: A feed-forward network, whichever its matrices are.
@@ -28,11 +58,28 @@ def product_of(params: Params, precision: Any) -> Product:
     """The layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
-        y = matmul(x, params[f"{name}.kernel"], precision=precision)
+        y = times(x, f"{name}.kernel")
+        if f"{name}.lora_a" in params:
+            y = y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
-        return y if bias is None else y + bias.astype(x.dtype)
+        return y if bias is None else y + plain(bias).astype(x.dtype)
+
+    def times(x: jax.Array, name: str) -> jax.Array:
+        return dot(x, params[name], precision=precision)
 
     return product
+
+
+def plain(array: jax.Array | Matrices) -> jax.Array:
+    """An array that is never quantized."""
+    assert isinstance(array, jax.Array)
+    return array
+
+
+def apart(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What has gradients, and what has none."""
+    learned = {n: v for n, v in params.items() if isinstance(v, jax.Array) or v.learns}
+    return learned, {name: v for name, v in params.items() if name not in learned}
 
 
 class Blocks(NamedTuple):
@@ -112,15 +159,16 @@ def _forward(network, precision, x, weights, params, plan):
 def _backward(network, precision, kept, g):
     """Each block is computed again, and its gradients added to those of its expert."""
     x, weights, params, plan = kept
+    learned, frozen = apart(params)
     rows, g_rows = x[plan.token], g[plan.token]
     shares = jnp.where(plan.real, weights.reshape(-1)[plan.choice], 0.0)
 
     def step(i: jax.Array, carry: Any) -> Any:
         dx, dshares, dparams = carry
         e = plan.expert[i]
-        own = jax.tree.map(lambda p: p[e], params)
+        own, rest = jax.tree.map(lambda p: p[e], (learned, frozen))
         y, pull = jax.vjp(
-            lambda block, own: network(block, product_of(own, precision)),
+            lambda block, own: network(block, product_of({**own, **rest}, precision)),
             block_of(rows, i, plan),
             own,
         )
@@ -133,12 +181,13 @@ def _backward(network, precision, kept, g):
             jax.tree.map(lambda total, d: total.at[e].add(d.astype(total.dtype)), dparams, down),
         )
 
-    dparams = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    dparams = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), learned)
     start = jnp.zeros_like(rows), jnp.zeros(shares.shape, jnp.float32), dparams
     dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
     dx = jnp.where(plan.chosen[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
     dweights = jnp.where(plan.chosen, dshares[plan.place], 0.0)
-    dparams = jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, params)
+    dparams = jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, learned)
+    dparams |= dict.fromkeys(frozen)
     return dx.astype(x.dtype), dweights.astype(weights.dtype), dparams, None
 
 

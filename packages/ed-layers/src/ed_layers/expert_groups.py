@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ed_layers.expert_blocks import Network, Params
+from ed_layers.expert_blocks import Matrices, Network, Params, apart, plain
 
 
 def over_groups(
@@ -40,8 +40,9 @@ def over_groups(
         return jnp.einsum("nkd,nk->nd", rows.astype(jnp.float32), weights)
     size = -(-n * k // share)
     order = jnp.pad(order, (0, -n * k % size))
+    learned, frozen = apart(params)
     part = partial(one_part, network, precision, size)
-    return summed(part, (x, weights, params), (order, bounds), -(-bounds[-1] // size))
+    return summed(part, (x, weights, learned), (order, bounds, frozen), -(-bounds[-1] // size))
 
 
 def grouped(
@@ -57,10 +58,18 @@ def grouped(
     expert = jnp.searchsorted(bounds[1:-1], places, side="right")
 
     def product(name: str, rows: jax.Array) -> jax.Array:
-        kernel = params[f"{name}.kernel"].astype(rows.dtype)
-        y = jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
+        y = times(rows, f"{name}.kernel")
+        if f"{name}.lora_a" in params:
+            y = y + times(times(rows, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
-        return y if bias is None else y + bias.astype(rows.dtype)[expert]
+        return y if bias is None else y + plain(bias).astype(rows.dtype)[expert]
+
+    def times(rows: jax.Array, name: str) -> jax.Array:
+        kernel = params[name]
+        if isinstance(kernel, Matrices):
+            return kernel.grouped_product(rows, counts, precision=precision)
+        kernel = plain(kernel).astype(rows.dtype)
+        return jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
 
     # What a grouped product makes of rows that are in no group is open.
     return jnp.where(real, network(jnp.where(real, rows, 0), product), 0)
@@ -71,11 +80,12 @@ def one_part(
     precision: Any,
     size: int,
     i: Int[Array, ""],
-    operands: tuple[jax.Array, jax.Array, Params],
-    plan: tuple[jax.Array, jax.Array],
+    operands: tuple[jax.Array, jax.Array, dict[str, jax.Array]],
+    plan: tuple[jax.Array, jax.Array, Params],
 ) -> Float[Array, "n d"]:
     """What the rows from `i * size` to `(i + 1) * size` add to the output."""
-    (x, weights, params), (order, bounds) = operands, plan
+    (x, weights, learned), (order, bounds, frozen) = operands, plan
+    params = {**learned, **frozen}
     pair = jax.lax.dynamic_slice_in_dim(order, i * size, size)
     token = pair // weights.shape[1]
     rows = grouped(network, precision, x[token], params, jnp.clip(bounds - i * size, 0, size))

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention.devices import axes_of, ways
-from ed_layers.expert_blocks import Params
+from ed_layers.expert_blocks import Matrices, Params, plain
 from ed_layers.linear import Axes
 
 #: `(x, chosen, weights, params) -> out`: the experts of one device on the tokens it has.
@@ -41,14 +41,14 @@ class ExpertMesh:
 
     Attributes:
         mesh: the devices.
-        specs: of the experts' arrays.
+        specs: of the experts' arrays; of a quantized matrix in its structure.
         tokens: of x, chosen and weights.
         experts, features: mesh axes over which e and f are split.
         ring: whether tokens go round, or are collected.
     """
 
     mesh: Mesh
-    specs: Mapping[str, PartitionSpec]
+    specs: Mapping[str, Any]
     tokens: PartitionSpec
     experts: tuple[str, ...]
     features: tuple[str, ...]
@@ -71,18 +71,13 @@ class ExpertMesh:
             shape: of x, [b, s, d].
             mode: of `ed_layers.context.Ctx`.
         """
-        mesh, specs = config.mesh, {}
-        for name, array in params.items():
-            # Parts of the hidden size are parts of what is stored, not of what is computed.
-            own = [None if axis == "embed" else axis for axis in axes[name]]
-            spec = config.partition_manager.param(own, array.shape, mesh)
-            specs[name] = fit_spec(spec, array.shape, mesh)[0]
+        mesh, specs = config.mesh, whole_groups(config, params, axes)
         by = [split(entry) for entry in (*specs["up_proj.kernel"], None, None, None)]
         experts, features = by[0], by[2]
-        placed = axes_of(
+        own = axes_of(
             config, ("batch", "sequence"), shape[:2], "decode" if mode == "decode" else "train"
         )
-        rows = [tuple(name for name in split(entry) if name not in features) for entry in placed]
+        rows = [tuple(name for name in split(entry) if name not in features) for entry in own]
         if config.use_ring_of_experts:
             # Devices that have the same tokens share them out, to have something to pass on.
             for name in experts:
@@ -91,7 +86,8 @@ class ExpertMesh:
                         rows[dim] = (*rows[dim], name)
                         break
         tokens = PartitionSpec(*rows)
-        return cls(mesh, specs, tokens, experts, features, config.use_ring_of_experts)
+        placed = {name: spec_tree(specs[name], array) for name, array in params.items()}
+        return cls(mesh, placed, tokens, experts, features, config.use_ring_of_experts)
 
     @property
     def moving(self) -> dict[int, tuple[str, ...]]:
@@ -123,13 +119,13 @@ class ExpertMesh:
         return body(x, routes, dict(params))
 
     def body(
-        self, local: Local, x: jax.Array, routes: jax.Array, params: dict[str, jax.Array]
+        self, local: Local, x: jax.Array, routes: jax.Array, params: dict[str, jax.Array | Matrices]
     ) -> jax.Array:
         """What one device does."""
         own = params["up_proj.kernel"].shape[0]
         first = jax.lax.axis_index(self.experts) * own if self.experts else 0
         if "down_proj.bias" in params:  # each device that has a part of f adds a part of it
-            part = params["down_proj.bias"] / ways(self.mesh, self.features)
+            part = plain(params["down_proj.bias"]) / ways(self.mesh, self.features)
             params = {**params, "down_proj.bias": part}
 
         def compute(x: jax.Array, routes: jax.Array) -> jax.Array:
@@ -152,6 +148,39 @@ class ExpertMesh:
                 out = jax.lax.psum_scatter(out, names, scatter_dimension=dim, tiled=True)
         rest = tuple(name for name in self.experts + self.features if name not in moving)
         return jax.lax.psum(out, rest) if rest else out
+
+
+def whole_groups(
+    config: EasyDeLBaseConfig, params: Params, axes: Mapping[str, Axes]
+) -> dict[str, PartitionSpec]:
+    """The specs of the experts' matrices and biases, as each device computes with its part alone.
+
+    A quantized matrix is cut between groups. Where that is not possible for one matrix, f is not
+    split for any: the results of the others would not be what it takes.
+    """
+    mesh, specs = config.mesh, {}
+    for name, array in params.items():
+        # Parts of the hidden size are parts of what is stored, not of what is computed.
+        own = [None if axis == "embed" else axis for axis in axes[name]]
+        spec = config.partition_manager.param(own, array.shape, mesh)
+        pieces = array.shape if isinstance(array, jax.Array) else array.pieces
+        fitted = fit_spec(spec, pieces, mesh)[0]
+        specs[name] = PartitionSpec(*fitted, *(None,) * (len(pieces) - len(fitted)))
+    places = [(name, dim) for name in specs for dim, axis in enumerate(axes[name]) if axis == "mlp"]
+    if len({specs[name][dim] for name, dim in places}) > 1:
+        for name, dim in places:
+            specs[name] = PartitionSpec(*specs[name][:dim], None, *specs[name][dim + 1 :])
+    return specs
+
+
+def spec_tree(spec: PartitionSpec, array: jax.Array | Matrices) -> Any:
+    """The spec of each array of a matrix; a dimension of size 1 belongs to all parts."""
+    return jax.tree.map(
+        lambda leaf: PartitionSpec(
+            *(entry if size > 1 else None for entry, size in zip(spec, leaf.shape, strict=True))
+        ),
+        array,
+    )
 
 
 def around(

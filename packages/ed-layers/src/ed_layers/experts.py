@@ -45,6 +45,14 @@ class ExpertLinear(nnx.Module):
             zeros = jnp.zeros((experts, outputs), parts.param_dtype)
             self.bias = nnx.Param(zeros, axes=("expert", axes[1]))
 
+    def variables(self) -> dict[str, nnx.Variable]:
+        """What the experts are computed with, by name; each with a leading dimension of experts."""
+        return {name: v for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The values of the variables, as `ed_layers.expert_blocks.Params` has them."""
+        return {name: variable.get_value() for name, variable in self.variables().items()}
+
 
 class Experts(nnx.Module):
     """Feed-forward networks `down(act(gate(x)) * up(x))`, stacked along the first axis.
@@ -120,12 +128,16 @@ class Experts(nnx.Module):
             weights: of their outputs.
         """
         x = x.astype(self.dtype)
-        variables = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(self))}
-        params = {name: variable.get_value() for name, variable in variables.items()}
+        layers = {name: own for name, own in vars(self).items() if isinstance(own, ExpertLinear)}
+        params = {f"{at}.{k}": v for at, own in layers.items() for k, v in own.arrays().items()}
         local = partial(self.local, ctx=ctx)
         if ctx.config is None or ctx.config.mesh.size == 1:
             return local(x, chosen, weights, params)
-        axes = {name: variable.get_metadata()["axes"] for name, variable in variables.items()}
+        axes = {
+            f"{at}.{name}": variable.get_metadata()["axes"]
+            for at, own in layers.items()
+            for name, variable in own.variables().items()
+        }
         mesh = ExpertMesh.of(ctx.config, params, axes, x.shape, ctx.mode)
         return mesh.run(local, x, chosen, weights, params)
 

@@ -81,6 +81,10 @@ class Linear(nnx.Module):
         dtype: what the product is computed in.
         param_dtype: what the parameters are stored in.
         kernel_init: initializer of the kernel; the bias starts at zero.
+
+    Attributes:
+        absorbed: whether a module uses the matrix apart from this layer's call too; what a product
+            makes of its other side (quantized activations) is then left out.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Linear(nnx.Module):
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype), axes=(axes[1],))
         self.use_bias = use_bias
+        self.absorbed = False
         self.dtype = dtype
         self.precision = precision
 

@@ -6,7 +6,7 @@ so an adapter changes nothing at first. DoRA (Liu et al. 2024) learns the length
 An adapted layer keeps the parameters and the names that it had; `lora_a`, `lora_b` and
 `lora_magnitude` stand beside them. They are `nnx.LoRAParam`, by which trainers tell them apart.
 
-Legend: i in features, o out features, r rank, v vocabulary, d hidden.
+Legend: i in features, o out features, r rank, v vocabulary, d hidden, e experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
 from ed_layers.embed import Embed
+from ed_layers.experts import ExpertLinear
 from ed_layers.linear import Linear, Weight, dot
+from ed_layers.quantization.qarray import QArray
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +53,7 @@ class LowRank:
 
     def dense(self) -> jax.Array:
         """`W + scale * A B`, float32; without the factor."""
-        assert isinstance(self.base, jax.Array), "the base of an adapter is a plain matrix"
+        assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
         return self.base.astype(jnp.float32) + self.scale * (self.a @ self.b)
 
     def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
@@ -82,16 +84,10 @@ class LoRALinear(Linear):
 
     def __init__(self, base: Linear, spec: LoraSpec, key: jax.Array):
         adopt(self, base)
-        kernel = base.kernel
-        inputs, outputs = kernel.get_value().shape[-2:]
-        axes = kernel.get_metadata().get("axes", (None, None))
-        # As torch initialises a linear layer, which is what PEFT does.
-        bound = inputs**-0.5
-        a = jax.random.uniform(key, (inputs, spec.rank), jnp.float32, -bound, bound)
-        self.lora_a = nnx.LoRAParam(a, axes=(axes[0], None))
-        self.lora_b = nnx.LoRAParam(jnp.zeros((spec.rank, outputs)), axes=(None, axes[1]))
+        self.lora_a, self.lora_b = fresh(base.kernel, spec.rank, key)
         if spec.dora:
-            length = jnp.linalg.norm(kernel.get_value().astype(jnp.float32), axis=0)
+            axes = base.kernel.get_metadata().get("axes", (None, None))
+            length = jnp.linalg.norm(base.kernel.get_value().astype(jnp.float32), axis=0)
             self.lora_magnitude = nnx.LoRAParam(length, axes=(axes[1],))
         self.spec = spec
 
@@ -132,8 +128,7 @@ class LoRALinear(Linear):
         weight = self.weight
         whole = weight.dense() if weight.factor is None else weight.dense() * weight.factor
         layer = self.base()
-        layer.kernel = nnx.clone(self.kernel)
-        layer.kernel.set_value(whole.astype(self.kernel.get_value().dtype))
+        layer.kernel = plain_matrix(self.kernel, whole)
         return layer
 
     def base(self) -> Linear:
@@ -162,11 +157,11 @@ class LoRAEmbed(Embed):
 
     def merged(self) -> Embed:
         """The embedding without an adapter, its table changed."""
-        table = self.embedding.get_value()
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
-        layer.embedding = nnx.clone(self.embedding)
-        layer.embedding.set_value((table + change).astype(table.dtype))
+        layer.embedding = plain_matrix(
+            self.embedding, self.embedding.get_value().astype(jnp.float32) + change
+        )
         return layer
 
     def base(self) -> Embed:
@@ -174,11 +169,74 @@ class LoRAEmbed(Embed):
         return plain(Embed, self)
 
 
+class LoRAExperts(ExpertLinear):
+    """The linear layers of all experts, each with an adapter of its own: A [e, i, r], B [e, r, o].
+
+    Raises:
+        ConfigError: the specification has dropout or DoRA, which PEFT has not for experts either.
+    """
+
+    def __init__(self, base: ExpertLinear, spec: LoraSpec, key: jax.Array):
+        for name, value in (("dropout", spec.dropout), ("dora", spec.dora)):
+            if value:
+                raise ConfigError(
+                    f"{name} is for linear layers; leave experts out of its targets, or {name} out"
+                )
+        adopt(self, base)
+        self.lora_a, self.lora_b = fresh(base.kernel, spec.rank, key)
+        self.spec = spec
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """With the scale in B."""
+        arrays = super().arrays()
+        return {**arrays, "lora_b": arrays["lora_b"] * self.spec.scale}
+
+    def merged(self) -> ExpertLinear:
+        """The layers without adapters, their kernels changed."""
+        change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
+        layer = self.base()
+        layer.kernel = plain_matrix(
+            self.kernel, self.kernel.get_value().astype(jnp.float32) + change
+        )
+        return layer
+
+    def base(self) -> ExpertLinear:
+        """The layers without their adapters."""
+        return plain(ExpertLinear, self)
+
+
+#: A layer with an adapter: it has `lora_a`, `lora_b` and `spec`, and knows itself `merged()` and as
+#: its `base()`.
+AdaptedLayer = LoRALinear | LoRAEmbed | LoRAExperts
+
 #: What can have an adapter -> the layer that it becomes.
-ADAPTED: dict[type[nnx.Module], type[LoRALinear] | type[LoRAEmbed]] = {
+ADAPTED: dict[type[nnx.Module], type[AdaptedLayer]] = {
     Linear: LoRALinear,
     Embed: LoRAEmbed,
+    ExpertLinear: LoRAExperts,
 }
+
+
+def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
+    """A and B of a kernel [*experts, i, o]; B is zero."""
+    *leading, inputs, outputs = kernel.get_value().shape
+    *before, of_inputs, of_outputs = kernel.get_metadata().get("axes", (None, None))
+    # As torch initialises a linear layer, which is what PEFT does.
+    bound = inputs**-0.5
+    a = jax.random.uniform(key, (*leading, inputs, rank), jnp.float32, -bound, bound)
+    b = jnp.zeros((*leading, rank, outputs))
+    return (
+        nnx.LoRAParam(a, axes=(*before, of_inputs, None)),
+        nnx.LoRAParam(b, axes=(*before, None, of_outputs)),
+    )
+
+
+def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Variable:
+    """A parameter with another value, in the place of one that may be quantized."""
+    value = value.astype(old.get_value().dtype)
+    if isinstance(old, nnx.Param):
+        return old.replace(value)
+    return nnx.Param(value, axes=old.get_metadata().get("axes"))
 
 
 def adopt(new: Any, old: nnx.Module) -> Any:
@@ -193,5 +251,5 @@ def plain(cls: type[Any], adapted: nnx.Module) -> Any:
     """A layer of class `cls` with the variables of an adapted one."""
     # Its constructor would make new ones, so the layer is made without.
     new: Any = nnx.Module()
-    new.__class__ = cls
+    object.__setattr__(new, "__class__", cls)  # not an attribute in the eyes of nnx
     return adopt(new, adapted)

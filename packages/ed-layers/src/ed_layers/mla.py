@@ -9,7 +9,7 @@ of a head's value (`v_head_dim`), a numbers of a compressed query (`q_lora_rank`
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,9 @@ class LatentAttention(nnx.Module):
         indexer: chooses the keys that a query sees (DeepSeek-V3.2).
     """
 
+    #: Layers that are called on something else than the tokens of a batch: its matrix is absorbed.
+    without_tokens: ClassVar[tuple[str, ...]] = ("kv_b_proj",)
+
     def __init__(
         self,
         parts: Parts,
@@ -80,6 +83,8 @@ class LatentAttention(nnx.Module):
         self.kv_a_proj_with_mqa = parts.linear(d, rank + turned, axes=("embed", None), bias=bias)
         self.kv_a_layernorm = parts.norm(rank, eps=norm_eps)
         self.kv_b_proj = parts.linear(rank, h * (plain + v), axes=("embed", "heads"))
+        # `expansion` takes its matrix apart from any latent: so no format may quantize latents.
+        self.kv_b_proj.absorbed = True
         self.o_proj = parts.linear(h * v, d, axes=("heads", "embed"), bias=bias)
         self.heads, self.rank, self.plain, self.turned = h, rank, plain, turned
         self.interleaved = interleaved

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from ed_infra import paths
+from ed_infra.errors import ConfigError
+from ed_infra.paths import Run
 from ed_infra.rules import Rules
 from flax import nnx
 
@@ -44,7 +46,7 @@ def transform(
         of: only modules of this class, or of one of these, are matched (`Linear`).
 
     Raises:
-        ConfigError: a rule matches no module of the class.
+        ConfigError: a rule matches no module of the class, or a replacement refuses a module.
     """
     graphdef, state = nnx.split(model)
     model = nnx.merge(graphdef, state)
@@ -55,8 +57,13 @@ def transform(
     for path, module in list(_modules(model, of)):
         replace = rules.at(path)
         if replace is not None:
-            keys = [_key_of(key, name) for name in paths.canonical(path)]
-            _put(model, path, _replaced(module, replace, keys, stacked=paths.is_stacked(path)))
+            names = paths.canonical(path)
+            keys = [_key_of(key, name) for name in names]
+            try:
+                module = _replaced(module, replace, keys, stacked=paths.is_stacked(path))
+            except ConfigError as error:
+                raise ConfigError(f"{names[0]}: {error}") from None
+            _put(model, path, module)
     rules.check_used()
     return model
 
@@ -102,9 +109,34 @@ def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> None:
                     hit = rules.match(name)
                     kind.append((inner, id(hit[1]) if hit else None))
         kinds.append(tuple(kind))
+    if not hasattr(stack, "uncut"):
+        stack.uncut = stack.runs
     stack.to_layout("leaves")
     stack.runs = runs_of(kinds)
     stack.to_layout("stacked")
+
+
+def rejoin(model: nnx.Module) -> None:
+    """Join runs that rules have cut, in place, as far as their layers are equal again."""
+    for _, stack in _stacks(model):
+        if stack.layout != "stacked" or not hasattr(stack, "uncut"):
+            continue
+        stack.to_layout("leaves")
+        kinds: list[object] = []
+        for layer in range(stack.num_layers):
+            graphdef, state = nnx.split(getattr(stack, f"layer_{layer}"))
+            shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+            kinds.append((_place(stack.uncut, layer), graphdef, shapes))
+        stack.runs = runs_of(kinds)
+        stack.to_layout("stacked")
+        if stack.runs == stack.uncut:
+            del stack.uncut
+
+
+def _place(runs: tuple[Run, ...], layer: int) -> tuple[int, int]:
+    """The run of a layer, by its first layer, and the place in the run's period."""
+    run = next(run for run in runs if run.start <= layer < run.start + run.count)
+    return run.start, (layer - run.start) % run.period
 
 
 def _replaced(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import re
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,12 +13,13 @@ from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import LoraSpec
 from ed_layers.linear import Linear
-from ed_layers.lora import ADAPTED, LoRAEmbed, LoRALinear
-from ed_layers.transform import Replace, transform
+from ed_layers.lora import ADAPTED, AdaptedLayer, LoRAEmbed
+from ed_layers.quantization.model import QuantParam, matrix_of
+from ed_layers.quantization.qarray import QArray
+from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
 
 M = TypeVar("M", bound=nnx.Module)
-ModelT = TypeVar("ModelT", bound="EasyAdapterMixin")
 
 #: What an adapter is put on where a specification names no targets: as PEFT's "all-linear".
 ALL_LINEAR = r"^(?!lm_head$|score$)"
@@ -66,12 +67,15 @@ def _adapted(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
     return adapted(cast(Any, module), spec, key)
 
 
-def merge_lora(model: M) -> M:
+def merge_lora(model: M, *, dequantize: bool = False) -> M:
     """Return a copy of a model with the change of its adapters in its weights; they are gone.
 
+    Args:
+        dequantize: quantized matrices that have adapters become plain ones.
+
     Raises:
-        ConfigError: the model has no adapters, or its embedding has one and is also its head, which
-            has none.
+        ConfigError: the model has no adapters; a matrix that has one is quantized; or its embedding
+            has one and is also its head, which has none.
     """
     tied = getattr(model, "is_tied", False)
     if tied and any(isinstance(layer, LoRAEmbed) for _, layer in lora_layers(model)):
@@ -79,7 +83,25 @@ def merge_lora(model: M) -> M:
             "the embedding has an adapter, and the head is the same matrix without one: merged "
             "they would be two; load the base with config_kwargs={'tie_word_embeddings': False}"
         )
+    quantized = [
+        variable.get_value()
+        for _, layer in lora_layers(model)
+        if isinstance(variable := matrix_of(layer)[1], QuantParam)
+    ]
+    if quantized and not dequantize:
+        now, then = (sum(sizes) / 2**20 for sizes in zip(*map(_sizes, quantized), strict=True))
+        raise ConfigError(
+            f"matrices with adapters are quantized ({quantized[0].format}), and merged they would "
+            "have to be rounded to such codes again, in which most of what an adapter learned is "
+            f"lost: merge with dequantize=True, which makes them plain ({then:.1f} MiB instead of "
+            f"{now:.1f}), or leave the adapter beside them"
+        )
     return _every(model, lambda layer, _key: layer.merged())
+
+
+def _sizes(matrix: QArray) -> tuple[int, int]:
+    """Bytes of a quantized matrix, and of the plain one."""
+    return matrix.nbytes, math.prod(matrix.shape) * matrix.dtype.itemsize
 
 
 def remove_lora(model: M) -> M:
@@ -92,10 +114,10 @@ def has_lora(model: object) -> bool:
     return next(lora_layers(model), None) is not None
 
 
-def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], LoRALinear | LoRAEmbed]]:
+def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], AdaptedLayer]]:
     """Storage paths and layers that have an adapter."""
     for path, node in nnx.iter_modules(cast(nnx.Module, model)):
-        if isinstance(node, LoRALinear | LoRAEmbed):
+        if isinstance(node, AdaptedLayer):
             yield path, node
 
 
@@ -103,39 +125,8 @@ def _every(model: M, replace: Any) -> M:
     if not has_lora(model):
         raise ConfigError("the model has no adapters")
     rules: Rules[Replace] = Rules([("", replace)], kind="LoRA target")
-    return transform(model, rules, of=(LoRALinear, LoRAEmbed))
-
-
-class EasyAdapterMixin(nnx.Module):
-    """Adds low-rank adapters to a model; each method returns another model, sharded as this one."""
-
-    @abstractmethod
-    def shard_model(self: ModelT) -> ModelT:
-        """Place every parameter on the mesh."""
-
-    def apply_lora(
-        self: ModelT, spec: LoraSpec | Mapping[LoraSpec, list[str]], *, seed: int = 0
-    ) -> ModelT:
-        """Put adapters on layers; see `apply_lora`. They alone learn from then on."""
-        return apply_lora(self, spec, key=jax.random.key(seed)).shard_model()
-
-    def apply_lora_to_layers(
-        self: ModelT, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
-    ) -> ModelT:
-        """Put adapters of a rank on the layers whose canonical names a pattern matches.
-
-        Args:
-            lora_rank: r; the scale is 1.
-            lora_pattern: regular expression; None = every linear layer but the head.
-            seed: of the random numbers.
-        """
-        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
-
-    def unwrap_lora_to_layers(self: ModelT) -> ModelT:
-        """Merge the adapters into the weights; see `merge_lora`."""
-        return merge_lora(self).shard_model()
-
-    @property
-    def lora_is_enabled(self) -> bool:
-        """Whether layers have adapters."""
-        return has_lora(self)
+    plain = transform(model, rules, of=tuple(ADAPTED.values()))
+    rejoin(plain)
+    # Adapters that wait under a name were made for the weights before.
+    vars(plain).pop("named_adapters", None)
+    return plain

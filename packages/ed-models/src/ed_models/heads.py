@@ -126,8 +126,9 @@ class CausalLM(Headed):
     def head(self) -> Head:
         """The head as one value: what losses and scoring take."""
         if self.is_tied:
-            table = self.model.embed_tokens.embedding.get_value()
-            return Head(Transposed(table), precision=self.precision)
+            table = self.model.embed_tokens.table
+            weight = Transposed(table) if isinstance(table, jax.Array) else table.T
+            return Head(weight, precision=self.precision)
         bias = self.lm_head.bias.get_value() if self.head_bias else None
         return Head(self.lm_head.weight, bias, precision=self.precision)
 

@@ -92,6 +92,7 @@ def layer_context(
         rope=tables,
         mask_info=mask_info,
         ragged=ragged,
+        adapter_ids=None if ragged is None else ragged.adapter_of_token(),
         key=key,
         mode=mode,
         config=config,

@@ -17,18 +17,24 @@ from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
-from ed_models.adapters import EasyAdapterMixin
 from ed_models.bridge import EasyBridgeMixin
 from ed_models.caches import EasyCacheMixin
 from ed_models.checkpoints.loading import float_dtype
 from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.named_adapters import EasyAdapterMixin
+from ed_models.quantized import EasyQuantizationMixin
 from ed_models.weights import Rule
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
 
 class EasyDeLBaseModule(
-    EasyGenerationMixin, EasyBridgeMixin, EasyCacheMixin, EasyAdapterMixin, nnx.Module
+    EasyGenerationMixin,
+    EasyBridgeMixin,
+    EasyCacheMixin,
+    EasyAdapterMixin,
+    EasyQuantizationMixin,
+    nnx.Module,
 ):
     """A model: a config, parameters, and one `__call__`.
 

@@ -1,37 +1,39 @@
 """Adapter files in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-A matrix of the checkpoint may be several of ours (queries, keys and values in one), and the other
-way round its blocks may alternate; the family's `WEIGHTS` say how, for adapters as for weights.
-Layers of ours that are one matrix there share its A when a file is read. When one is written whose
-layers have learned different A, they stand one under another, and its rank is their sum.
-
-Legend: i in features, o out features, r rank.
+Which matrix of transformers' model is which of ours, `ed_models.peft_layout` knows.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from ed_infra import paths
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.specs import LoraSpec
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ed_models.adapters import M, apply_lora, lora_layers
+from ed_models.adapter_values import LayerAdapter, M, adapter_of, put_adapter
 from ed_models.checkpoints.checks import ADAPTER_NAME
-from ed_models.checkpoints.loading import weight_map
-from ed_models.checkpoints.weight_map import WeightMap
+from ed_models.peft_layout import (
+    EXPERT_PARAMETERS,
+    Matrix,
+    joined,
+    matrices_of,
+    packed,
+    parted,
+    unpacked,
+)
 
 CONFIG, TENSORS = ADAPTER_NAME, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_INNER = "base_layer"  # a wrapper of PEFT's within another one
 _LINEAR = ("lora_A.weight", "lora_B.weight")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 _MAGNITUDE = "lora_magnitude_vector"
@@ -41,7 +43,6 @@ _LISTED = 10
 _UNUSED: dict[str, object] = {
     "bias": "none",
     "modules_to_save": None,
-    "target_parameters": None,
     "layers_pattern": None,
     "layer_replication": None,
     "lora_bias": False,
@@ -50,24 +51,8 @@ _UNUSED: dict[str, object] = {
 }
 
 
-class Adapted(Protocol):
-    """A model, as far as adapter files go."""
-
-    config: EasyDeLBaseConfig
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of one layer of ours, as numpy: a [i, r], b [r, o], magnitude [o] or None."""
-
-    spec: LoraSpec
-    a: np.ndarray
-    b: np.ndarray
-    magnitude: np.ndarray | None = None
-
-
 def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) -> None:
-    """Write the adapters of a model; PEFT loads them onto the base model.
+    """Write the adapter that a model has on its layers; PEFT loads it onto the base model.
 
     Args:
         model: with adapters, from `apply_lora`.
@@ -75,27 +60,52 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
         base: id or directory of the base model, for `base_model_name_or_path`.
 
     Raises:
-        ConfigError: the model has no adapters, or its checkpoint has no place for one.
+        ConfigError: the model has no adapters, or transformers' model has no place for one.
     """
-    adapters = dict(_adapters_of(model))
-    if not adapters:
+    adapter = adapter_of(model)
+    if not adapter:
         raise ConfigError("the model has no adapters; save_pretrained writes its weights")
-    weights = _base_map(model)
+    matrices = matrices_of(model)
+    touched = {
+        name: matrix
+        for name, matrix in matrices.items()
+        if any(piece.ours in adapter for piece in matrix.pieces)
+    }
+    placed = {piece.ours for matrix in touched.values() for piece in matrix.pieces}
+    if homeless := sorted(adapter.keys() - placed):
+        raise ConfigError(
+            f"PEFT's layout has no place for adapters of {', '.join(homeless[:_LISTED])}: "
+            "transformers' model has no such matrix; merge them (unwrap_lora_to_layers) and save "
+            "the model"
+        )
+    keys = _keys(touched)
     tensors: dict[str, np.ndarray] = {}
     specs: dict[str, LoraSpec] = {}
-    for theirs in sorted({piece.hf for name in adapters for piece in weights.by_ours[name]}):
-        module = theirs.removesuffix(".weight")
-        specs[module], parts = _written(theirs, weights, adapters)
-        tensors |= {f"{_PREFIX}{module}.{name}": value for name, value in parts.items()}
+    for name, matrix in touched.items():
+        specs[name], whole = joined(matrix, adapter)
+        kinds = _EMBEDDING if matrix.is_embedding else _LINEAR
+        for kind, value in zip(kinds, packed(matrix, whole.a, whole.b), strict=True):
+            tensors[f"{_PREFIX}{keys[name]}.{kind}"] = value
+        if whole.magnitude is not None:
+            tensors[f"{_PREFIX}{keys[name]}.{_MAGNITUDE}"] = whole.magnitude
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
-    settings = _settings(specs, weights, base)
+    settings = _settings(specs, touched, matrices, base)
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def load_adapter(model: M, directory: str | Path) -> M:
-    """Return a copy of a model with the adapters of a directory in PEFT's layout.
+    """Return a copy of a model with the adapter of a directory on its layers.
+
+    Raises:
+        CheckpointError, ConfigError: see `read_adapter`; or the model has adapters on its layers.
+    """
+    return put_adapter(model, read_adapter(model, directory))
+
+
+def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAdapter]:
+    """Read an adapter in PEFT's layout that was made for a model; its arrays are not touched.
 
     Raises:
         CheckpointError: a file is missing or broken, or the adapter was made for another model:
@@ -108,99 +118,56 @@ def load_adapter(model: M, directory: str | Path) -> M:
         tensors = load_file(directory / TENSORS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / TENSORS} cannot be read: {error}") from error
-    adapters = _ours(_by_module(tensors, directory), settings, _base_map(model), directory)
-    by_spec: dict[LoraSpec, list[str]] = {}
-    for name, adapter in adapters.items():
-        by_spec.setdefault(adapter.spec, []).append(name.rpartition(".")[0])
-    adapted = apply_lora(model, by_spec)
-    for path, layer in lora_layers(adapted):
-        names = [f"{name}.{_kernel(layer)}" for name in paths.canonical(paths.normalize(path))]
-        stacked = paths.is_stacked(paths.normalize(path))
-        for field in ("a", "b", "magnitude"):
-            values = [getattr(adapters[name], field) for name in names]
-            if values[0] is not None:
-                variable = getattr(layer, f"lora_{field}")
-                variable.set_value(np.stack(values) if stacked else values[0])
-    return adapted
+    return _ours(_by_module(tensors, directory), settings, model, directory)
 
 
 # Ours -> theirs.
 
 
-def _adapters_of(model: Any) -> Iterator[tuple[str, Adapter]]:
-    """Canonical name of each adapted matrix, and its adapter."""
-    for path, layer in lora_layers(model):
-        path = paths.normalize(path)
-        stacked = paths.is_stacked(path)
-        for i, name in enumerate(paths.canonical(path)):
-
-            def read(field: str, i: int = i, layer: Any = layer, stacked: bool = stacked):
-                value = np.asarray(getattr(layer, f"lora_{field}").get_value(), np.float32)
-                return value[i] if stacked else value
-
-            magnitude = read("magnitude") if layer.spec.dora else None
-            yield (
-                f"{name}.{_kernel(layer)}",
-                Adapter(layer.spec, read("a"), read("b"), magnitude),
-            )
+def _keys(matrices: Mapping[str, Matrix]) -> dict[str, str]:
+    """The name of each matrix's wrapper: several parameters of one module lie in each other."""
+    order: dict[str, list[str]] = {}
+    for matrix in sorted(matrices.values(), key=_depth):
+        if matrix.parameter is not None:
+            order.setdefault(matrix.module, []).append(matrix.parameter)
+    keys = {}
+    for name, matrix in matrices.items():
+        inside = 0
+        if matrix.parameter is not None:
+            inside = order[matrix.module].index(matrix.parameter)
+        keys[name] = matrix.module + f".{_INNER}" * inside
+    return keys
 
 
-def _written(
-    theirs: str, weights: WeightMap, adapters: Mapping[str, Adapter]
-) -> tuple[LoraSpec, dict[str, np.ndarray]]:
-    """The adapter of one of their matrices, made of those of ours that lie in it."""
-    sources = list(dict.fromkeys(p.ours for p in weights.by_hf[theirs] if p.ours in adapters))
-    parts = [adapters[name] for name in sources]
-    shared = all(np.array_equal(part.a, parts[0].a) for part in parts)
-    ranks = [part.spec.rank for part in parts]
-    rank = ranks[0] if shared else sum(ranks)
-    starts = [0] * len(parts) if shared else [sum(ranks[:i]) for i in range(len(parts))]
-    # The scale is one number of the layer: a larger rank has an alpha that keeps it.
-    spec = parts[0].spec
-    factor = rank**0.5 if spec.rslora else rank
-    spec = replace(spec, rank=rank, alpha=spec.scale * factor)
-    embedding = sources[0].endswith(".embedding")
-    rows, columns = weights.hf_shapes[theirs]
-    if _is_transposed(theirs, weights):
-        rows, columns = columns, rows
-    if embedding:
-        a = np.zeros((rank, rows), np.float32)
-        for piece in weights.by_hf[theirs]:
-            a[:, _slice(piece.hf_region[0])] = parts[0].a.T[:, _slice(piece.our_region[0])]
-        return spec, dict(zip(_EMBEDDING, (a, np.ascontiguousarray(parts[0].b.T)), strict=True))
-    a = parts[0].a if shared else np.concatenate([part.a for part in parts], axis=1)
-    b = np.zeros((rows, rank), np.float32)
-    magnitude = np.zeros(rows, np.float32)
-    for piece in weights.by_hf[theirs]:
-        if piece.ours not in adapters:
-            continue
-        at = sources.index(piece.ours)
-        outputs = _outputs(piece, columns)
-        taken = _slice(piece.our_region[1])
-        b[outputs, starts[at] : starts[at] + ranks[at]] = parts[at].b.T[taken]
-        learned = parts[at].magnitude
-        if learned is not None:
-            magnitude[outputs] = learned[taken]
-    written: dict[str, np.ndarray] = {_LINEAR[0]: np.ascontiguousarray(a.T), _LINEAR[1]: b}
-    if spec.dora:
-        if len(sources) < len({p.ours for p in weights.by_hf[theirs]}):
-            raise ConfigError(f"{theirs!r} has parts without an adapter; dora needs all of them")
-        written[_MAGNITUDE] = magnitude
-    return spec, written
+def _depth(matrix: Matrix) -> int:
+    """Number of the wrapper of an expert parameter, from the outer one."""
+    if matrix.parameter not in EXPERT_PARAMETERS:
+        return 0
+    return -EXPERT_PARAMETERS.index(matrix.parameter)
 
 
 def _settings(
-    specs: Mapping[str, LoraSpec], weights: WeightMap, base: str | None
+    specs: Mapping[str, LoraSpec],
+    touched: Mapping[str, Matrix],
+    matrices: Mapping[str, Matrix],
+    base: str | None,
 ) -> dict[str, object]:
     """The text of adapter_config.json."""
     first = next(iter(specs.values()))
-    matrices = [
-        name.removesuffix(".weight")
-        for name, shape in weights.hf_shapes.items()
-        if name.endswith(".weight") and len(shape) == 2
-    ]
-    ends = sorted({name.rpartition(".")[2] for name in specs})
-    all_of_them = all(name in specs for name in matrices if name.rpartition(".")[2] in ends)
+
+    def targets(parameters: bool) -> list[str]:
+        """The last parts of the names where those say it, else the names."""
+        chosen = [n for n, m in touched.items() if (m.parameter is not None) == parameters]
+        parts = 2 if parameters else 1
+        ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
+        alike = [
+            name
+            for name, m in matrices.items()
+            if (m.parameter is not None) == parameters
+            and ".".join(name.split(".")[-parts:]) in ends
+        ]
+        return ends if set(alike) == set(chosen) else sorted(chosen)
+
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -213,7 +180,8 @@ def _settings(
         "use_dora": first.dora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": ends if all_of_them else sorted(specs),
+        "target_modules": targets(False),
+        "target_parameters": targets(True) or None,
         "rank_pattern": {n: s.rank for n, s in specs.items() if s.rank != first.rank},
         "alpha_pattern": {n: s.alpha for n, s in specs.items() if s.alpha != first.alpha},
     }
@@ -248,7 +216,7 @@ def _by_module(
     modules: dict[str, dict[str, np.ndarray]] = {}
     for name, value in tensors.items():
         for kind in (*_LINEAR, *_EMBEDDING, _MAGNITUDE):
-            if name.endswith(".base_layer.weight"):  # a copy of the base that PEFT may add
+            if name.endswith(f".{_INNER}.weight"):  # a copy of the base that PEFT may add
                 break
             if name.startswith(_PREFIX) and name.endswith(f".{kind}"):
                 module = name[len(_PREFIX) : -len(kind) - 1]
@@ -262,49 +230,49 @@ def _by_module(
 def _ours(
     modules: Mapping[str, Mapping[str, np.ndarray]],
     settings: Mapping[str, Any],
-    weights: WeightMap,
+    model: nnx.Module,
     directory: Path,
-) -> dict[str, Adapter]:
+) -> dict[str, LayerAdapter]:
     """The adapter of each of our matrices."""
-    adapters: dict[str, Adapter] = {}
+    matrices = matrices_of(model)
+    shapes = dict(_shapes(model))
+    named = set(settings.get("target_parameters") or ())
+    touched = {
+        name: matrix
+        for name, matrix in matrices.items()
+        if matrix.parameter is None or any(f".{name}".endswith(f".{end}") for end in named)
+    }
+    by_key = {key: touched[name] for name, key in _keys(touched).items()}
+    adapter: dict[str, LayerAdapter] = {}
     wrong: list[str] = []
     for module, parts in modules.items():
-        theirs = f"{module}.weight"
-        if theirs not in weights.by_hf:
-            wrong.append(f"{module}: no such module{did_you_mean(theirs, weights.by_hf)}")
+        matrix = by_key.get(module)
+        if matrix is None:
+            wrong.append(f"{module}: no such module{did_you_mean(module, by_key)}")
             continue
-        embedding = _EMBEDDING[0] in parts
-        kinds = _EMBEDDING if embedding else _LINEAR
+        kinds = _EMBEDDING if matrix.is_embedding else _LINEAR
         if not all(kind in parts for kind in kinds):
             wrong.append(f"{module}: {' and '.join(kinds)} belong together")
             continue
         a, b = (parts[kind] for kind in kinds)
-        shape = weights.hf_shapes[theirs]
-        if embedding or _is_transposed(theirs, weights):
-            shape = shape[::-1]
-        if (b.shape[0], a.shape[1]) != shape or a.shape[0] != b.shape[1]:
+        ours = unpacked(matrix, a, b)
+        if ours is None:
+            inputs, outputs = matrix.sizes
+            of = "" if matrix.experts is None else f" of {matrix.experts} experts"
             wrong.append(
                 f"{module}: A {list(a.shape)} and B {list(b.shape)} do not fit [o, i] = "
-                f"{list(shape)}"
+                f"{[outputs, inputs]}{of}"
             )
             continue
-        spec = _spec(module, a.shape[0], settings)
-        for piece in weights.by_hf[theirs]:
-            if embedding:
-                rows = a.T[_slice(piece.hf_region[0])]
-                adapters[piece.ours] = Adapter(spec, rows, b.T)
+        spec = _spec(matrix.name, ours[0].shape[-1], settings)
+        magnitude = None
+        if spec.dora:
+            magnitude = parts.get(_MAGNITUDE)
+            if magnitude is None or magnitude.shape != (matrix.sizes[1],):
+                got = "missing" if magnitude is None else f"{list(magnitude.shape)}"
+                wrong.append(f"{module}: {_MAGNITUDE} is {got}, not [{matrix.sizes[1]}]")
                 continue
-            outputs = _outputs(piece, shape[1])
-            whole = adapters.get(piece.ours)
-            if whole is None:
-                columns = weights.shapes[piece.ours][1]
-                magnitude = np.zeros(columns, np.float32) if spec.dora else None
-                empty = np.zeros((a.shape[0], columns), np.float32)
-                whole = adapters[piece.ours] = Adapter(spec, a.T, empty, magnitude)
-            taken = _slice(piece.our_region[1])
-            whole.b[:, taken] = b.T[:, outputs]
-            if whole.magnitude is not None:
-                whole.magnitude[taken] = parts[_MAGNITUDE][outputs]
+        adapter |= parted(matrix, LayerAdapter(spec, *ours, magnitude), shapes)
     if wrong:
         listed = "\n  ".join(wrong[:_LISTED])
         if len(wrong) > _LISTED:
@@ -312,15 +280,26 @@ def _ours(
         raise CheckpointError(
             f"the adapter in {directory} was made for another model than this one:\n  {listed}"
         )
-    return adapters
+    if not adapter:
+        raise CheckpointError(f"{directory / TENSORS} holds no adapter of any layer")
+    return adapter
 
 
-def _spec(module: str, rank: int, settings: Mapping[str, Any]) -> LoraSpec:
-    """Rank and scale of one module; patterns of names come before the setting of all."""
+def _shapes(model: nnx.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Canonical names and shapes of the variables of each layer."""
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        shape = variable.get_value().shape
+        for name in paths.canonical(path):
+            yield name, shape[1:] if paths.is_stacked(path) else shape
+
+
+def _spec(name: str, rank: int, settings: Mapping[str, Any]) -> LoraSpec:
+    """Rank and scale of one matrix; patterns of names come before the setting of all."""
     alpha = settings.get("lora_alpha", rank)
     for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if module == pattern or module.endswith(f".{pattern}"):
+        if re.match(rf"(.*\.)?({pattern})$", name):
             alpha = value
+            break
     return LoraSpec(
         rank=rank,
         alpha=alpha,
@@ -328,37 +307,3 @@ def _spec(module: str, rank: int, settings: Mapping[str, Any]) -> LoraSpec:
         rslora=bool(settings.get("use_rslora")),
         dora=bool(settings.get("use_dora")),
     )
-
-
-# Where our matrices lie in theirs.
-
-
-def _base_map(model: Any) -> WeightMap:
-    """The weight map of the model without adapters."""
-    base = nnx.state(model, lambda path, variable: not isinstance(variable, nnx.LoRAParam))
-    return weight_map(type(model), base, model.config)
-
-
-def _is_transposed(theirs: str, weights: WeightMap) -> bool:
-    """Whether a matrix of theirs is [i, o], as GPT-2's `Conv1D` has it."""
-    piece = weights.by_hf[theirs][0]
-    return piece.ours.endswith(".kernel") and piece.perm == (0, 1)
-
-
-def _outputs(piece: Any, inputs: int) -> slice:
-    """Which outputs of theirs a block of ours is."""
-    if len(piece.perm) != 2 or len(piece.hf_region[piece.perm[0]]) != inputs:
-        raise ConfigError(
-            f"{piece.ours!r} is a part of {piece.hf!r} which has not all of its inputs; PEFT's "
-            "layout has no place for its adapter"
-        )
-    return _slice(piece.hf_region[piece.perm[1]])
-
-
-def _slice(positions: Any) -> slice:
-    return slice(positions.start, positions.stop, positions.step)
-
-
-def _kernel(layer: nnx.Module) -> str:
-    """Name of the matrix of an adapted layer."""
-    return "kernel" if hasattr(layer, "kernel") else "embedding"

@@ -171,6 +171,9 @@ class TrainingArguments(Options):
     """Checkpoints that are kept, counted from the newest; None keeps all."""
     do_last_save: bool = True
     """Save a checkpoint and the model, in Hugging Face layout, when training ends."""
+    merge_adapters: Flag | None = None
+    """Whether the model that is saved at the end has its adapters merged into its weights. None:
+    where these are not quantized. True dequantizes them for it; False leaves the adapters alone."""
     resume_if_possible: bool = True
     """Go on from the newest checkpoint in `save_directory`; False moves what is there aside."""
 

@@ -20,7 +20,7 @@ from ed_trainers.contract import Method
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
 from ed_trainers.interrupt import StopRequest
-from ed_trainers.metrics import MetricsLog
+from ed_trainers.metrics import RECORD, MetricsLog
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
@@ -28,7 +28,7 @@ from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 
-CHECKPOINTS, RECORD, TENSORBOARD, MODEL = "checkpoints", "metrics.jsonl", "tensorboard", "model"
+CHECKPOINTS, TENSORBOARD, MODEL = "checkpoints", "tensorboard", "model"
 
 
 class TrainingDiverged(EasyDeLError):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+#: The record's file in the directory of a run.
+RECORD = "metrics.jsonl"
+
 # Keys of a row that are not curves.
 _NOT_CURVES = ("step", "time")
 

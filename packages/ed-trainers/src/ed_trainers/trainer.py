@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
+from ed_layers.quantization.model import dequantize, is_quantized
 from ed_models.adapters import has_lora, merge_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -21,8 +22,10 @@ from ed_trainers.contract import Batch, Frozen, Loss, Method, Models
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.loop import Job, TrainingLoop
+from ed_trainers.metrics import RECORD
 from ed_trainers.optimizers import check_rules
 from ed_trainers.placement import Placement, place_model
+from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 
@@ -214,6 +217,8 @@ class Trainer(ABC):
                 self.adopt(state)
             self._loop = None
         directory = Path(self.arguments.save_directory)
+        if jax.process_index() == 0 and (directory / RECORD).is_file():
+            write_report(directory)
         return TrainerOutput(save_directory=directory, **outcome)
 
     def evaluate(self) -> dict[str, float]:
@@ -244,13 +249,24 @@ class Trainer(ABC):
     def save_model(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face layout.
 
-        Adapters are merged into the model, and stand alone in the folder `adapter` beside it.
+        Adapters are written to the folder `adapter` beside it, and merged into the model as the
+        argument `merge_adapters` says; where they are not, they are all that is written.
         """
-        model = self.model
+        model: Any = self.model
+        directory = Path(directory)
         if has_lora(model):
-            model.save_pretrained(Path(directory).parent / ADAPTER)
-            model = merge_lora(cast(Any, model))
+            adapter = directory.parent / ADAPTER
+            model.save_pretrained(adapter)
+            merges = self.arguments.merge_adapters
+            if not (not is_quantized(model) if merges is None else merges):
+                return self._save_tokenizer(adapter)
+            if is_quantized(model):
+                model = dequantize(model)
+            model = merge_lora(model)
         model.save_pretrained(directory)
+        self._save_tokenizer(directory)
+
+    def _save_tokenizer(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
             self.processing_class.save_pretrained(directory)
 

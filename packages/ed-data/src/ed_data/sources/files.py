@@ -14,7 +14,7 @@ import fsspec
 
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.inform import Inform
+from ed_data.inform import COMPRESSIONS, FILE_TYPES, Inform
 from ed_data.schema import Row
 from ed_data.sources.formats import SourceFile, read_file
 from ed_data.sources.lines import START, Record, Spot
@@ -47,7 +47,9 @@ class FileSource:
         self._inform = inform
         self._cache = file_cache if isinstance(file_cache, FileCache) else FileCache(file_cache)
         self.files = [
-            file for pattern in inform.files for file in resolve_files(pattern, inform.label)
+            file
+            for pattern in inform.files
+            for file in resolve_files(pattern, inform.label, FILE_TYPES[inform.kind])
         ]
         self.shards = [file.size for file in self.files]
         #: Names and sizes: equal for a copy elsewhere.
@@ -97,8 +99,14 @@ def _wait(failures: int, cache: FileCache, error: Exception) -> None:
     time.sleep(seconds)
 
 
-def resolve_files(pattern: str, label: str) -> list[SourceFile]:
-    """Resolve a path, glob or address to its files, sorted.
+def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> list[SourceFile]:
+    """Resolve a path, glob, address or folder to its files, sorted.
+
+    Args:
+        pattern: of a folder, the files with one of the suffixes are taken, those of the folders in
+            it too, but no hidden ones.
+        label: of the inform, for messages.
+        suffixes: of files; they may be followed by that of a compression.
 
     Raises:
         DataError: the protocol is not installed, or nothing matches.
@@ -111,10 +119,14 @@ def resolve_files(pattern: str, label: str) -> list[SourceFile]:
         if any(c in path for c in _GLOB) and not fs.exists(path):
             paths = sorted(p for p in fs.glob(path) if fs.isfile(p))
         elif fs.isdir(path):
-            raise DataError(
-                f"inform {label!r}: {pattern!r} is a folder; name its files, for example "
-                f"{pattern.rstrip('/')}/*.json"
-            )
+            ends = tuple(a + b for a in suffixes for b in ("", *COMPRESSIONS))
+            inside = (p for p in fs.find(path) if "/." not in p.removeprefix(path))
+            paths = sorted(p for p in inside if p.lower().endswith(ends))
+            if not paths:
+                raise DataError(
+                    f"inform {label!r}: the folder {pattern!r} holds no file that ends with "
+                    f"{' or '.join(suffixes)}; correct type or data_files"
+                )
         else:
             paths = [path] if fs.exists(path) else []
     except OSError as error:

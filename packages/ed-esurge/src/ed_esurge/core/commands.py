@@ -5,6 +5,7 @@ Engines that execute the same commands between the same steps plan the same step
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class Add:
         priority: smaller goes first under the `priority` policy.
         prompt: the text, if it was text.
         salt: 16 bytes, or none. Pages of the prefix cache are shared within one salt only.
-        adapter: which LoRA adapter; 0 = none.
+        adapter: number of its LoRA adapter; 0 = none.
         arrival_time: on the monotonic clock of the host that took the request.
     """
 
@@ -81,4 +82,27 @@ class DropWeights:
     """Let go of the weights: no step runs before the next `UpdateWeights`."""
 
 
-Command = Add | Abort | Pause | Resume | UpdateWeights | DropWeights
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Serve a LoRA adapter under a name from the next step on.
+
+    Attributes:
+        name: what requests call it.
+        adapter: canonical names of matrices -> what they learned
+            (`ed_models.adapter_values.Adapter`, which is arrays in host memory).
+        source: where it came from, for people.
+    """
+
+    name: str
+    adapter: Mapping[str, Any]
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Let no new request use the adapter of a name; those that use it go on to their ends."""
+
+    name: str
+
+
+Command = Add | Abort | Pause | Resume | UpdateWeights | DropWeights | LoadAdapter | UnloadAdapter

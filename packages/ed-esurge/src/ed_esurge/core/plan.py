@@ -28,7 +28,7 @@ class NewSequence:
         seed: 32-bit seed of its sampling keys.
         end_token_ids: ids that may not be sampled before `min_tokens` tokens.
         bad_token_ids: token sequences that may not be generated.
-        adapter: which LoRA adapter; 0 = none.
+        adapter: number of its LoRA adapter; 0 = none.
     """
 
     request_id: str

@@ -48,7 +48,7 @@ class Request:
         seed: 32-bit seed of its sampling keys.
         bad_token_ids: token sequences that may not be generated.
         salt: what the prefix-cache keys begin with.
-        adapter: which LoRA adapter; 0 = none.
+        adapter: number of its LoRA adapter; 0 = none.
         output: generated token ids.
         num_computed: how many of `prompt + output` have keys and values in `pages`.
         pages: group -> page numbers, in order of position; see `ed_esurge.core.pages`.

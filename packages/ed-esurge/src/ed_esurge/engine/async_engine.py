@@ -10,16 +10,20 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
-from typing import Any
+from pathlib import Path
+from typing import Unpack
 
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
+from ed_models.adapter_values import Adapter
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.commands import Abort, Add, Command, UpdateWeights
-from ed_esurge.engine.intake import Params, Prompt
+from ed_esurge.core.adapters import LoadedAdapter
+from ed_esurge.core.commands import Abort, Add, Command, UnloadAdapter, UpdateWeights
+from ed_esurge.engine.adapters import loading
+from ed_esurge.engine.intake import Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -163,42 +167,34 @@ class AsyncEngine:
         prompt_token_ids: Prompt,
         sampling_params: SamplingParams,
         request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of one request, as they come. Closing the generator early aborts the request.
 
         Args:
             prompt_token_ids: token ids (text is encoded too, in the calling thread).
-            priority, cache_salt: see `eSurge.add_request`.
+            options: see `RequestOptions`.
 
         Raises:
-            ConfigError: the request can never run, or its id is in use.
+            ConfigError: the request can never run, its id is in use, or its adapter is not loaded.
             EasyDeLError: the engine has stopped or failed.
         """
-        return self._outputs(
-            prompt_token_ids, sampling_params, request_id, priority=priority, cache_salt=cache_salt
-        )
+        return self._outputs(prompt_token_ids, sampling_params, request_id, **options)
 
     async def embed(
         self,
         prompt_token_ids: Prompt,
         pooling_params: PoolingParams,
         request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """The pooled vector of one prompt; cancelling aborts the request. See `generate`."""
-        outputs = self._outputs(
-            prompt_token_ids, pooling_params, request_id, priority=priority, cache_salt=cache_salt
-        )
+        outputs = self._outputs(prompt_token_ids, pooling_params, request_id, **options)
         async with aclosing(outputs):
             return await anext(outputs)
 
     async def _outputs(
-        self, prompt: Prompt, params: Params, request_id: str, **options: Any
+        self, prompt: Prompt, params: Params, request_id: str, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[RequestOutput]:
         self._check_alive()
         add = self.engine.prepare(request_id, prompt, params, **options)
@@ -217,9 +213,26 @@ class AsyncEngine:
 
     async def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Serve other weights from the next step on; see `eSurge.update_model_weights`."""
+        await self._done(UpdateWeights(model_or_state))
+
+    async def load_lora_adapter(self, name: str, source: str | Path | nnx.Module | Adapter) -> None:
+        """Serve a LoRA adapter under a name; see `eSurge.load_lora_adapter`. Files are read in a
+        thread of their own."""
+        await self._done(await asyncio.to_thread(loading, self.engine.loop, name, source))
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Let no new request use an adapter; see `eSurge.unload_lora_adapter`."""
+        await self._done(UnloadAdapter(name))
+
+    def list_lora_adapters(self) -> list[LoadedAdapter]:
+        """The loaded adapters, in the order in which they were loaded."""
+        return self.engine.list_lora_adapters()
+
+    async def _done(self, command: Command) -> None:
+        """Wait until the engine has done what a command says."""
         self._check_alive()
         done: Future[None] = Future()
-        self._post(UpdateWeights(model_or_state), done)
+        self._post(command, done)
         await asyncio.wrap_future(done)
 
     def _check_alive(self) -> None:

@@ -6,11 +6,12 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from ed_infra.errors import ConfigError
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add
 from ed_esurge.fitting import fit
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -18,6 +19,21 @@ from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | PoolingParams
+
+
+class RequestOptions(TypedDict, total=False):
+    """How a request is queued.
+
+    Attributes:
+        priority: smaller goes first, under the `priority` policy.
+        cache_salt: pages of the prefix cache are shared among equal salts only, so that the time of
+            an answer does not tell what others asked.
+        lora_name: the loaded LoRA adapter that it uses; None = the model itself.
+    """
+
+    priority: int
+    cache_salt: str | None
+    lora_name: str | None
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -37,6 +53,7 @@ class Intake:
         eos_token_ids: tokens that end a completion.
         max_model_len, vocab_size, max_logprobs: the engine's limits.
         prompt_class: which prompts have the same keys and values for the same tokens, by length.
+        adapters: the loaded ones; None = there are never any.
     """
 
     def __init__(
@@ -49,12 +66,14 @@ class Intake:
         vocab_size: int,
         max_logprobs: int,
         prompt_class: Callable[[int], int] = lambda length: 0,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
         self.prompt_class = prompt_class
+        self.adapters = adapters or AdapterTable(0)
         # A request of many prompts brings the same words with each.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
 
@@ -66,6 +85,7 @@ class Intake:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> Add:
         """Make the command that queues a request.
 
@@ -78,6 +98,7 @@ class Intake:
             )
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise ConfigError(f"cache_salt {cache_salt!r} is no text: give one, or None")
+        adapter = 0 if lora_name is None else self.adapters.find(lora_name).number
         sampling = params if isinstance(params, SamplingParams) else None
         if sampling is not None:
             self._check(sampling)
@@ -96,7 +117,8 @@ class Intake:
             max_tokens,
             priority=priority,
             prompt=text,
-            salt=salt(0, self.prompt_class(len(ids)), cache_salt),
+            salt=salt(adapter, self.prompt_class(len(ids)), cache_salt),
+            adapter=adapter,
             arrival_time=time.monotonic(),
             **options,
         )
@@ -151,7 +173,7 @@ def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
     """What the prefix-cache keys of a request begin with: pages are shared within one salt only.
 
     Args:
-        adapter: which LoRA adapter; 0 = none.
+        adapter: number of the LoRA adapter; 0 = none.
         prompt_class: prompts of different classes have different keys for the same tokens.
         cache_salt: the user's.
     """

@@ -5,13 +5,16 @@ from __future__ import annotations
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
+from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import (
     Abort,
     Add,
     Command,
     DropWeights,
+    LoadAdapter,
     Pause,
     Resume,
+    UnloadAdapter,
     UpdateWeights,
 )
 from ed_esurge.core.plan import PlanRow
@@ -35,6 +38,7 @@ class EngineLoop:
 
     Args:
         tokenizer: None gives no text.
+        max_loras: LoRA adapters that can be loaded.
         seed: of requests that bring none.
         overlap: start the next step before the text of this one is made.
     """
@@ -45,10 +49,12 @@ class EngineLoop:
         runner: ModelRunner,
         tokenizer: Tokenizer | None,
         *,
+        max_loras: int,
         seed: int,
         overlap: bool,
     ) -> None:
         self.scheduler, self.runner = scheduler, runner
+        self.adapters = AdapterTable(max_loras)
         self.paused = False
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` gives."""
@@ -73,8 +79,8 @@ class EngineLoop:
         """Do as told, before the next step.
 
         Raises:
-            ConfigError: the id of a new request is in use, its adapter is not there, or weights do
-                not fit.
+            ConfigError: the id of a new request is in use, its adapter is not there, or weights or
+                an adapter do not fit.
         """
         match command:
             case Add():
@@ -92,18 +98,22 @@ class EngineLoop:
                 self.paused = False
             case UpdateWeights(weights, copy):
                 self._settle()
-                self.runner.replace_weights(weights, copy=copy)
+                self.runner.weights.replace(weights, copy=copy)
             case DropWeights():
                 self._settle()
-                self.runner.drop_weights()
+                self.runner.weights.drop()
+            case LoadAdapter():
+                self._load_adapter(command)
+            case UnloadAdapter(name):
+                self.adapters.remove(name)
 
     def _add(self, add: Add) -> None:
         if add.request_id in self._open:
             raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
-        if add.adapter:
+        if add.adapter and not self.adapters.knows(add.adapter):
             raise ConfigError(
-                f"request {add.request_id!r} asks for adapter {add.adapter}, but the served model "
-                "has none: leave adapter at 0"
+                f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
+                "loaded any more: load it again, or leave it out"
             )
         seeds = seeds_of(add.params, self._seed, self._arrivals)
         opened = OpenRequest.of(add, self._arrivals, seeds, self._tokenizer)
@@ -112,6 +122,16 @@ class EngineLoop:
         for name, request in opened.sequences.items():
             self._owner[name] = opened
             self.scheduler.add(request)
+
+    def _load_adapter(self, load: LoadAdapter) -> None:
+        rank = max(layer.spec.rank for layer in load.adapter.values())
+        used = {request.adapter for request in self.scheduler.requests.values()}
+        loaded = self.adapters.add(load.name, rank, load.source, used)
+        try:
+            self.runner.load_adapter(loaded.number, loaded.place, load.adapter)
+        except BaseException:
+            self.adapters.remove(load.name)
+            raise
 
     def _abort(self, request_id: str) -> None:
         opened = self._open.get(request_id)
@@ -198,7 +218,7 @@ class EngineLoop:
             EasyDeLError: they came from the weights, so that every request would end so.
         """
         self._spoilt = False
-        if not self.runner.weights_are_finite():
+        if not self.runner.weights.are_finite():
             raise EasyDeLError(
                 "the served weights are not finite numbers (NaN or infinity), so no answer is of "
                 "use: call update_model_weights(model) with others"

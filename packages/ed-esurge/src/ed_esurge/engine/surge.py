@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, Unpack
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
@@ -25,10 +25,11 @@ from ed_esurge.core.commands import (
     Resume,
     UpdateWeights,
 )
-from ed_esurge.engine.intake import Intake, Params, Prompt, as_prompts
+from ed_esurge.engine.adapters import ServesAdapters
+from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.setup import Setup
-from ed_esurge.model import eos_token_ids, served_model
+from ed_esurge.model import eos_token_ids, served_model, with_places
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -38,7 +39,7 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-class eSurge:
+class eSurge(ServesAdapters):
     """A serving engine.
 
     Args:
@@ -70,7 +71,7 @@ class eSurge:
         self.config = config
         self.tokenizer = tokenizer
         self.model_name = model_name or name_of(model)
-        model = served_model(model)
+        model = with_places(served_model(model), config)
         setup = Setup.resolve(model, config)
         runner = setup.runner()
         self.max_model_len = setup.limits.max_model_len
@@ -80,6 +81,7 @@ class eSurge:
             setup.scheduler(runner),
             runner,
             tokenizer,
+            max_loras=config.max_loras,
             seed=config.seed,
             overlap=config.overlap_execution,
         )
@@ -91,6 +93,7 @@ class eSurge:
             vocab_size=self.vocab_size,
             max_logprobs=runner.max_logprobs,
             prompt_class=runner.model.prompt_class,
+            adapters=self.loop.adapters,
         )
         self._names = itertools.count(1)
         self._lock = threading.RLock()
@@ -123,9 +126,7 @@ class eSurge:
         request_id: str,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> None:
         """Queue a request; its outputs come from `step`.
 
@@ -133,36 +134,18 @@ class eSurge:
             request_id: unique among those that are not finished.
             prompt: text, or token ids.
             params: `SamplingParams()` by default; `PoolingParams` for a vector.
-            priority: smaller goes first, under the `priority` policy.
-            cache_salt: pages of the prefix cache are shared among equal salts only, so that the
-                time of an answer does not tell what others asked.
+            options: see `RequestOptions`.
 
         Raises:
-            ConfigError: the request can never run, or its id is in use.
+            ConfigError: the request can never run, its id is in use, or its adapter is not loaded.
         """
-        self.execute(
-            self.prepare(
-                request_id,
-                prompt,
-                params or SamplingParams(),
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-        )
+        self.execute(self.prepare(request_id, prompt, params or SamplingParams(), **options))
 
     def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, request_id: str, prompt: Prompt, params: Params, **options: Unpack[RequestOptions]
     ) -> Add:
         """Check and tokenize a request without queueing it; safe in any thread."""
-        return self._intake.prepare(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt
-        )
+        return self._intake.prepare(request_id, prompt, params, **options)
 
     def execute(self, command: Command) -> None:
         """Do what a command says before the next step; see `ed_esurge.core.commands`."""
@@ -208,6 +191,7 @@ class eSurge:
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_name: str | Sequence[str | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Run prompts to their ends, all at once; any number of threads may do so.
@@ -215,6 +199,7 @@ class eSurge:
         Args:
             prompts: one prompt or many, each text or token ids.
             sampling_params: for all of them, or one each.
+            lora_name: the loaded LoRA adapter of all of them, or one each; None = no adapter.
             use_tqdm: show how many are done.
 
         Returns:
@@ -225,15 +210,19 @@ class eSurge:
             params = [sampling_params or SamplingParams()] * len(many)
         else:
             params = list(sampling_params)
-        if len(params) != len(many):
-            raise ConfigError(f"{len(many)} prompts but {len(params)} sampling parameters")
-        return self._complete(many, params, use_tqdm)
+        one = lora_name is None or isinstance(lora_name, str)
+        adapters = [lora_name] * len(many) if one else list(lora_name)
+        for name, each in (("sampling parameters", params), ("lora_name", adapters)):
+            if len(each) != len(many):
+                raise ConfigError(f"{len(many)} prompts but {len(each)} {name}")
+        return self._complete(many, params, adapters, use_tqdm)
 
     def embed(
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         pooling_params: PoolingParams | None = None,
         *,
+        lora_name: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Pool the hidden states of prompts, all at once: one vector each, in `pooled`.
@@ -241,16 +230,25 @@ class eSurge:
         Args:
             prompts: one prompt or many, each text or token ids.
             pooling_params: what to pool; default `PoolingParams()`.
+            lora_name: the loaded LoRA adapter of all of them; None = no adapter.
             use_tqdm: show how many are done.
         """
         many = as_prompts(prompts)
-        return self._complete(many, [pooling_params or PoolingParams()] * len(many), use_tqdm)
+        params = [pooling_params or PoolingParams()] * len(many)
+        return self._complete(many, params, [lora_name] * len(many), use_tqdm)
 
     def _complete(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        adapters: Sequence[str | None],
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         names = [self._name() for _ in prompts]
-        adds = [self.prepare(*args) for args in zip(names, prompts, params, strict=True)]
+        adds = [
+            self.prepare(name, prompt, own, lora_name=adapter)
+            for name, prompt, own, adapter in zip(names, prompts, params, adapters, strict=True)
+        ]
         whole: dict[str, RequestOutput] = {}
         with _bar("prompts", quiet=not use_tqdm) as bar:
             bar.total = len(names)
@@ -264,29 +262,35 @@ class eSurge:
         return [whole[name] for name in names]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[RequestOutput]:
         """Deltas of one request as they come. It is queued with the first read; leaving the loop
-        aborts it."""
-        return self._follow(
-            [self.prepare(self._name(), prompt, sampling_params or SamplingParams())]
-        )
+        aborts it. For the options see `RequestOptions`."""
+        params = sampling_params or SamplingParams()
+        return self._follow([self.prepare(self._name(), prompt, params, **options)])
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
+        *,
+        lora_name: str | None = None,
         **template: Any,
     ) -> RequestOutput:
         """Answer a conversation.
 
         Args:
             messages: `{"role": …, "content": …}`.
+            lora_name: the loaded LoRA adapter; None = no adapter.
             template: for the tokenizer's `apply_chat_template` (`tools`, …), and
                 `chat_template`: Jinja text instead of the tokenizer's own.
         """
         chat = ChatTemplate(self.tokenizer, template.pop("chat_template", None))
-        return self.generate(chat.token_ids(messages, **template), sampling_params)[0]
+        ids = chat.token_ids(messages, **template)
+        return self.generate(ids, sampling_params, lora_name=lora_name)[0]
 
     def _follow(self, adds: Sequence[Add]) -> Iterator[RequestOutput]:
         """Queue requests and step until they are done, keeping others' outputs for `step`."""

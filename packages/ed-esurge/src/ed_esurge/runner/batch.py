@@ -89,6 +89,7 @@ class Fields:
             num_seqs=part["num_seqs"][0],
             decode_only=self.shape.decodes,
             prompt_lens=row["prompt_lens"],
+            adapter_ids=row["adapter_ids"],
         )
         rows = SamplerRows(position=row["kv_lens"], **{name: row[name] for name in OF_SAMPLING})
         return StepInput(part["token_ids"][None], ragged, row["logits_at"], rows)

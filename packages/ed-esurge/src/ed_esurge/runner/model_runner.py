@@ -13,8 +13,9 @@ from typing import Any, NoReturn, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.errors import ConfigError, EasyDeLError
 from ed_layers.cache import Cache, HybridCache, PagedCache
+from ed_models.adapter_slots import slot_values
+from ed_models.adapter_values import Adapter
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
@@ -26,13 +27,15 @@ from ed_esurge.runner.hidden import pool, score
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.sampler import SamplerState, sample
 from ed_esurge.runner.slots import Slots
+from ed_esurge.runner.weights import Weights, abstract, with_adapter
 
 Tree = TypeVar("Tree")
 
 # A function of the device: the step of a shape; ("score", T) and ("pool", T), which read a step's
-# hidden states; ("put", 0), which writes a line of the sampler's state.
+# hidden states; ("put", 0), which writes a line of the sampler's state; ("place", 0), an adapter.
 Name = Shape | tuple[str, int]
 PUT: Name = ("put", 0)
+PLACE: Name = ("place", 0)
 
 
 class ModelRunner:
@@ -69,13 +72,8 @@ class ModelRunner:
         self.ahead_of_time = ahead_of_time
         self.num_traces = 0
         """How often a function of the device was traced: constant once everything is compiled."""
-        self._graphdef, state = nnx.split(cast(nnx.Module, model))
-        leaves, self._treedef = jax.tree.flatten(state)
-        self._leaves: list[jax.Array] | None = leaves
-        self._finite: bool | None = None  # not known before somebody asks
-        self._like = abstract(leaves)
-        # The model without its arrays, so that weights that are replaced are freed.
-        self.model = self._merged(self._like)
+        self.weights = Weights(model)
+        self.model = self.weights.model
         self._mesh = model.config.mesh
         self._slots = Slots(
             max_num_seqs,
@@ -139,7 +137,7 @@ class ModelRunner:
             RequestError: one sequence cannot be prepared; nothing was computed, and all of the
                 plan's sequences must start anew.
         """
-        leaves, slots = self._present_leaves(), self._slots
+        leaves, slots = self.weights.leaves, self._slots
         adjusted = slots.take(plan)
         for _, _, line in adjusted:
             if line is not None:
@@ -184,74 +182,25 @@ class ModelRunner:
             at = end
         return slot_of_token, of_slot
 
-    # ---- weights
+    # ---- adapters
 
-    def replace_weights(self, new: LanguageModel | nnx.State, *, copy: bool = True) -> None:
-        """Serve other weights of the same architecture, without compiling anything.
-
-        Args:
-            new: a module (in any layout), or a state with the leaves of this one.
-            copy: own the arrays, whatever becomes of the caller's; False uses them as they are
-                where type and place are the same.
+    def load_adapter(self, number: int, place: int, adapter: Adapter) -> None:
+        """Write a LoRA adapter to its place; sequences that begin with its number use it.
 
         Raises:
-            ConfigError: structure or a shape differs.
+            ConfigError: it does not fit the places; nothing was written.
         """
-        model = cast(LanguageModel, new) if isinstance(new, nnx.Module) else None
-        state = nnx.state(cast(nnx.Module, model)) if model is not None else new
-        theirs = {id(leaf) for leaf in jax.tree.leaves(state)}
-        if model is not None and model.layout != self.model.layout:
-            state = nnx.state(cast(nnx.Module, model.to_layout(self.model.layout)))
-        leaves, treedef = jax.tree.flatten(state)
-        if treedef != self._treedef:
-            raise ConfigError(
-                "the new weights have another structure than the served model: give a module of "
-                f"the same config, or a state with its {len(self._like)} leaves "
-                f"(got {len(leaves)})"
-            )
-        for like, leaf in zip(self._like, leaves, strict=True):
-            if like.shape != leaf.shape:
-                raise ConfigError(f"a new weight has shape {leaf.shape}, the served {like.shape}")
-
-        def place(like: jax.ShapeDtypeStruct, leaf: jax.Array | np.ndarray) -> jax.Array:
-            if not isinstance(leaf, jax.Array):
-                leaf = np.array(leaf)  # a device may read host memory in place
-            array = jnp.asarray(leaf, like.dtype)
-            shared = copy and id(array) in theirs
-            return jax.device_put(array, like.sharding, may_alias=not shared)
-
-        self._leaves = [place(*pair) for pair in zip(self._like, leaves, strict=True)]
-        self._finite = None
-
-    def weights_are_finite(self) -> bool:
-        """Whether no weight is NaN or infinite; computed once for the weights that are served."""
-        if self._finite is None:
-            floats = [x for x in self._present_leaves() if jnp.issubdtype(x.dtype, jnp.inexact)]
-            self._finite = all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
-        return self._finite
-
-    def drop_weights(self) -> None:
-        """Let go of the weights."""
-        self._leaves = None
-
-    def _present_leaves(self) -> list[jax.Array]:
-        if self._leaves is None:
-            raise EasyDeLError(
-                "the engine has no weights: those of `with engine.weights(...)` went with the end "
-                "of the block; call update_model_weights(model), or run inside such a block"
-            )
-        if self._leaves[0].is_deleted():
-            raise EasyDeLError(
-                "the engine's weights were deleted by their owner (a train step donates its "
-                "arrays): call update_model_weights(model), which copies"
-            )
-        return self._leaves
+        values = jax.tree.leaves(slot_values(cast(nnx.Module, self.model), adapter))
+        write = self._function(PLACE)
+        self.weights.put(write(self.weights.places, np.int32(place), values))
+        self._slots.adapter_places[number] = place
 
     # ---- compilation
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile every function that serving can need, and show how many are ready."""
         names: list[Name] = [*self.buckets.shapes, PUT]
+        names += [PLACE] if self.weights.places else []
         for tokens in self.buckets.prefill_tokens:
             names += [("score", tokens), ("pool", tokens)]
         names = [name for name in names if name not in self._functions]
@@ -287,6 +236,9 @@ class ModelRunner:
         everywhere = self._everywhere()
         if name == PUT:
             return jax.jit(self._traced(SamplerState.put), donate_argnums=0)
+        if name == PLACE:
+            kept = [leaf.sharding for leaf in self.weights.places]
+            return jax.jit(self._traced(with_adapter), donate_argnums=0, out_shardings=kept)
         if isinstance(name, Shape):
             # Outputs are sharded like the inputs that they become, or the next step would differ.
             kept = jax.tree.map(lambda x: x.sharding, (self._cache, self._state))
@@ -304,7 +256,7 @@ class ModelRunner:
 
         def step(leaves: list[jax.Array], cache: Any, state: SamplerState, buffer: jax.Array):
             inputs = fields.unpack(buffer)
-            out = self._merged(leaves)(
+            out = self.weights.merged(leaves)(
                 inputs.token_ids,
                 past_key_values=cache,
                 ragged=inputs.ragged,
@@ -319,13 +271,9 @@ class ModelRunner:
 
     def _make_score(self) -> Callable[..., Any]:
         def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
-            return score(hidden, self._merged(leaves).head(), targets, self.max_logprobs)
+            return score(hidden, self.weights.merged(leaves).head(), targets, self.max_logprobs)
 
         return of_prompt
-
-    def _merged(self, leaves: list[Any]) -> LanguageModel:
-        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
-        return cast(LanguageModel, model)
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
@@ -340,8 +288,11 @@ class ModelRunner:
         if name == PUT:
             line = np.zeros(self.vocab_size)
             return state, np.int32(0), line.astype(np.float32), line.astype(np.int32)
+        if name == PLACE:
+            values = jax.tree.leaves(slot_values(cast(nnx.Module, self.model), {}))
+            return abstract(self.weights.places), np.int32(1), values
         if isinstance(name, Shape):
-            return self._like, cache, state, self._builder.empty(name)
+            return self.weights.like, cache, state, self._builder.empty(name)
         kind, tokens = name
         if tokens not in self._hidden:
             shape = self.buckets.pick(tokens, 1, prefill=True)
@@ -351,7 +302,7 @@ class ModelRunner:
             )
         hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
         if kind == "score":
-            return self._like, hidden, of_token
+            return self.weights.like, hidden, of_token
         return hidden, of_token, np.zeros((self.max_num_seqs, 4), np.int32), sums
 
     def _lower(self, name: Name) -> Any:
@@ -359,12 +310,14 @@ class ModelRunner:
 
     def _warm(self, name: Name) -> None:
         """Run a function on nothing, so that `jax.jit` has compiled it."""
-        function, leaves = self._function(name), self._present_leaves()
+        function, leaves = self._function(name), self.weights.leaves
         if isinstance(name, Shape):
             out = function(leaves, self._cache, self._state, self._builder.empty(name))
             self._cache, self._state = out[2:]
         elif name == PUT:
             self._state = function(self._state, *self._arguments(name)[1:])
+        elif name == PLACE:
+            self.weights.put(function(self.weights.places, *self._arguments(name)[1:]))
         elif name[0] == "score":
             _, hidden, targets = self._arguments(name)
             function(leaves, self._zeros(hidden), targets)
@@ -383,8 +336,3 @@ class ModelRunner:
     def _replicated(self, tree: Tree) -> Tree:
         sharding = self._everywhere()
         return tree if sharding is None else jax.device_put(tree, sharding)
-
-
-def abstract(tree: Tree) -> Tree:
-    """Shapes, dtypes and shardings of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -15,9 +15,9 @@ from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
-# Numbers of a slot, int32 (floats by their bits). The first two belong to the sequence, the rest to
-# its sampling: rows that sample nothing take those of no slot.
-OF_SEQUENCE = ("state_slots", "prompt_lens")
+# Numbers of a slot, int32 (floats by their bits). The first three belong to the sequence, the rest
+# to its sampling: rows that sample nothing take those of no slot.
+OF_SEQUENCE = ("state_slots", "prompt_lens", "adapter_ids")
 OF_SAMPLING = (
     "slot",
     "seed",
@@ -53,6 +53,8 @@ class Slots:
         self.numbers = np.zeros((len(OF_SEQUENCE) + len(OF_SAMPLING), num_slots + 1), np.int32)
         self.page_table = {group: np.zeros((num_slots + 1, pages), np.int32) for group in groups}
         self._filled = {group: [0] * num_slots for group in groups}
+        self.adapter_places = {0: 0}
+        """Number of a LoRA adapter -> where it lies on the device."""
         self._new: list[NewSequence | None] = [None] * num_slots
         self._adjusted: list[Adjustment | None] = [None] * num_slots
         # A state or a line of number `num_slots` is out of range: it is written nowhere.
@@ -99,7 +101,8 @@ class Slots:
             table[slot] = 0
             self._filled[group][slot] = 0
         self.numbers[:, slot] = self.numbers[:, self.num_slots]
-        self._set(slot, state_slots=slot, prompt_lens=new.prompt_len)
+        place = self.adapter_places[new.adapter]
+        self._set(slot, state_slots=slot, prompt_lens=new.prompt_len, adapter_ids=place)
         self._adjusted[slot] = None
         if isinstance(params, PoolingParams):
             return

@@ -33,6 +33,7 @@ class RaggedBatch:
             it does for longer ones, which is most of its compile time.
         prompt_lens: tokens of each sequence's prompt, computed or not; [n]. Rotary factors that
             depend on length follow them (`ed_models.inputs`). None = `kv_lens`.
+        adapter_ids: place of each sequence's LoRA adapter, 0 = none; [n]. None = none for all.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -44,6 +45,7 @@ class RaggedBatch:
     num_seqs: Int[Array, ""]
     decode_only: bool = field(default=False, metadata={"static": True})
     prompt_lens: Int[Array, " n"] | None = None
+    adapter_ids: Int[Array, " n"] | None = None
 
     @property
     def q_lens(self) -> Int[Array, " n"]:
@@ -63,6 +65,13 @@ class RaggedBatch:
         offset = jnp.arange(self.seq_of_token.shape[0]) - self.cu_q_lens[seq]
         position = (self.kv_lens - self.q_lens)[seq] + offset
         return jnp.where(self.real(), position, 0)[None].astype(jnp.int32)
+
+    def adapter_of_token(self) -> Int[Array, "1 T"] | None:
+        """`adapter_ids` for each token."""
+        if self.adapter_ids is None:
+            return None
+        seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)
+        return self.adapter_ids[seq][None]
 
     def real(self) -> Bool[Array, " T"]:
         """Which tokens belong to a sequence: padding comes last."""

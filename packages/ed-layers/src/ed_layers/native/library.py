@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 #: "0" turns the kernels off; "1" takes them on several devices, too, each of which then has whole
 #: arrays.
 VARIABLE = "ED_LAYERS_NATIVE"
-#: Functions that XLA calls. A cached program keeps the name, so the name has the interface's number.
+#: Functions that XLA calls. A cached program keeps the names: so they have the interface's number.
 TARGETS = {"ed_product": "ed_layers_product_1", "ed_product_of_codes": "ed_layers_codes_1"}
 
 

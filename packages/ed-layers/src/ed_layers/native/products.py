@@ -15,6 +15,8 @@ from ed_layers.native.library import TARGETS, in_use
 #: Up to this many rows the library's products are taken: with more, XLA's are as fast. Measured by
 #: tools.bench.products.
 MOST_ROWS = 64
+#: The same of codes, which XLA has to decode first.
+MOST_ROWS_OF_CODES = 256
 #: Numbers of a matrix from which a call of the library is worth its few microseconds.
 LEAST_SIZE = 1 << 14
 
@@ -28,6 +30,18 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
         and w.size >= LEAST_SIZE
         and dtype in NUMBERS
         and w.dtype in NUMBERS
+        and in_use()
+    )
+
+
+def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array) -> bool:
+    """Whether `product_of_codes` is there, and faster than XLA, for rows of a dtype and codes."""
+    return (
+        0 < rows <= MOST_ROWS_OF_CODES
+        and codes.size >= LEAST_SIZE // 2
+        and codes.ndim == 2
+        and dtype in NUMBERS
+        and codes.dtype in (jnp.int8, jnp.uint8)
         and in_use()
     )
 

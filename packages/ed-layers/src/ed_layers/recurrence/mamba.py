@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,9 @@ class MambaMixer(nnx.Module):
         time_step: see `TIME_STEP`.
         chunk: tokens to compute in parallel.
     """
+
+    #: Layers that are called on something else than the tokens of a batch: on rows of chunks.
+    without_tokens: ClassVar[tuple[str, ...]] = ("x_proj", "dt_proj")
 
     def __init__(
         self,

@@ -16,6 +16,8 @@ from ed_infra.axes import PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
+from ed_infra.specs import EasyDeLQuantizationConfig
+from ed_layers.quantization.model import QuantizationRules, spec_of
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -191,6 +193,8 @@ def from_pretrained(
     config_kwargs: Mapping[str, object] | None = None,
     auto_shard_model: bool = True,
     partition_rules: Sequence[tuple[str, PartitionSpec | Sequence[object]]] | None = None,
+    quantization_config: QuantizationRules | None = None,
+    apply_quantization: bool = False,
     **hub: Unpack[HubOptions],
 ) -> ModuleT:
     """Load a model in Hugging Face's layout straight onto its devices.
@@ -212,11 +216,17 @@ def from_pretrained(
         config_kwargs: further fields to change, such as `{"scan_layers": False}`.
         auto_shard_model: False puts every parameter whole on the mesh's first device.
         partition_rules: (regular expression, spec) pairs that override the derived sharding.
+        quantization_config: what `quantize` of the model takes, such as `{"dtype": "nf4"}`.
+        apply_quantization: quantize each matrix as it is read, so that the model is never whole in
+            memory unquantized; by the checkpoint's own configuration where `quantization_config`
+            is None. False keeps `quantization_config` in the model's configuration, for
+            `model.quantize()`.
         hub: see `resolve`.
 
     Raises:
         CheckpointError: the files are not there, are damaged, or do not fit the model.
-        ConfigError: a field is unknown or wrong, or the mesh does not fit the devices.
+        ConfigError: a field is unknown or wrong, the mesh does not fit the devices, or there is
+            nothing to quantize by.
     """
     directory = resolve(name_or_path, allow_pickle=allow_pickle, **hub)
     changes = {
@@ -234,6 +244,14 @@ def from_pretrained(
     cls = _class_for(module_class, task, config, directory)
     settings = cls.read_settings(directory)
     files = open_tensors(directory, variant=variant, allow_pickle=allow_pickle)
+    rules = quantization_config
+    if rules is None and isinstance(config.quantization_config, EasyDeLQuantizationConfig):
+        rules = config.quantization_config
+    if apply_quantization and rules is None:
+        raise ConfigError(
+            "apply_quantization=True without a quantization_config, which neither the arguments nor "
+            'config.json have: pass one, such as quantization_config={"dtype": "nf4"}'
+        )
     module = load(
         cls,
         config,
@@ -242,7 +260,11 @@ def from_pretrained(
         param_dtype=param_dtype,
         precision=precision,
         shard=auto_shard_model,
+        quantization=rules if apply_quantization else None,
     )
+    if quantization_config is not None and not apply_quantization:
+        own = spec_of(quantization_config)  # type: ignore[arg-type]
+        settings = settings | {"config": module.config.replace(quantization_config=own)}
     for name, value in settings.items():
         setattr(module, name, value)
     return module

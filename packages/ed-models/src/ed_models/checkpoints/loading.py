@@ -6,11 +6,9 @@ read, and no host ever holds more than one tensor besides its own shards.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +18,17 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.logging import get_logger, once
+from ed_layers.quantization.model import QuantizationRules, quantize
+from ed_layers.quantization.qarray import QArray
 from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
+from ed_models.checkpoints.filling import fill, fill_quantized, fill_stored
 from ed_models.checkpoints.packed_tensors import unpacked
+from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
-from ed_models.checkpoints.weight_map import WeightMap, window_of
+from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.pieces import Shape
 from ed_models.weights import STANDARD, TIED, renamer
 
@@ -34,7 +36,6 @@ ModuleT = TypeVar("ModuleT")
 
 logger = get_logger(__name__)
 _BLOCK = 2**22  # elements of a head that are compared at a time
-_LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 
 
 class Draft(NamedTuple):
@@ -54,6 +55,7 @@ def load(
     param_dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     shard: bool = True,
+    quantization: QuantizationRules | None = None,
 ) -> ModuleT:
     """Build `cls(config)` with weights in Hugging Face's layout.
 
@@ -62,6 +64,7 @@ def load(
     does the same. A body that was saved alone loads although its names lack the first part, and a
     body alone loads from the files of a model with a head. Packed tensors
     (`ed_models.checkpoints.packed_tensors`) become plain ones, and the module's config says so.
+    Quantized matrices of this project's own files are read as they are.
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
@@ -75,26 +78,41 @@ def load(
             are converted once, directly.
         precision: of matrix products.
         shard: place the parameters as the config's rules say; otherwise whole on one device.
+        quantization: rules by which matrices are quantized as they are read: of each stack one
+            layer's matrix is in memory unquantized. None = none are.
 
     Raises:
         CheckpointError: a tensor is missing, left over, of another shape or kind; all are listed.
-        ConfigError: a dtype is unknown or no floating-point one.
+        ConfigError: a dtype is unknown or no floating-point one, or matrices are to be quantized
+            that are quantized in the files.
     """
     dtype = float_dtype("dtype", dtype)
     param_dtype = dtype if param_dtype is None else float_dtype("param_dtype", param_dtype)
 
+    stored = stored_rules(config)
+    if stored is not None and quantization is not None:
+        raise ConfigError(
+            f"the matrices in {files.directory} are quantized, and codes cannot be quantized again: "
+            "leave quantization_config out, or quantize the checkpoint that they were made from"
+        )
+    rules = quantization if stored is None else stored
+
     def draft(config: EasyDeLBaseConfig) -> Draft:
         def build() -> ModuleT:
-            return cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
+            module = cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(0))  # type: ignore[call-arg]
+            return module if rules is None else quantize(module, rules)  # type: ignore[type-var]
 
         with nnx.use_eager_sharding(False):
             graphdef, state = nnx.split(nnx.eval_shape(build))
-        return Draft(graphdef, state, weight_map(cls, state, config))
+        return Draft(graphdef, state, weight_map(cls, state, config, stored=stored is not None))
 
+    is_packed = isinstance(config.quantization_config, Mapping) and stored is None
     files, config = unpacked(files, config)
     made = draft(config)
     files = _with_prefix(files, made.weights.hf_shapes)
     files = _with_our_names(cls, files, made.weights.hf_shapes)
+    if is_packed:
+        files = _without_zero_biases(made.weights, files)
     if hasattr(cls, "new_tensors"):
         new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
         files = files.joined(arrays(files, new)) if new else files
@@ -112,23 +130,34 @@ def load(
             made, config = other, untied
         files = merged or files
     graphdef, state, weights = made
-    check(weights, state, files)
+    check(weights, state, files, stored=stored is not None)
+
+    def read(name: str, window: Sequence[range], out: np.ndarray) -> None:
+        weights.load(name, window, files.read, out)
 
     variables = nnx.to_flat_state(state)
-    if shard:
-        placement = dict(nnx.to_flat_state(sharding.shardings(state, config)))
-    else:
-        one = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
-        placement = {path: one for path, _ in variables}
+    placement = _placements(state, config, variables, shard=shard)
+    fill_matrix = fill_quantized if stored is None else fill_stored
     filled = []
     # Stays silent where stderr is no terminal, and for models that load at once.
     with tqdm(total=len(variables), desc="loading", disable=None, delay=2) as bar:
         for path, variable in variables:
-            value = _fill(path, variable.get_value(), placement[path], weights, files)
-            filled.append((path, variable.replace(value)))
+            leaf = variable.get_value()
+            fill_this = fill_matrix if isinstance(leaf, QArray) else fill
+            filled.append((path, variable.replace(fill_this(path, leaf, placement[path], read))))
             bar.update()
     with nnx.use_eager_sharding(False):
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _placements(
+    state: nnx.State, config: EasyDeLBaseConfig, variables: Iterable[tuple], *, shard: bool
+) -> dict[tuple, Any]:
+    """Where each variable lies: a sharding, or a quantized matrix of them."""
+    if shard:
+        return dict(nnx.to_flat_state(sharding.shardings(state, config)))
+    one = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
+    return {path: jax.tree.map(lambda _: one, v.get_value()) for path, v in variables}
 
 
 def float_dtype(option: str, value: object) -> np.dtype:
@@ -145,18 +174,36 @@ def float_dtype(option: str, value: object) -> np.dtype:
     return dtype
 
 
-def weight_map(cls: type, state: nnx.State, config: EasyDeLBaseConfig) -> WeightMap:
-    """Apply a class's rules to the parameters of its (possibly abstract) state."""
-    shapes: dict[str, Shape] = {}
+def weight_map(
+    cls: type, state: nnx.State, config: EasyDeLBaseConfig, *, stored: bool = False
+) -> WeightMap:
+    """Apply a class's rules to the parameters of its (possibly abstract) state.
+
+    Args:
+        stored: whether a quantized matrix is its codes and scales; else the plain one.
+    """
+    shapes = {name: tuple(leaf.shape[at:]) for name, leaf, at in _tensors(state, stored=stored)}
+    rules = getattr(cls, "WEIGHTS", STANDARD)
+    return WeightMap((*PARTS_AS_THEY_ARE, *rules) if stored else rules, shapes, config)
+
+
+def _tensors(state: nnx.State, *, stored: bool) -> Iterator[tuple[str, Any, int]]:
+    """Each layer's tensors: name, array, and how many dimensions in front are those of a stack."""
     for path, variable in nnx.to_flat_state(state):
-        shape = variable.get_value().shape
-        shape = shape[1:] if paths.is_stacked(path) else shape
-        shapes |= dict.fromkeys(paths.canonical(path), tuple(shape))
-    return WeightMap(getattr(cls, "WEIGHTS", STANDARD), shapes, config)
+        value = variable.get_value()
+        at = int(paths.is_stacked(path))
+        for name in paths.canonical(path):
+            if stored and isinstance(value, QArray):
+                for part, leaf in parts_of(value).items():
+                    yield f"{name}.{part}", leaf, at
+            else:
+                yield name, value, at
 
 
-def check(weights: WeightMap, state: nnx.State, files: TensorFiles) -> None:
-    """Compare what the model wants with what the files hold.
+def check(
+    weights: WeightMap, state: nnx.State, files: TensorFiles, *, stored: bool = False
+) -> None:
+    """Compare what the model wants with what the files hold; `stored` is that of `weight_map`.
 
     Raises:
         CheckpointError: they differ.
@@ -170,11 +217,7 @@ def check(weights: WeightMap, state: nnx.State, files: TensorFiles) -> None:
         for name, entry in both
         if entry.shape != wanted[name]
     ]
-    dtypes = {
-        name: variable.get_value().dtype
-        for path, variable in nnx.to_flat_state(state)
-        for name in paths.canonical(path)
-    }
+    dtypes = {name: leaf.dtype for name, leaf, _ in _tensors(state, stored=stored)}
     kinds = [
         f"{name}: {entry.file.name} has {entry.format}, the model {own}"
         for name, entry in both
@@ -233,6 +276,13 @@ def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> T
     return files.renamed({n: to for n, to in others.items() if to in wanted and to not in files})
 
 
+def _without_zero_biases(weights: WeightMap, files: TensorFiles) -> TensorFiles:
+    """Leave out biases that the model lacks and that add nothing: AutoGPTQ gives one to each of
+    its layers."""
+    biases = [n for n in _left_over(weights, files) if n.endswith(".bias")]
+    return files.renamed({n: None for n in biases if not files.read(n).any()})
+
+
 def _with_one_matrix(
     cls: type, untied: WeightMap, files: TensorFiles, dtype: np.dtype
 ) -> TensorFiles | None:
@@ -275,75 +325,3 @@ def _equal(
         if not np.array_equal(a, b):
             return False
     return True
-
-
-def _fill(
-    path: tuple,
-    leaf: jax.ShapeDtypeStruct,
-    placement: jax.sharding.Sharding,
-    weights: WeightMap,
-    files: TensorFiles,
-) -> jax.Array:
-    """Make one parameter (a stack of layers, or one tensor) from its slices."""
-    names = paths.canonical(path)
-    if not paths.is_stacked(path):
-        return _placed(
-            leaf.shape,
-            placement,
-            lambda window, out: weights.load(names[0], window, files.read, out),
-            leaf.dtype,
-        )
-    by_layer = _of_a_layer(placement)
-    if by_layer is None or math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE:
-
-        def fill(window: list[range], out: np.ndarray) -> None:
-            for row, layer in enumerate(window[0]):
-                weights.load(names[layer], window[1:], files.read, out[row, ...])
-
-        return _placed(leaf.shape, placement, fill, leaf.dtype)
-    # Layer by layer into the stack on the devices: the host has one layer at a time.
-    stack = jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=placement)()
-    put = jax.jit(_with_row, donate_argnums=0, out_shardings=placement)
-    for row, name in enumerate(names):
-        layer = _placed(
-            leaf.shape[1:],
-            by_layer,
-            lambda window, out, name=name: weights.load(name, window, files.read, out),
-            leaf.dtype,
-        )
-        stack = jax.block_until_ready(put(stack, layer, np.int32(row)))
-    return stack
-
-
-def _with_row(stack: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, row, 0)
-
-
-def _of_a_layer(placement: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
-    """Where one layer of a stack lies; None where the layers themselves are divided."""
-    if not isinstance(placement, jax.sharding.NamedSharding):
-        return placement
-    first, *rest = (*placement.spec, None)
-    spec = jax.sharding.PartitionSpec(*rest[: len(placement.spec)])
-    return jax.sharding.NamedSharding(placement.mesh, spec) if first is None else None
-
-
-def _placed(
-    shape: Shape,
-    placement: jax.sharding.Sharding,
-    fill: Callable[[list[range], np.ndarray], None],
-    dtype: np.dtype,
-) -> jax.Array:
-    """Make an array on the devices; `fill(window, out)` writes a slice of it, each slice once."""
-    slices: dict[tuple, np.ndarray] = {}  # replicas ask for the same slice
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        window = window_of(index, shape)
-        key = tuple((w.start, w.stop) for w in window)
-        if key not in slices:
-            slices[key] = np.empty([len(w) for w in window], dtype)
-            fill(window, slices[key])
-        return slices[key]
-
-    return jax.make_array_from_callback(shape, placement, read)

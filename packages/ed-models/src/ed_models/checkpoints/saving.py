@@ -16,10 +16,13 @@ import numpy as np
 from ed_infra import paths
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
+from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
 from flax import nnx
 from jax.typing import DTypeLike
 
 from ed_models.checkpoints.loading import float_dtype, weight_map
+from ed_models.checkpoints.quantized_tensors import parts_of, quantization_settings
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_order, write_tensors
 
 # Files of the model that was in the directory before.
@@ -62,7 +65,8 @@ def save(
         directory: made if it is not there. In one that exists, a model in it is replaced and other
             files stay.
         max_shard_size: bytes, or `"5GB"`; a larger model is split into files with an index.
-        dtype: floating-point weights are converted to it in the file; None keeps them.
+        dtype: floating-point weights are converted to it in the file, quantized ones are not; None
+            keeps all.
 
     Raises:
         CheckpointError: `directory` is a file.
@@ -73,12 +77,17 @@ def save(
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; save_pretrained writes a directory")
     state = nnx.state(module)
-    weights = weight_map(type(module), state, module.config)
-    leaves = _by_name(state)
-    specs = {
-        name: TensorSpec(shape, _stored_dtype(leaves[weights.by_hf[name][0].ours][0].dtype, wanted))
-        for name, shape in weights.hf_shapes.items()
-    }
+    weights = weight_map(type(module), state, module.config, stored=True)
+    leaves, parts = _by_name(state)
+
+    def stored_dtype(name: str) -> np.dtype:
+        ours = weights.by_hf[name][0].ours
+        own = leaves[ours][0].dtype
+        kept = wanted is None or ours in parts or not jax.numpy.issubdtype(own, jax.numpy.floating)
+        return own if kept else wanted
+
+    specs = {n: TensorSpec(shape, stored_dtype(n)) for n, shape in weights.hf_shapes.items()}
+    plain = [spec.dtype for name, spec in specs.items() if name not in parts]
 
     def read(name: str) -> np.ndarray:
         value = weights.save(name, lambda ours, at: _at(*leaves[ours], at))
@@ -92,7 +101,7 @@ def save(
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
             write_tensors(staging, specs, read, max_shard_size=max_shard_size)
-            _write_config(module, staging, specs)
+            _write_config(module, staging, plain)
             module.write_settings(staging)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staging)
@@ -105,14 +114,29 @@ def save(
         multihost_utils.sync_global_devices(f"saved {directory.name}")
 
 
-def _by_name(state: nnx.State) -> dict[str, tuple[jax.Array, tuple[int, ...]]]:
-    """Map each canonical name to its leaf, and to its place in it where layers are stacked."""
+def _by_name(
+    state: nnx.State,
+) -> tuple[dict[str, tuple[jax.Array, tuple[int, ...]]], frozenset[str]]:
+    """Map each canonical name to its leaf, and to its place in it where layers are stacked.
+
+    Returns:
+        the map, and the names that are parts of quantized matrices.
+    """
     leaves: dict[str, tuple[jax.Array, tuple[int, ...]]] = {}
+    parts: set[str] = set()
     for path, variable in nnx.to_flat_state(state):
         stacked = paths.is_stacked(path)
+        value = variable.get_value()
+        value = value.value if isinstance(value, Simulated) else value
         for i, name in enumerate(paths.canonical(path)):
-            leaves[name] = (variable.get_value(), (i,) if stacked else ())
-    return leaves
+            at = (i,) if stacked else ()
+            if isinstance(value, QArray):
+                own = {f"{name}.{part}": (leaf, at) for part, leaf in parts_of(value).items()}
+                parts |= own.keys()
+                leaves |= own
+            else:
+                leaves[name] = (value, at)
+    return leaves, frozenset(parts)
 
 
 @jax.jit
@@ -131,15 +155,14 @@ def _at(leaf: jax.Array, layer: tuple[int, ...], at: tuple[int, ...]) -> np.ndar
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
-def _stored_dtype(own: np.dtype, wanted: np.dtype | None) -> np.dtype:
-    return own if wanted is None or not jax.numpy.issubdtype(own, jax.numpy.floating) else wanted
-
-
-def _write_config(module: Saved, directory: Path, specs: dict[str, TensorSpec]) -> None:
-    floats = [s.dtype for s in specs.values() if jax.numpy.issubdtype(s.dtype, jax.numpy.floating)]
+def _write_config(module: Saved, directory: Path, dtypes: list[np.dtype]) -> None:
+    floats = [dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, jax.numpy.floating)]
     widest = max(floats, key=lambda d: d.itemsize).name if floats else "float32"
-    name = module.architecture or type(module).__name__
-    module.config.replace(architectures=[name], dtype=widest).save_pretrained(directory)
+    changes = {"architectures": [module.architecture or type(module).__name__], "dtype": widest}
+    quantization = quantization_settings(module)  # type: ignore[arg-type]
+    if quantization is not None:
+        changes |= {"quantization_config": quantization}
+    module.config.replace(**changes).save_pretrained(directory)
 
 
 def _publish(staging: Path, directory: Path) -> None:

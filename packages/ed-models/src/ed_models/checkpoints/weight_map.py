@@ -161,9 +161,10 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         return
     bits = f"u{target.dtype.itemsize}"
     for start in range(0, source.shape[-1], 16):
-        band = source[..., start : start + 16].swapaxes(-1, -2).astype(target.dtype)
-        columns = target.view(bits)[..., start : start + 16]
-        columns[...] = band.view(bits).swapaxes(-1, -2)
+        band = source[..., start : start + 16]
+        if band.dtype != target.dtype:
+            band = band.swapaxes(-1, -2).astype(target.dtype).swapaxes(-1, -2)
+        target.view(bits)[..., start : start + 16] = band.view(bits)
 
 
 def window_of(index: Sequence[slice], shape: Shape) -> list[range]:

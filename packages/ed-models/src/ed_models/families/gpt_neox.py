@@ -21,6 +21,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer, ParallelLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import STANDARD, fused, ignore, renamed
 
 
@@ -82,6 +83,7 @@ class GPTNeoXForCausalLM(CausalLM):
         ignore("{path}.attention.bias"),
         ignore("{path}.attention.masked_bias"),
     )
+    MODULES = Modules({"embed_out": "lm_head"})
     CONFORMANCE = {
         "side by side": {"num_key_value_heads": None},
         "one after another, no biases, tied": {

@@ -23,6 +23,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import STANDARD, Rule, renamed, split, transpose
 
 
@@ -77,6 +78,12 @@ class GraniteMoeForCausalLM(CausalLM):
         ),
         Rule("{path}.experts.down_proj.kernel", "{path}.output_linear.weight", transpose),
         *STANDARD,
+    )
+    MODULES = Modules(
+        {
+            "block_sparse_moe.input_linear": "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.output_linear": "block_sparse_moe.experts.down_proj",
+        }
     )
     CONFORMANCE = {
         "multipliers": {

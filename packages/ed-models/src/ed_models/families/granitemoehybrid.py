@@ -28,6 +28,7 @@ from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
 from ed_models.mixers import hybrid_mixer
+from ed_models.peft_layout import Modules
 from ed_models.weights import MAMBA2, Rule, fused, renamed, split, transpose
 
 
@@ -118,6 +119,12 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         ),
     )
     PADDED_IN_TRANSFORMERS = False
+    MODULES = Modules(
+        {
+            "block_sparse_moe.input_linear": "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.output_linear": "block_sparse_moe.experts.down_proj",
+        }
+    )
     CONFORMANCE = {
         "experts, multipliers": {
             "num_hidden_layers": 4,

@@ -22,6 +22,7 @@ from ed_layers.recurrence.delta import KimiDelta
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.sparse import sigmoid_experts
 from ed_models.weights import EXPERTS, STANDARD, renamed
 
@@ -95,6 +96,13 @@ class KimiLinearForCausalLM(CausalLM):
         "v_head_dim": 10,
         "rms_norm_eps": 0.1,
     }
+    MODULES = Modules(
+        {
+            "block_sparse_moe": "mlp",
+            "self_attn.f_a_proj": "self_attn.forget_gate.f_a_proj",
+            "self_attn.f_b_proj": "self_attn.forget_gate.f_b_proj",
+        }
+    )
     CONFORMANCE = {
         "experts in groups": {
             **_LATENT,

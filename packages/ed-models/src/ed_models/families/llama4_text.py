@@ -29,6 +29,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import STANDARD, Rule, equal, renamed, split
 
 
@@ -119,6 +120,7 @@ class Llama4TextForCausalLM(CausalLM):
         Rule("{path}.experts.down_proj.kernel", "{path}.experts.down_proj", equal),
         *STANDARD,
     )
+    MODULES = Modules(swapped=True)
     CONFORMANCE = {
         "chunks": {
             "num_hidden_layers": 4,

@@ -24,6 +24,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import BLOCK_SPARSE, ignore
 
 #: What the configuration determines, but checkpoints may have.
@@ -82,6 +83,7 @@ class MiniMaxForCausalLM(CausalLM):
         *(ignore(f"{{path}}.self_attn.{name}") for name in DERIVED),
     )
     # Attention comes first: transformers counts the tokens of its cache in layer 0.
+    MODULES = Modules({"block_sparse_moe": "mlp"})
     CONFORMANCE = {
         "factors": {
             "num_hidden_layers": 4,

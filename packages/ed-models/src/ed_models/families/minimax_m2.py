@@ -20,6 +20,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import BLOCK_SPARSE, renamed
 
 
@@ -61,6 +62,7 @@ class MiniMaxM2ForCausalLM(CausalLM):
         {"gate.e_score_correction_bias": "e_score_correction_bias"},
         *BLOCK_SPARSE,
     )
+    MODULES = Modules({"block_sparse_moe": "mlp"})
     CONFORMANCE = {
         "three of eight, half turns": {
             "num_experts_per_tok": 3,

@@ -20,6 +20,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import BLOCK_SPARSE
 
 
@@ -58,6 +59,7 @@ class MixtralForCausalLM(CausalLM):
 
     body_class = MixtralModel
     WEIGHTS = BLOCK_SPARSE
+    MODULES = Modules({"block_sparse_moe": "mlp"})
     CONFORMANCE = {
         "two of eight": {},
         "three of five, window": {

@@ -28,6 +28,7 @@ from flax import nnx
 from ed_models.heads import CausalLM
 from ed_models.layers import MixerLayer
 from ed_models.mixers import MixerDecoder
+from ed_models.peft_layout import Modules
 from ed_models.sparse import sigmoid_router
 from ed_models.weights import BACKBONE, EXPERTS, MAMBA2, Rule, ignore, renamed, transpose
 
@@ -159,6 +160,7 @@ class NemotronHForCausalLM(CausalLM):
         ignore("mtp.{path}"),
     )
     PADDED_IN_TRANSFORMERS = False
+    MODULES = Modules({"backbone": "model"})
     CONFORMANCE = {
         "all kinds of layers, groups": {
             "num_hidden_layers": None,

@@ -29,6 +29,7 @@ from ed_layers.self_attention import SelfAttention
 from ed_models.decoder import Decoder
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer
+from ed_models.peft_layout import Modules
 from ed_models.weights import BLOCK_SPARSE
 
 
@@ -111,6 +112,7 @@ class PhimoeForCausalLM(CausalLM):
 
     body_class = PhimoeModel
     WEIGHTS = BLOCK_SPARSE
+    MODULES = Modules({"block_sparse_moe": "mlp"})
     CONFORMANCE = {
         "two of eight, biases": {
             "num_local_experts": 8,

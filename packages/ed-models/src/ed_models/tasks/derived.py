@@ -52,7 +52,7 @@ DERIVED: Mapping[TaskType, Callable[[type[Any]], type]] = {
 
 
 # What else a class says of its files (see `ed_models.checkpoints.loading.load`).
-_OF_FILES = ("OTHER_NAMES", "TIED_WEIGHTS")
+_OF_FILES = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES")
 
 
 def _stem(headed: type[Headed]) -> str:

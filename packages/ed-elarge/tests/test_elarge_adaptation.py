@@ -1,0 +1,157 @@
+"""Adapters and quantized weights from a run file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from ed_elarge.errors import InputError
+from ed_elarge.model import eLargeModel
+from ed_models.adapters import lora_layers
+from run_files import run, small, with_texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, and a base model of a few steps in `base/model`."""
+    path = with_texts(tmp_path_factory.mktemp("adaptation"))
+    settings = small(path, actions=["train"])
+    settings["trainer"] |= {"save_directory": str(path / "base"), "max_training_steps": 60}
+    settings["trainer"]["learning_rate"] = 0.01
+    assert run(settings) == 0
+    return path
+
+
+def adapted(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """A run on the base, which writes to the folder `name`."""
+    settings = small(folder, model={"name_or_path": str(folder / "base" / "model")}, **changes)
+    settings["trainer"]["save_directory"] = str(folder / name)
+    return settings
+
+
+GENERATE = {"generate": {"prompts": ["The "], "max_tokens": 3}}
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step of a run."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.xdist_group("elarge-adaptation")
+def test_adapters_from_the_file(folder: Path) -> None:
+    """They alone learn; what is left serves, and what PEFT reads lies beside it."""
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "mlp"]}
+    settings = adapted(folder, "adapted", lora=lora, actions=["train", GENERATE])
+    assert run(settings) == 0
+    left = folder / "adapted"
+    said = json.loads((left / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"]) == (4, 8.0)
+    assert sorted(said["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    merged = eLargeModel({"model": {"name_or_path": str(left / "model")}})
+    apart = eLargeModel(
+        {"model": settings["model"], "lora": {"name_or_path": str(left / "adapter")}}
+    )
+    ids = np.arange(12, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-5
+    )
+
+
+@pytest.mark.xdist_group("elarge-adaptation")
+@pytest.mark.parametrize("method", ["nf4", "8bit"])
+def test_adapters_of_a_quantized_base(
+    folder: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a section lora they have rank 16; the loss falls, and the base stays bit for bit."""
+    quantization = {"model": {"quantization_method": method, "group_size": 32}}
+    settings = adapted(folder, method, quantization=quantization, actions=["train", GENERATE])
+    settings["trainer"] |= {"max_training_steps": 60, "learning_rate": 0.02, "log_steps": 1}
+    assert run(settings) == 0
+    assert "adapters of rank 16" in capsys.readouterr().out
+    curve = losses(folder / method)
+    assert np.mean(curve[-10:]) < np.mean(curve[:10]) - 0.1
+    assert not (folder / method / "model").exists()
+    served = yaml.safe_load((folder / method / "serve.yaml").read_text())
+    assert served.pop("actions") == ["serve"]
+
+    learned, base = (
+        eLargeModel(served).build_model(),
+        eLargeModel({"model": settings["model"], "quantization": quantization}).build_model(),
+    )
+    assert learned.is_quantized and learned.lora_is_enabled
+    own = {path: layer.kernel.get_value() for path, layer in lora_layers(learned)}
+    assert own
+    for path, kernel in own.items():
+        module: Any = base
+        for part in path:
+            module = module[part] if isinstance(part, int) else getattr(module, part)
+        jax.tree.map(np.testing.assert_array_equal, module.kernel.get_value(), kernel)
+
+
+@pytest.mark.xdist_group("elarge-adaptation")
+@pytest.mark.proves("merge_adapters")
+def test_merged_into_what_the_codes_stand_for(folder: Path) -> None:
+    quantization = {"model": {"method": "nf4"}}
+    lora = {"rank": 4}
+    settings = adapted(folder, "merged", quantization=quantization, lora=lora, actions=["train"])
+    settings["trainer"]["merge_adapters"] = True
+    assert run(settings) == 0
+    merged = eLargeModel({"model": {"name_or_path": str(folder / "merged" / "model")}})
+    apart = eLargeModel(
+        {
+            "model": settings["model"],
+            "quantization": quantization,
+            "lora": {"name_or_path": str(folder / "merged" / "adapter")},
+        }
+    )
+    ids = np.arange(12, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-4
+    )
+
+
+def test_weights_stay_as_they_are_unless_it_is_applied(folder: Path) -> None:
+    sections = {
+        "model": {"name_or_path": str(folder / "base" / "model")},
+        "quantization": {"apply_quantization": False, "model": {"quantization_method": "nf4"}},
+    }
+    with pytest.warns(UserWarning, match="apply_quantization is false"):
+        assert not eLargeModel(sections).build_model().is_quantized
+    elm = eLargeModel({"model": sections["model"]}).set_quantization(method="nf4", group_size=16)
+    assert elm.build_model().is_quantized
+
+
+def test_keys_and_values_in_eight_bits(folder: Path) -> None:
+    elm = eLargeModel(
+        {
+            "model": {"name_or_path": str(folder / "base" / "model")},
+            "quantization": {"kv_cache": {"quantization_method": "8bit", "group_size": 8}},
+        }
+    )
+    said = elm.build_model().config.kv_cache_quantization_config
+    assert (said.dtype, said.group_size) == ("int8", 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "words"),
+    [
+        ({"lora": {"rank": 0}}, "lora.rank", "greater than or equal to 1"),
+        ({"lora": {"targets": ["qproj"]}}, "lora.targets", "qproj"),
+        ({"lora": {"rnk": 4}}, "lora.rnk", "did you mean 'rank'"),
+        ({"lora": {"name_or_path": "TEXTS"}}, "lora.name_or_path", "no adapter_config.json"),
+        ({"quantization": {"model": {"group_size": 5}}}, "quantization.model", "5"),
+        ({"quantization": {"model": {"pattern": "qproj"}}}, "quantization.model", "qproj"),
+    ],
+)
+def test_what_cannot_be(folder: Path, changes: dict[str, Any], where: str, words: str) -> None:
+    changes = json.loads(json.dumps(changes).replace("TEXTS", str(folder)))
+    with pytest.raises(InputError) as error:
+        run(adapted(folder, "no", **changes))
+    assert where in str(error.value)
+    assert words in str(error.value)

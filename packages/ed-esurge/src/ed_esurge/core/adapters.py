@@ -1,0 +1,110 @@
+"""Which LoRA adapters are loaded, under which names, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from ed_infra.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A loaded adapter.
+
+    Attributes:
+        name: what requests call it.
+        number: unlike that of any adapter before, 1 and up: prefix-cache keys and plans have it.
+        place: where it lies on the device, 1 to `max_loras`.
+        rank: the largest of its layers.
+        source: where it came from, for people; None = from memory.
+    """
+
+    name: str
+    number: int
+    place: int
+    rank: int
+    source: str | None = None
+
+
+class AdapterTable:
+    """The loaded adapters. An adapter that is dropped has no name any more, so that no request can
+    ask for it; its place is free as soon as no request uses it.
+
+    Args:
+        places: how many there are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._held: dict[int, int] = {}  # place -> number of the adapter that it was given to
+        self._numbers = 0
+
+    def __iter__(self):
+        return iter(list(self._loaded.values()))
+
+    def find(self, name: str) -> LoadedAdapter:
+        """The adapter of a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        loaded = self._loaded.get(name)
+        if loaded is None:
+            self._check_places()
+            raise unknown_name("LoRA adapter", name, [*self._loaded] or ["none is loaded"])
+        return loaded
+
+    def knows(self, number: int) -> bool:
+        """Whether the adapter of a number is loaded."""
+        return any(loaded.number == number for loaded in self._loaded.values())
+
+    def check_new(self, name: str) -> None:
+        """Raise ConfigError if no adapter can be loaded under a name."""
+        self._check_places()
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of an adapter is a text, got {name!r}")
+        if name in self._loaded:
+            raise ConfigError(f"a LoRA adapter {name!r} is loaded: unload it first")
+
+    def add(self, name: str, rank: int, source: str | None, used: Container[int]) -> LoadedAdapter:
+        """Take a place for a new adapter.
+
+        Args:
+            used: numbers of the adapters that unfinished requests use.
+
+        Raises:
+            ConfigError: the name is taken, or no place is free.
+        """
+        self.check_new(name)
+        names = {loaded.place for loaded in self._loaded.values()}
+        held = {place for place, number in self._held.items() if number in used}
+        place = next((p for p in range(1, self.places + 1) if p not in names | held), None)
+        if place is None:
+            waiting = len(held - names)
+            still = f", and {waiting} that were unloaded are still in use" if waiting else ""
+            raise ConfigError(
+                f"max_loras {self.places} adapters are loaded ({', '.join(self._loaded)}){still}: "
+                "unload one, or build the engine with more"
+            )
+        self._numbers += 1
+        loaded = LoadedAdapter(name, self._numbers, place, rank, source)
+        self._loaded[name], self._held[place] = loaded, loaded.number
+        return loaded
+
+    def remove(self, name: str) -> None:
+        """Drop an adapter.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        self.find(name)
+        del self._loaded[name]
+
+    def _check_places(self) -> None:
+        if not self.places:
+            raise ConfigError(
+                "this engine serves no LoRA adapters: build it with max_loras, how many can be "
+                "loaded at the same time"
+            )

@@ -1,0 +1,135 @@
+"""The arrays of the served model: its weights, which can be replaced, and the places of adapters.
+
+Functions of the device take them as one flat list, and make the model of it again.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.errors import ConfigError, EasyDeLError
+from ed_layers.lora_slots import SlotParam, written
+from ed_models.protocol import LanguageModel
+from flax import nnx
+
+Tree = TypeVar("Tree")
+
+
+class Weights:
+    """See the module.
+
+    Args:
+        model: its leaves are used as they are (the caller chose the layout).
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._graphdef, places, state = nnx.split(cast(nnx.Module, model), SlotParam, ...)
+        leaves, self._treedef = jax.tree.flatten(state)
+        self._own: list[jax.Array] | None = leaves
+        self._places, self._treedef_of_places = jax.tree.flatten(places)
+        self._like_own = abstract(leaves)
+        self._finite: bool | None = None  # not known before somebody asks
+        self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
+        """Shapes, dtypes and shardings of `leaves`."""
+        # The model without its arrays, so that weights that are replaced are freed.
+        self.model = self.merged(self.like)
+
+    def merged(self, leaves: list[jax.Array] | list[jax.ShapeDtypeStruct]) -> LanguageModel:
+        """The model of such leaves."""
+        edge = len(self._like_own)
+        state = jax.tree.unflatten(self._treedef, leaves[:edge])
+        places = jax.tree.unflatten(self._treedef_of_places, leaves[edge:])
+        return cast(LanguageModel, nnx.merge(self._graphdef, places, state))
+
+    @property
+    def leaves(self) -> list[jax.Array]:
+        """All arrays.
+
+        Raises:
+            EasyDeLError: there are no weights.
+        """
+        if self._own is None:
+            raise EasyDeLError(
+                "the engine has no weights: those of `with engine.weights(...)` went with the end "
+                "of the block; call update_model_weights(model), or run inside such a block"
+            )
+        if self._own[0].is_deleted():
+            raise EasyDeLError(
+                "the engine's weights were deleted by their owner (a train step donates its "
+                "arrays): call update_model_weights(model), which copies"
+            )
+        return [*self._own, *self._places]
+
+    def replace(self, new: LanguageModel | nnx.State, *, copy: bool = True) -> None:
+        """Serve other weights of the same architecture; adapters stay where they are.
+
+        Args:
+            new: a module (in any layout), or a state with the leaves of this one.
+            copy: own the arrays, whatever becomes of the caller's; False uses them as they are
+                where type and place are the same.
+
+        Raises:
+            ConfigError: structure or a shape differs.
+        """
+        model = cast(LanguageModel, new) if isinstance(new, nnx.Module) else None
+        state = nnx.state(cast(nnx.Module, model)) if model is not None else new
+        theirs = {id(leaf) for leaf in jax.tree.leaves(state)}
+        if model is not None and model.layout != self.model.layout:
+            state = nnx.state(cast(nnx.Module, model.to_layout(self.model.layout)))
+        leaves, treedef = jax.tree.flatten(state)
+        if treedef != self._treedef:
+            raise ConfigError(
+                "the new weights have another structure than the served model: give a module of "
+                f"the same config, or a state with its {len(self._like_own)} leaves "
+                f"(got {len(leaves)})"
+            )
+        for like, leaf in zip(self._like_own, leaves, strict=True):
+            if like.shape != leaf.shape:
+                raise ConfigError(f"a new weight has shape {leaf.shape}, the served {like.shape}")
+
+        def place(like: jax.ShapeDtypeStruct, leaf: jax.Array | np.ndarray) -> jax.Array:
+            if not isinstance(leaf, jax.Array):
+                leaf = np.array(leaf)  # a device may read host memory in place
+            array = jnp.asarray(leaf, like.dtype)
+            shared = copy and id(array) in theirs
+            return jax.device_put(array, like.sharding, may_alias=not shared)
+
+        self._own = [place(*pair) for pair in zip(self._like_own, leaves, strict=True)]
+        self._finite = None
+
+    def are_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; computed once for the weights that are served."""
+        if self._finite is None:
+            floats = [x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+            self._finite = all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
+        return self._finite
+
+    def drop(self) -> None:
+        """Let go of the weights."""
+        self._own = None
+
+    # ---- places of adapters
+
+    @property
+    def places(self) -> list[jax.Array]:
+        """What adapters lie in; none where none are served."""
+        return self._places
+
+    def put(self, places: list[jax.Array]) -> None:
+        """Take the arrays that `with_adapter` has made of `places`."""
+        self._places, self._finite = places, None
+
+
+def with_adapter(
+    places: list[jax.Array], place: jax.Array, values: list[jax.Array]
+) -> list[jax.Array]:
+    """The places with an adapter in one of them; a function of the device."""
+    return [written(leaf, place, value) for leaf, value in zip(places, values, strict=True)]
+
+
+def abstract(tree: Tree) -> Tree:
+    """Shapes, dtypes and shardings of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -1,0 +1,92 @@
+"""From numbers to a `QArray`. Legend: i in features, o out features, n groups along i."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.specs import EasyDeLQuantizationConfig
+from jaxtyping import Array, Float
+
+from ed_layers.quantization.formats import ACTIVATIONS_TOO, FORMATS, Format
+from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.stored import Scales, pack
+
+
+def encode(
+    x: Float[Array, "*lead i o"],
+    name: str,
+    group_size: int | None = None,
+    *,
+    double: bool = False,
+    activations: bool = False,
+) -> QArray:
+    """Quantize a matrix, or a stack of them.
+
+    Args:
+        x: floating-point.
+        name: of the format.
+        group_size: k; None = the format's own.
+        double: quantize the scales too.
+        activations: of `QArray`.
+
+    Raises:
+        ConfigError: the group does not fit.
+    """
+    group = FORMATS[name].group_of(x.shape[-2], group_size, name)
+    w = _encoded(x, FORMATS[name], group, double)
+    return replace(w, format=name, activations=activations, dtype=np.dtype(x.dtype))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _encoded(x: jax.Array, form: Format, group: int, double: bool) -> QArray:
+    def one(x: jax.Array) -> QArray:
+        grouped = x.astype(jnp.float32).reshape(*x.shape[:-2], -1, group, x.shape[-1])
+        codes, scale, zero = form.encode(grouped)
+        codes = codes.reshape(x.shape)
+        codes = pack(codes) if form.packed else codes
+        return QArray(codes, _doubled(scale) if double else scale, zero)
+
+    # One layer at a time where `transform` maps over a stack: no second copy of the stack.
+    return jax.custom_batching.sequential_vmap(one)(x)
+
+
+def encoded(
+    spec: EasyDeLQuantizationConfig,
+    matrix: jax.Array,
+    *,
+    rows: bool = False,
+    absorbed: bool = False,
+) -> QArray:
+    """A matrix in the format of a configuration.
+
+    Args:
+        matrix: [.., i, o]; a table [v, d] with `rows`.
+        rows: whether it is looked up by rows, so that groups lie along the columns.
+        absorbed: whether it is used without activations too, which are then not quantized.
+    """
+    w = encode(
+        matrix.mT if rows else matrix,
+        ACTIVATIONS_TOO.get(spec.dtype, spec.dtype),
+        spec.group_size,
+        double=spec.double_quantization,
+        activations=spec.quantizes_activations and not absorbed,
+    )
+    return w.T if rows else w
+
+
+#: Scales that share a scale, in double quantization.
+DOUBLE_BLOCK = 256
+
+
+def _doubled(scale: Float[Array, "*lead n o"]) -> Scales:
+    offset = jnp.mean(scale, axis=(-2, -1), keepdims=True)
+    columns = scale.shape[-1]
+    block = max(b for b in range(1, min(columns, DOUBLE_BLOCK) + 1) if columns % b == 0)
+    rest = (scale - offset).reshape(*scale.shape[:-1], -1, block)
+    outer = jnp.max(jnp.abs(rest), axis=-1) * np.float32(1 / 127)
+    codes = jnp.round(rest / jnp.where(outer == 0, 1, outer)[..., None])
+    return Scales(codes.reshape(scale.shape).astype(jnp.int8), outer, offset)

@@ -1,0 +1,170 @@
+"""Models with quantized weights: made by ordered rules over the names of modules, and unmade.
+
+Linear layers, the linear layers of experts, and embeddings have matrices that rules can select.
+Nothing else is touched: no norm, convolution, router, bias or decay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+from ed_infra import paths
+from ed_infra.errors import ConfigError
+from ed_infra.rules import Rules
+from ed_infra.specs import QUANTIZATION_FIELD_ALIASES, EasyDeLQuantizationConfig, from_mapping
+from flax import nnx
+
+from ed_layers.embed import Embed
+from ed_layers.experts import ExpertLinear
+from ed_layers.linear import Linear
+from ed_layers.quantization.encoding import encoded
+from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
+from ed_layers.quantization.stored import Scales
+from ed_layers.transform import Replace, transform
+
+M = TypeVar("M", bound=nnx.Module)
+
+#: What selects modules and says their formats.
+QuantizationRules = (
+    EasyDeLQuantizationConfig
+    | Mapping[str, Any]
+    | Rules[EasyDeLQuantizationConfig | None]
+    | Sequence[tuple[str, EasyDeLQuantizationConfig | Mapping[str, Any] | None]]
+)
+
+#: Modules with a matrix -> the attribute that it is.
+MATRICES: dict[type[nnx.Module], str] = {
+    Linear: "kernel",
+    ExpertLinear: "kernel",
+    Embed: "embedding",
+}
+
+
+class QuantParam(nnx.Variable):
+    """A quantized matrix (`QArray`). It does not learn: no optimizer sees it."""
+
+
+def quantize(model: M, rules: QuantizationRules) -> M:
+    """Return a copy of a model whose matrices are quantized; its other arrays are shared.
+
+    Args:
+        model: any module. Scanned and unrolled layers get the same codes.
+        rules: (pattern, configuration) pairs, searched in the names of modules
+            (`model.layers.3.self_attn.q_proj`) in order; the first match decides, and None leaves a
+            module as it is. Or one configuration, whose own `pattern` selects.
+
+    Raises:
+        ConfigError: the model is quantized, a rule matches nothing, or a group does not fit.
+    """
+    if is_quantized(model):
+        raise ConfigError(
+            "the model is quantized, and codes cannot be quantized again: give all rules at once, "
+            "or call dequantize first"
+        )
+    made: dict[EasyDeLQuantizationConfig, Replace] = {}
+
+    def replacement(spec: EasyDeLQuantizationConfig | None) -> Replace | None:
+        return None if spec is None else made.setdefault(spec, partial(_quantized, spec))
+
+    replace = rules_of(rules).map(replacement)
+    return transform(model, replace, of=tuple(MATRICES))  # type: ignore[arg-type]
+
+
+def rules_of(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None]:
+    """Read what `quantize` takes."""
+    if isinstance(rules, Rules):
+        return rules
+    if isinstance(rules, EasyDeLQuantizationConfig | Mapping):
+        spec = spec_of(rules)
+        rules = [(spec.pattern, spec)]
+    pairs = ((p, None if value is None else spec_of(value)) for p, value in rules)
+    return Rules(pairs, kind="quantization rule")
+
+
+def spec_of(value: EasyDeLQuantizationConfig | Mapping[str, Any]) -> EasyDeLQuantizationConfig:
+    """A configuration, or one from a mapping of its fields."""
+    return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
+
+
+def matrix_of(module: nnx.Module) -> tuple[str, nnx.Variable]:
+    """The name and the variable of a module's matrix."""
+    name = next(name for cls, name in MATRICES.items() if isinstance(module, cls))
+    return name, getattr(module, name)
+
+
+def _quantized(spec: EasyDeLQuantizationConfig, module: nnx.Module, _: jax.Array) -> nnx.Module:
+    name, variable = matrix_of(module)
+    value = variable.get_value()
+    matrix = value.value if isinstance(value, Simulated) else value
+    rows, absorbed = isinstance(module, Embed), isinstance(module, Linear) and module.absorbed
+    axes = variable.get_metadata().get("axes")
+    w = encoded(spec, matrix, rows=rows, absorbed=absorbed)
+    if spec.simulate:
+        seen = Simulated(matrix, spec, absorbed, w.axis)
+        setattr(module, name, nnx.Param(seen, axes=axes))
+    else:
+        setattr(module, name, QuantParam(w, axes=axes))
+    return module
+
+
+def dequantize(model: M) -> M:
+    """Return a copy of a model with plain matrices: the values that its codes stand for.
+
+    Matrices that simulate a format are plain again too: with what they have learned.
+
+    Raises:
+        ConfigError: nothing is quantized or simulates it.
+    """
+    if next(_matrices(model, QArray | Simulated), None) is None:
+        raise ConfigError("no matrix of the model is quantized, or simulates it")
+    return transform(model, Rules([("", _plain)], kind="quantization rule"), of=tuple(MATRICES))
+
+
+def _plain(module: nnx.Module, _: jax.Array) -> nnx.Module:
+    name, variable = matrix_of(module)
+    value = variable.get_value()
+    if not isinstance(value, jax.Array):
+        plain = value.value if isinstance(value, Simulated) else value.dense()
+        setattr(module, name, nnx.Param(plain, axes=variable.get_metadata().get("axes")))
+    return module
+
+
+def _matrices(model: nnx.Module, of: Any) -> Iterator[tuple[list[str], Any]]:
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = variable.get_value()
+        if isinstance(value, of):
+            yield paths.canonical(path), value
+
+
+def quantized_matrices(model: nnx.Module) -> Iterator[tuple[list[str], QArray]]:
+    """Canonical names of the layers that a quantized matrix holds, and the matrix."""
+    return _matrices(model, QArray)
+
+
+def is_quantized(model: nnx.Module) -> bool:
+    """Whether a matrix of the model is quantized."""
+    return next(quantized_matrices(model), None) is not None
+
+
+def describe(model: nnx.Module) -> str:
+    """Which formats matrices have, one a line: how many, and their bytes a weight in memory."""
+    counts: dict[str, list[int]] = {}
+    for names, w in _matrices(model, QArray | Simulated):
+        if isinstance(w, QArray):
+            kind = f"{w.format}, groups of {w.group_size}"
+            kind += ", scales in 8 bits" if isinstance(w.scale, Scales) else ""
+            kind += ", activations in 8 bits" if w.activations else ""
+        else:
+            kind = f"{w.spec.dtype}, simulated"
+        total = counts.setdefault(kind, [0, 0, 0])
+        for i, more in enumerate((len(names), w.nbytes, math.prod(w.shape))):
+            total[i] += more
+    return "\n".join(
+        f"{kind}: {matrices} matrices, {size} weights, {nbytes / size:.3f} bytes a weight"
+        for kind, (matrices, nbytes, size) in sorted(counts.items())
+    )

@@ -1,0 +1,200 @@
+"""`QArray`: a matrix stored in few bits, which multiplies as it is.
+
+Legend: i in features, o out features, n groups along i, k values of a group, e experts, r rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ed_layers.native import products as native
+from ed_layers.quantization.formats import FORMATS
+from ed_layers.quantization.stored import Stored, joined
+
+#: Values that are decoded at once on a CPU: 8 MB of float32, which caches hold. Larger matrices are
+#: multiplied a block of columns at a time; elsewhere compilers do the like on their own.
+BLOCK = 2**21
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QArray(Stored):
+    """A quantized matrix that is an `ed_layers.linear.Product`; gradients are of its other side."""
+
+    def product(self, x: Float[Array, "*rows i"], *, precision: Any = None) -> jax.Array:
+        """Return `x @ self`, [..., o], in the dtype of `x`."""
+        return _product(precision, x, self)
+
+    def grouped_product(
+        self, rows: Float[Array, "r i"], counts: Int[Array, " e"], *, precision: Any = None
+    ) -> Float[Array, "r o"]:
+        """As `jax.lax.ragged_dot` of a stack [e, i, o]."""
+        return _grouped(precision, rows, self, counts)
+
+    @property
+    def factors_out(self) -> bool:
+        """Whether a product can be scaled after it, column by column."""
+        return self.axis == -2 and self.groups == 1
+
+
+def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
+    """Activations in 8 bits: whole numbers [*rows, n, k], and a scale for each row and group."""
+    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    scale = jnp.max(jnp.abs(grouped), axis=-1) * np.float32(1 / 127)
+    return jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None]), scale
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(precision: Any, x: jax.Array, w: QArray) -> jax.Array:
+    once = _whole_numbers if w.activations else partial(_decoded, precision)
+    by_xla = partial(_in_blocks, once)
+    if w.activations or w.axis == -1:
+        return by_xla(x, w)
+    if not native.takes_codes(math.prod(x.shape[:-1]), x.dtype, w.codes):
+        return by_xla(x, w)
+    return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
+
+
+def _by_library(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+    """The product by the native library, which reads the codes as they are."""
+    scale, form = w.scales(), FORMATS[w.format]
+    zero = None if w.zero is None else w.zero.astype(jnp.float32)
+    zero = None if zero is None else jnp.broadcast_to(zero, scale.shape)
+    table = form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None
+    y = native.product_of_codes(x.reshape(-1, x.shape[-1]), w.codes, scale, zero, table)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _product_forward(precision: Any, x: jax.Array, w: QArray) -> tuple[jax.Array, QArray]:
+    # Codes are kept for the backward pass, never the matrix.
+    return _product(precision, x, w), w
+
+
+def _product_backward(precision: Any, w: QArray, g: jax.Array) -> tuple[jax.Array, None]:
+    return _in_blocks(partial(_back, precision), g, w, summed=True), None
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _decoded(precision: Any, x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+    """The product with the values of the codes; where a column has one scale, with the levels."""
+    halves = w.halves()
+    decode = w.levels if w.factors_out else w.values
+    dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+    if w.axis == -1:  # groups lie along the columns
+        y = dot(x, joined([decode(codes) for codes in halves], -1).astype(x.dtype))
+    else:
+        parts = [x[..., i :: len(halves)] for i in range(len(halves))]
+        decoded = (decode(codes).astype(x.dtype) for codes in halves)
+        first, *rest = (dot(part, values) for part, values in zip(parts, decoded, strict=True))
+        y = sum(rest, first)
+    return (y * w.scales()[..., 0, :] if w.factors_out else y).astype(x.dtype)
+
+
+def _back(precision: Any, g: Float[Array, "*rows o"], w: QArray) -> Float[Array, "*rows i"]:
+    """The product with the transpose, float32."""
+    dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+    if w.axis == -1:
+        return dot(g, w.dense(g.dtype).mT)
+    return joined([dot(g, w.values(codes).astype(g.dtype).mT) for codes in w.halves()], -1)
+
+
+def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+    """The product of whole numbers: of 8 bits by 8 bits, summed in 32, group by group."""
+    assert w.axis == -2, "groups of a product lie along the contracted dimension"
+    numbers, of_row = rounded(x, w.groups)
+    halves = w.halves()
+    grouped = [w.levels(codes).reshape(w.groups, -1, w.shape[-1]) for codes in halves]
+
+    def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        a, columns, row, scale = group
+        for i, b in enumerate(columns):
+            part = a[..., i :: len(columns)].astype(jnp.int8)
+            y = jnp.matmul(part, b.astype(jnp.int8), preferred_element_type=jnp.int32)
+            total = total + y.astype(jnp.float32) * row[..., None] * scale
+        return total, None
+
+    parts = jnp.moveaxis(numbers, -2, 0), grouped, jnp.moveaxis(of_row, -1, 0), w.scales()
+    total = jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32)
+    if w.groups == 1:
+        return add(total, jax.tree.map(lambda part: part[0], parts))[0].astype(x.dtype)
+    return jax.lax.scan(add, total, parts)[0].astype(x.dtype)
+
+
+def _in_blocks(
+    product: Callable[[jax.Array, QArray], jax.Array], x: jax.Array, w: QArray, summed: bool = False
+) -> jax.Array:
+    """A product, on a CPU by blocks of columns: the whole matrix is never decoded there.
+
+    Args:
+        product: `(x, matrix) -> y`.
+        x: [*rows, i]; [*rows, o] where the blocks' results are `summed`.
+    """
+    inputs, columns = w.shape[-2:]
+    count = -(-inputs * columns // BLOCK)
+    # A transpose has its pairs, and groups, along the columns.
+    if count == 1 or w.axis == -1:
+        return product(x, w).astype(x.dtype)
+    size = -(-columns // count)
+
+    def blocks(x: jax.Array, w: QArray) -> jax.Array:
+        codes = w.codes
+        if jnp.issubdtype(codes.dtype, jnp.floating):  # a slice of which would make a wide copy
+            codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        w = replace(w, codes=codes, scale=w.scales())
+
+        def step(i: jax.Array, out: jax.Array) -> jax.Array:
+            # The last block begins earlier, so that all have one size.
+            start = jnp.minimum(i * size, columns - size)
+            cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
+            part = jax.tree.map(lambda leaf: leaf if leaf.shape[-1] == 1 else cut(leaf), w)
+            if not summed:
+                y = product(x, part)
+                return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=-1)
+            fresh = start + jnp.arange(size) >= i * size
+            return out + product(jnp.where(fresh, cut(x), 0), part)
+
+        shape = (*x.shape[:-1], inputs if summed else columns)
+        start = jnp.zeros(shape, jnp.float32 if summed else x.dtype)
+        return jax.lax.fori_loop(0, count, step, start).astype(x.dtype)
+
+    def whole(x: jax.Array, w: QArray) -> jax.Array:
+        return product(x, w).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, w, cpu=blocks, default=whole)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array) -> jax.Array:
+    if w.activations:
+        numbers, scale = rounded(rows, w.groups)
+        rows = (numbers * scale[..., None]).reshape(rows.shape).astype(rows.dtype)
+    if not w.factors_out:
+        return jax.lax.ragged_dot(rows, w.dense(rows.dtype), counts, precision=precision)
+    levels = joined([w.levels(codes) for codes in w.halves()], -2).astype(rows.dtype)
+    y = jax.lax.ragged_dot(rows, levels, counts, precision=precision)
+    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
+    return (y * w.scales()[jnp.minimum(expert, w.shape[0] - 1), 0]).astype(rows.dtype)
+
+
+def _grouped_forward(precision: Any, rows: jax.Array, w: QArray, counts: jax.Array):
+    return _grouped(precision, rows, w, counts), (w, counts)
+
+
+def _grouped_backward(precision: Any, kept: tuple[QArray, jax.Array], g: jax.Array):
+    w, counts = kept
+    back = jax.lax.ragged_dot(g, w.dense(g.dtype).mT, counts, precision=precision)
+    return back, None, None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -1,0 +1,124 @@
+"""A model that serves many adapters at once: places for them on its layers, and what goes there.
+
+`RaggedBatch.adapter_ids` says which sequence uses which place. Layers whose rows are no tokens (a
+module names them in `without_tokens`) have no places, nor have experts, embeddings and the head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from ed_infra import paths
+from ed_infra.errors import ConfigError
+from ed_infra.rules import Rules
+from ed_layers.linear import Linear
+from ed_layers.lora_slots import LoRASlots, SlotParam
+from ed_layers.transform import Replace, transform
+from flax import nnx
+
+from ed_models.adapter_values import Adapter, M
+from ed_models.adapters import ALL_LINEAR, has_lora
+
+_LISTED = 10
+
+
+def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = None) -> M:
+    """Return a copy of a model whose linear layers have places for adapters, all empty.
+
+    Args:
+        model: without adapters on its layers.
+        slots: how many adapters can be there at once.
+        rank: the largest of an adapter.
+        targets: patterns over canonical names of layers; None = every linear layer but the head.
+
+    Raises:
+        ConfigError: a target matches no layer, or the model has adapters on its layers.
+    """
+    if has_lora(model):
+        raise ConfigError(
+            "the model has an adapter on its layers, and others cannot be served beside it: merge "
+            "it (unwrap_lora_to_layers), or take it off (set_adapter(None)) and load it by name"
+        )
+    left_out = [
+        re.escape(f"{name}.{layer}" if name else layer)
+        for path, node in nnx.iter_modules(model)
+        for layer in getattr(type(node), "without_tokens", ())
+        for name in paths.canonical(paths.normalize(path))
+    ]
+    rules: list[tuple[str, Replace | None]] = []
+    if left_out:
+        rules.append((f"^(?:{'|'.join(left_out)})$", None))
+
+    def places(layer: nnx.Module, key: jax.Array) -> nnx.Module:
+        assert isinstance(layer, Linear), "only linear layers were asked for"
+        return LoRASlots(layer, slots, rank)
+
+    rules += [(target, places) for target in targets or (ALL_LINEAR,)]
+    return transform(model, Rules(rules, kind="target of served adapters"), of=Linear)
+
+
+def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
+    """What the places of one adapter hold: as the `SlotParam`s of the model, without the slots.
+
+    Args:
+        model: with places, from `with_slots`; its arrays may be abstract.
+        adapter: by canonical names of this model.
+
+    Returns:
+        float32 arrays [*layers, i, r] and [*layers, r, o], in B the scale; zeros where the adapter
+        changes nothing.
+
+    Raises:
+        ConfigError: the adapter has DoRA, a larger rank than the places or numbers that are not
+            finite, or changes layers that have no places; all of those are listed.
+    """
+    wrong: list[str] = []
+    places = dict(_places(model))
+    for name, layer in adapter.items():
+        parent, _, matrix = name.rpartition(".")
+        if layer.spec.dora:
+            wrong.append(f"{parent}: DoRA")
+        elif matrix == "embedding":
+            wrong.append(f"{parent}: an embedding")
+        elif layer.a.ndim != 2:
+            wrong.append(f"{parent}: experts")
+        elif parent not in places:
+            wrong.append(f"{parent}: a layer that serves no adapters")
+        elif layer.spec.rank > places[parent]:
+            wrong.append(f"{parent}: rank {layer.spec.rank} is above {places[parent]}")
+        elif not (np.isfinite(layer.a).all() and np.isfinite(layer.b).all()):
+            wrong.append(f"{parent}: numbers that are not finite")
+    if wrong:
+        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
+        listed = "\n  ".join([*wrong[:_LISTED], *more])
+        raise ConfigError(
+            "this adapter cannot be served beside others; merge it into a model of its own "
+            f"(load_adapter, unwrap_lora_to_layers):\n  {listed}"
+        )
+
+    def values(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
+        *leading, _, rows, columns = variable.get_value().shape
+        out = np.zeros((*leading, rows, columns), np.float32)
+        is_a = path[-1] == "lora_a"
+        for i, name in enumerate(paths.canonical(path[:-1])):
+            layer = adapter.get(f"{name}.kernel")
+            if layer is not None:
+                value = layer.a if is_a else layer.b * layer.spec.scale
+                place = out[i] if leading else out
+                place[: value.shape[0], : value.shape[1]] = value
+        return variable.replace(out)
+
+    flat = nnx.to_flat_state(nnx.state(model, SlotParam))
+    return nnx.from_flat_state([(path, values(path, variable)) for path, variable in flat])
+
+
+def _places(model: nnx.Module) -> Iterator[tuple[str, int]]:
+    """Canonical names of the layers with places, and the rank of these."""
+    for path, node in nnx.iter_modules(model):
+        if isinstance(node, LoRASlots):
+            rank = node.lora_a.get_value().shape[-1]
+            for name in paths.canonical(paths.normalize(path)):
+                yield name, rank

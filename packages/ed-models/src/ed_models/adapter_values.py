@@ -1,0 +1,81 @@
+"""What adapters learned, apart from any model: what is written to files, kept under a name, and
+served from slots.
+
+Legend: i in features, o out features, r rank, e experts, v vocabulary, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from ed_infra import paths
+from ed_infra.specs import LoraSpec
+from ed_layers.quantization.model import matrix_of
+from flax import nnx
+
+from ed_models.adapters import apply_lora, lora_layers
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAdapter:
+    """The adapter of one layer, float32 in host memory.
+
+    Attributes:
+        spec: rank, scale and so on.
+        a, b: [i, r] and [r, o]; of experts [e, i, r] and [e, r, o]; of an embedding [v, r], [r, d].
+        magnitude: the lengths that DoRA learned, [o]; None without DoRA.
+    """
+
+    spec: LoraSpec
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None = None
+
+
+#: Canonical name of a matrix (`model.layers.3.self_attn.q_proj.kernel`) -> its adapter.
+Adapter = Mapping[str, LayerAdapter]
+
+
+def adapter_of(model: nnx.Module) -> dict[str, LayerAdapter]:
+    """The adapter that a model has on its layers; empty, if it has none."""
+    return dict(_read(model))
+
+
+def put_adapter(model: M, adapter: Adapter) -> M:
+    """Return a copy of a model with an adapter on its layers.
+
+    Args:
+        model: without adapters on its layers.
+        adapter: of a model of these shapes.
+    """
+    by_spec: dict[LoraSpec, list[str]] = {}
+    for name, layer in adapter.items():
+        by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
+    adapted = apply_lora(model, by_spec)
+    for path, layer in lora_layers(adapted):
+        path = paths.normalize(path)
+        names = [f"{name}.{matrix_of(layer)[0]}" for name in paths.canonical(path)]
+        for field in ("a", "b", "magnitude"):
+            values = [getattr(adapter[name], field) for name in names]
+            if values[0] is not None:
+                stacked = np.stack(values) if paths.is_stacked(path) else values[0]
+                getattr(layer, f"lora_{field}").set_value(stacked)
+    return adapted
+
+
+def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
+    for path, layer in lora_layers(model):
+        path = paths.normalize(path)
+        fields = ["a", "b", "magnitude"] if layer.spec.dora else ["a", "b"]
+        values = {
+            field: np.asarray(getattr(layer, f"lora_{field}").get_value(), np.float32)
+            for field in fields
+        }
+        for i, name in enumerate(paths.canonical(path)):
+            own = {k: v[i] if paths.is_stacked(path) else v for k, v in values.items()}
+            yield f"{name}.{matrix_of(layer)[0]}", LayerAdapter(layer.spec, **own)

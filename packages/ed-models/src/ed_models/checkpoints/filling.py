@@ -1,0 +1,158 @@
+"""Arrays on devices, from slices of files: each device gets its own, and a stack its layers.
+
+Where the devices' memory is not the host's, a large stack is filled layer by layer, so that the host
+has one layer at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra import paths
+from ed_layers.quantization.qarray import QArray
+
+from ed_models.checkpoints.quantized_tensors import encoded_as, parts_of
+from ed_models.checkpoints.weight_map import window_of
+from ed_models.pieces import Shape
+
+#: `read(name, window, out)` fills `out` with those positions of a layer's tensor, in its dtype.
+Read = Callable[[str, Sequence[range], np.ndarray], None]
+#: A sharding, or a quantized matrix of shardings.
+Placement = jax.sharding.Sharding
+
+_ALIGNED = 64  # bytes; jax takes a buffer of the host for its own where its start is a multiple
+_LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
+
+
+def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: Placement, read: Read) -> jax.Array:
+    """Make one parameter (a stack of layers, or one tensor)."""
+    return _fill(paths.canonical(path), paths.is_stacked(path), leaf, placement, read)
+
+
+def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
+    """Make a quantized matrix from its codes and scales."""
+    names, stacked = paths.canonical(path), paths.is_stacked(path)
+    leaves = [
+        _fill([f"{name}.{part}" for name in names], stacked, array, place, read)
+        for (part, array), place in zip(
+            parts_of(leaf).items(), jax.tree.leaves(placement), strict=True
+        )
+    ]
+    return jax.tree.unflatten(jax.tree.structure(leaf), leaves)
+
+
+def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
+    """Make a quantized matrix from a plain one, which is in memory for one layer at a time."""
+    names, stacked = paths.canonical(path), paths.is_stacked(path)
+    # Codes divide as the matrix does.
+    place = _of_a_layer(placement.codes) if stacked else placement.codes  # type: ignore[arg-type]
+    shape = leaf.shape[1:] if stacked else leaf.shape
+
+    def layer(name: str) -> QArray:
+        plain = _placed(shape, place, partial(read, name), leaf.dtype)
+        return encoded_as(plain, leaf)
+
+    if not stacked:
+        return jax.device_put(layer(names[0]), placement)
+    stack = _empty(leaf, placement)
+    for row, name in enumerate(names):
+        stack = jax.block_until_ready(_put(placement)(stack, layer(name), np.int32(row)))
+    return stack
+
+
+def _fill(
+    names: Sequence[str],
+    stacked: bool,
+    leaf: jax.ShapeDtypeStruct | jax.Array,
+    placement: Placement,
+    read: Read,
+) -> jax.Array:
+    if not stacked:
+        return _placed(leaf.shape, placement, partial(read, names[0]), leaf.dtype)
+    small = math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE
+    if small or _in_host_memory(placement) or _divides_layers(placement):
+
+        def fill(window: Sequence[range], out: np.ndarray) -> None:
+            for row, layer in enumerate(window[0]):
+                read(names[layer], window[1:], out[row, ...])
+
+        return _placed(leaf.shape, placement, fill, leaf.dtype)
+    stack, by_layer = _empty(leaf, placement), _of_a_layer(placement)
+    for row, name in enumerate(names):
+        layer = _placed(leaf.shape[1:], by_layer, partial(read, name), leaf.dtype)
+        stack = jax.block_until_ready(_put(placement)(stack, layer, np.int32(row)))
+    return stack
+
+
+def _empty(leaf, placement):
+    """Memory for a stack, on its devices."""
+    make = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype), leaf)
+    return jax.jit(make, out_shardings=placement)()
+
+
+def _put(placement):
+    """What writes a layer into its row of a stack."""
+    return jax.jit(_with_row, donate_argnums=0, out_shardings=placement)
+
+
+def _with_row(stack, layer, row: jax.Array):
+    write = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda a, of_layer: write(a, of_layer, row, 0), stack, layer)
+
+
+def _divides_layers(placement: Placement) -> bool:
+    return isinstance(placement, jax.sharding.NamedSharding) and placement.spec[:1] not in (
+        (),
+        (None,),
+    )
+
+
+def _of_a_layer(placement: Placement) -> Placement:
+    """Where one layer of a stack lies."""
+    if not isinstance(placement, jax.sharding.NamedSharding):
+        return placement
+    return jax.sharding.NamedSharding(
+        placement.mesh, jax.sharding.PartitionSpec(*placement.spec[1:])
+    )
+
+
+def _in_host_memory(placement: Placement) -> bool:
+    """Whether arrays on the devices are memory of the host: an aligned buffer becomes one as it is.
+
+    Then a stack is filled in its place, and layer by layer would only copy it again.
+    """
+    return all(device.platform == "cpu" for device in placement.device_set)
+
+
+def _buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Memory without values, aligned as jax's own is."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _placed(
+    shape: Shape,
+    placement: Placement,
+    fill: Callable[[Sequence[range], np.ndarray], None],
+    dtype: np.dtype,
+) -> jax.Array:
+    """Make an array on the devices; `fill(window, out)` writes a slice of it, each slice once."""
+    slices: dict[tuple, np.ndarray] = {}  # replicas ask for the same slice
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        window = window_of(index, shape)
+        key = tuple((w.start, w.stop) for w in window)
+        if key not in slices:
+            slices[key] = _buffer([len(w) for w in window], dtype)
+            fill(window, slices[key])
+        return slices[key]
+
+    return jax.make_array_from_callback(shape, placement, read)

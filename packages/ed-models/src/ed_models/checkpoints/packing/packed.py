@@ -1,0 +1,139 @@
+"""A packed tensor, and the arithmetic that its layouts share.
+
+A weight is [.., o, i] as in torch. Its codes have scales, and perhaps zero points, that a group of
+entries along `i` shares: `value = (code - zero) * scale`, in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+from ed_infra.errors import CheckpointError
+
+from ed_models.checkpoints.tensor_files import Index, TensorEntry, TensorFiles
+
+Slices = tuple[slice, ...]
+#: Formats of float8 in safetensors files.
+FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+FLOATS = ("F32", "F16", "BF16")
+#: Bits of an integer in which several codes lie.
+WORD = 32
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor that is made of others.
+
+    Attributes:
+        name: of the tensor.
+        entry: what it looks like: shape and format of its values.
+        parts: names of the tensors that it is made of, or that only its packing needs.
+        read: its values at slices of each dimension, in ascending order.
+    """
+
+    name: str
+    entry: TensorEntry
+    parts: tuple[str, ...]
+    read: Callable[[Slices], np.ndarray]
+
+    def at(self, index: Index) -> np.ndarray:
+        """Its values at an index."""
+        rest = len(self.entry.shape) - len(index)
+        slices = [slice(i, i + 1) if isinstance(i, int) else i for i in index]
+        values = self.read((*slices, *(slice(None),) * rest))
+        return values[tuple(0 if isinstance(i, int) else slice(None) for i in index)]
+
+
+def expect(
+    files: TensorFiles,
+    layout: str,
+    name: str,
+    shape: tuple[int | None, ...],
+    formats: Collection[str],
+) -> TensorEntry:
+    """The entry of a tensor that a layout needs.
+
+    Args:
+        layout: its name, for messages.
+        shape: what it must be; None = any size.
+        formats: what its numbers may be.
+
+    Raises:
+        CheckpointError: the tensor is not there, or of another shape or format.
+    """
+    entry = files.get(name)
+    sizes = ", ".join("any" if n is None else str(n) for n in shape)
+    wanted = f"{' or '.join(formats)} [{sizes}]"
+    if entry is None:
+        raise CheckpointError(
+            f"{layout}: {name} is not in the checkpoint, and should be {wanted}; the checkpoint is "
+            "not whole: download or save it again"
+        )
+    fits = len(entry.shape) == len(shape) and all(
+        n in (None, own) for n, own in zip(shape, entry.shape, strict=True)
+    )
+    if entry.format not in formats or not fits:
+        raise CheckpointError(
+            f"{layout}: {name} is {entry.format} {list(entry.shape)}, and should be {wanted}; the "
+            "checkpoint is damaged, or its quantization_config is of another one"
+        )
+    return entry
+
+
+def covering(part: slice, size: int, unit: int) -> tuple[slice, slice]:
+    """Which units of so many positions hold the wanted ones, and where in these they are."""
+    wanted = range(size)[part]
+    first, last = (wanted[0] // unit, wanted[-1] // unit + 1) if wanted else (0, 0)
+    start = first * unit
+    return slice(first, last), slice(wanted.start - start, wanted.stop - start, wanted.step)
+
+
+def codes_of(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Unsigned codes of words, uint8; the lowest bits of a word come first along `axis`."""
+    per = WORD // bits
+    words = np.moveaxis(words, axis, -1).view(np.uint32)
+    out = np.empty((*words.shape, per), np.uint8)
+    for place in range(per):
+        out[..., place] = (words >> np.uint32(bits * place)) & np.uint32(2**bits - 1)
+    *rest, count = words.shape
+    return np.moveaxis(out.reshape(*rest, count * per), -1, axis)
+
+
+def grouped(
+    codes: np.ndarray, group: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray
+) -> np.ndarray:
+    """Float32 values of codes [.., o, i].
+
+    Args:
+        codes: integers or float8.
+        group: of each entry along i.
+        zeros: [.., o, groups]; None = 0.
+        scales: [.., o, groups].
+    """
+    values = np.empty_like(codes, np.float32)  # with the order that the codes have in memory
+    for k in np.unique(group):
+        (at,) = np.nonzero(group == k)
+        here = slice(at[0], at[-1] + 1) if at[-1] - at[0] < len(at) else at
+        part = codes[..., here].astype(np.float32)
+        if zeros is not None:
+            part -= zeros[..., k, None].astype(np.float32)
+        part *= scales[..., k, None].astype(np.float32)
+        values[..., here] = part
+    return values
+
+
+def groups_of(files: TensorFiles, name: str, count: int, part: slice) -> np.ndarray:
+    """The group of each entry of a slice along i, as `name` [i] says.
+
+    Raises:
+        CheckpointError: there are fewer groups.
+    """
+    group = np.asarray(files.read(name, (part,)))
+    if group.size and not 0 <= int(group.min()) <= int(group.max()) < count:
+        raise CheckpointError(
+            f"{name} names groups {group.min()} to {group.max()}, and there are {count}: the "
+            "checkpoint is damaged; download or save it again"
+        )
+    return group

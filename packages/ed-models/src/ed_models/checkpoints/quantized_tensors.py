@@ -1,0 +1,117 @@
+"""Quantized matrices in this project's own checkpoints: the codes and scales as they are.
+
+A matrix `model.layers.0.self_attn.q_proj.kernel` is the tensors `….kernel.codes`, `….kernel.scale`
+and, where the format has them, `….kernel.zero`, `….kernel.scale.codes` and so on: the arrays of its
+`QArray`, which is [in, out]. `quantization_config` of config.json has the rules that select the
+modules; parameters that are not quantized lie as in every checkpoint.
+
+These are own names because Hugging Face has no layout for most of the formats (nf4 with our double
+quantization, the microscaling ones), and none for a fused tensor of which only a part is quantized.
+A slice is read as it will lie on a device, without a transposition.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.rules import Rules
+from ed_infra.specs import EasyDeLQuantizationConfig
+from ed_layers.quantization.encoding import encode
+from ed_layers.quantization.formats import ACTIVATIONS_TOO
+from ed_layers.quantization.model import MATRICES, quantized_matrices, rules_of
+from ed_layers.quantization.qarray import QArray, Scales
+from flax import nnx
+
+from ed_models.weights import Rule, equal
+
+METHOD = "easydel"
+#: Parts of a quantized matrix, by the names of fields.
+PARTS = ("codes", "scale", "scale.codes", "scale.scale", "scale.offset", "zero")
+#: Rules of the weight table for them.
+PARTS_AS_THEY_ARE: tuple[Rule, ...] = tuple(
+    Rule(f"{{path}}.{matrix}.{part}", f"{{path}}.{matrix}.{part}", equal)
+    for matrix in sorted(set(MATRICES.values()))
+    for part in PARTS
+)
+_MOST_RULES = 10_000
+
+
+def parts_of(matrix: QArray) -> dict[str, Any]:
+    """The arrays of a quantized matrix by their names, in the order of its leaves."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(matrix)
+    return {".".join(key.name for key in path): leaf for path, leaf in flat}
+
+
+def encoded_as(matrix: jax.Array, form: QArray) -> QArray:
+    """Quantize one layer's matrix as a (perhaps abstract) quantized one is."""
+    w = encode(
+        matrix.mT if form.axis == -1 else matrix,
+        form.format,
+        form.group_size,
+        double=isinstance(form.scale, Scales),
+        activations=form.activations,
+    )
+    return w.T if form.axis == -1 else w
+
+
+def stored_rules(
+    config: EasyDeLBaseConfig,
+) -> Rules[EasyDeLQuantizationConfig | None] | None:
+    """Which modules of a checkpoint are quantized, by its config.json; None: none, or by others.
+
+    Raises:
+        CheckpointError: the rules are damaged.
+    """
+    settings = config.quantization_config
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != METHOD:
+        return None
+    rules = settings.get("rules")
+    if not isinstance(rules, list) or not 0 < len(rules) <= _MOST_RULES:
+        raise CheckpointError(
+            f"quantization_config of config.json has quant_method={METHOD!r} and no list of rules "
+            f"(1 to {_MOST_RULES}): save the model again"
+        )
+    try:
+        return rules_of([(str(pattern), fields) for pattern, fields in rules])
+    except (ConfigError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"quantization_config of config.json has a rule that is none: {error}"
+        ) from error
+
+
+def quantization_settings(model: nnx.Module) -> dict[str, Any] | None:
+    """`quantization_config` for config.json; None for a model without quantized matrices."""
+    by_fields: dict[tuple, set[str]] = {}
+    for names, matrix in quantized_matrices(model):
+        modules = {name.rpartition(".")[0] for name in names}
+        by_fields.setdefault(tuple(_fields(matrix).items()), set()).update(modules)
+    rules = [
+        [pattern, dict(fields)]
+        for fields, modules in by_fields.items()
+        for pattern in _patterns(modules)
+    ]
+    return {"quant_method": METHOD, "rules": rules} if rules else None
+
+
+def _fields(matrix: QArray) -> dict[str, Any]:
+    """The configuration that makes such a matrix."""
+    names = {stored: name for name, stored in ACTIVATIONS_TOO.items()}
+    dtype = names[matrix.format] if matrix.activations else matrix.format
+    fields: dict[str, Any] = {"dtype": dtype, "group_size": matrix.group_size}
+    return fields | ({"double_quantization": True} if isinstance(matrix.scale, Scales) else {})
+
+
+def _patterns(modules: Iterable[str]) -> Iterator[str]:
+    """Regular expressions that match these modules and no others, few for many layers."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(modules):
+        before, number, after = re.fullmatch(r"(.*?)(?:\.(\d+)(\..*))?", name).groups()  # type: ignore[union-attr]
+        layers.setdefault((before, after or ""), []).append(number or "")
+    for (before, after), numbers in layers.items():
+        middle = rf"\.(?:{'|'.join(sorted(numbers, key=int))})" if after else ""
+        yield f"^{re.escape(before)}{middle}{re.escape(after)}$"

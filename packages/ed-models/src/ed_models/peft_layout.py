@@ -1,0 +1,272 @@
+"""Where the matrices of our layers lie in the modules of transformers, which PEFT puts adapters on.
+
+A matrix of theirs may be several of ours (queries, keys and values in one; the gate and the up
+projection of all experts in one), and the other way round its blocks may alternate; the family's
+`WEIGHTS` say how, for adapters as for weights. Two things differ from a checkpoint, because PEFT
+goes by modules in memory: modules may have other names there (`MODULES` of the family), and the
+experts of a layer are two parameters of one module, however many tensors a checkpoint has.
+
+PEFT puts one wrapper round the other for the parameters of a module. The last one, `down_proj`, is
+the outer one; that of `gate_up_proj` is called `base_layer` then. Theirs are A [e * r, i], and B
+[o, r * e] with the experts running fastest.
+
+Legend: i in features, o out features, r rank, e experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from ed_infra import paths
+from ed_infra.errors import ConfigError
+from ed_infra.specs import LoraSpec
+from ed_layers.experts import ExpertLinear
+from ed_layers.lora import ADAPTED
+from ed_layers.lora_slots import SlotParam
+from flax import nnx
+
+from ed_models.adapter_values import Adapter, LayerAdapter
+from ed_models.checkpoints.loading import weight_map
+from ed_models.checkpoints.weight_map import WeightMap
+from ed_models.pieces import Piece, Shape
+from ed_models.weights import renamer, split, transpose
+
+Rename = Callable[[str], str]
+
+#: Parameters of a module of experts, from the inner wrapper to the outer one.
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What a family says of transformers' modules where they are not as its checkpoint is.
+
+    Attributes:
+        names: parts of a name in the checkpoint -> of a module, as `ed_models.weights.renamed`.
+        swapped: PEFT takes the outputs of experts for their inputs (Llama 4, whose parameters are
+            [e, i, o] and do not say so).
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of transformers' model, or one of each expert.
+
+    Attributes:
+        module: name of the module of torch.
+        parameter: of a module of experts; None where the module is the layer.
+        shape: [x, y] as they have it, of one expert.
+        experts: e; None for a single matrix.
+        pieces: which block of it is which block of ours, in two dimensions.
+        swapped: see `Modules`.
+    """
+
+    module: str
+    parameter: str | None
+    shape: Shape
+    experts: int | None
+    pieces: Sequence[Piece]
+    swapped: bool = False
+
+    @property
+    def name(self) -> str:
+        """By which settings tell it apart."""
+        return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is a table [v, d]."""
+        return self.pieces[0].ours.endswith(".embedding")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(inputs, outputs): (v, d) of an embedding."""
+        x, y = self.shape
+        return (x, y) if self.is_embedding or self.pieces[0].perm == (0, 1) else (y, x)
+
+    def outputs(self, piece: Piece) -> slice:
+        """Which outputs of theirs a block of ours is."""
+        inputs = self.sizes[0]
+        if len(piece.hf_region[piece.perm[0]]) != inputs:
+            raise ConfigError(
+                f"{piece.ours!r} is a part of {self.name!r} which has not all of its inputs; "
+                "PEFT's layout has no place for its adapter"
+            )
+        return as_slice(piece.hf_region[piece.perm[1]])
+
+
+def matrices_of(model: Any) -> dict[str, Matrix]:
+    """The matrices of transformers' model that can have adapters, by name."""
+    base = nnx.state(model, lambda path, v: not isinstance(v, nnx.LoRAParam | SlotParam))
+    weights = weight_map(type(model), base, model.config)
+    modules: Modules = getattr(type(model), "MODULES", Modules())
+    rename = renamer(modules.names)
+    kinds = {
+        name: kind
+        for path, node in nnx.iter_modules(model)
+        for kind in ADAPTED
+        if isinstance(node, kind)
+        for name in paths.canonical(paths.normalize(path))
+    }
+    experts = [name for name, kind in kinds.items() if kind is ExpertLinear]
+    found = {m.name: m for m in _expert_matrices(experts, weights, modules, rename)}
+    for theirs, pieces in weights.by_hf.items():
+        kind = kinds.get(pieces[0].ours.rpartition(".")[0])
+        if kind not in (None, ExpertLinear) and theirs.endswith(".weight"):
+            name = rename(theirs.removesuffix(".weight"))
+            found[name] = Matrix(name, None, weights.hf_shapes[theirs], None, pieces)
+    return found
+
+
+def _expert_matrices(
+    layers: Sequence[str], weights: WeightMap, modules: Modules, rename: Rename
+) -> list[Matrix]:
+    found: list[Matrix] = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        own = {
+            name: weights.shapes[name]
+            for layer in ("gate_proj", "up_proj", "down_proj")
+            if (name := f"{parent}.{layer}.kernel") in weights.shapes
+        }
+        first = weights.by_ours[next(iter(own))][0]
+        if isinstance(first.our_region[0], range):
+            tensors = dict.fromkeys(weights.by_ours[name][0].hf for name in own)
+            found += [_of_one_tensor(weights, tensor, modules, rename) for tensor in tensors]
+        elif of_first := re.fullmatch(r"(.*)\.0\.\w+\.weight", first.hf):
+            found += _fused(own, rename(of_first[1]))
+    return found
+
+
+def _of_one_tensor(weights: WeightMap, tensor: str, modules: Modules, rename: Rename) -> Matrix:
+    """The checkpoint has the parameter as the module has it."""
+    name = rename(tensor.removesuffix(".weight"))
+    module, _, parameter = name.rpartition(".")
+    flat = [
+        replace(
+            p,
+            our_region=p.our_region[1:],
+            hf_region=p.hf_region[1:],
+            perm=tuple(dim - 1 for dim in p.perm[1:]),
+        )
+        for p in weights.by_hf[tensor]
+    ]
+    experts, *shape = weights.hf_shapes[tensor]
+    return Matrix(module, parameter, tuple(shape), experts, flat, modules.swapped)
+
+
+def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
+    """The checkpoint has tensors of each expert: the module has gate and up in one."""
+    down = [name for name in own if name.endswith(".down_proj.kernel")]
+    rest = [name for name in own if name not in down]
+    found = []
+    for parameter, names in (
+        ("gate_up_proj" if len(rest) > 1 else "up_proj", rest),
+        ("down_proj", down),
+    ):
+        shapes = {name: own[name][1:] for name in names}
+        layout = split(-2, transpose)(shapes, parameter.format, None)
+        ((shape),) = layout.hf_shapes.values()
+        found.append(Matrix(module, parameter, shape, own[names[0]][0], layout.pieces))
+    return found
+
+
+# Ours -> theirs, and back.
+
+
+def joined(matrix: Matrix, adapter: Adapter) -> tuple[LoraSpec, LayerAdapter]:
+    """One adapter of their matrix, made of those of ours that lie in it.
+
+    Ours that share A share it there. Else the A of ours stand one beside another, and the rank is
+    their sum; the scale is one number, so a larger rank has an alpha that keeps it.
+    """
+    sources = list(dict.fromkeys(p.ours for p in matrix.pieces if p.ours in adapter))
+    parts = [adapter[name] for name in sources]
+    shared = all(np.array_equal(part.a, parts[0].a) for part in parts)
+    ranks = [part.spec.rank for part in parts]
+    rank = ranks[0] if shared else sum(ranks)
+    starts = [0] * len(parts) if shared else [sum(ranks[:i]) for i in range(len(parts))]
+    spec = parts[0].spec
+    spec = replace(spec, rank=rank, alpha=spec.scale * (rank**0.5 if spec.rslora else rank))
+    leading = () if matrix.experts is None else (matrix.experts,)
+    if matrix.is_embedding:
+        a = np.zeros((matrix.shape[0], rank), np.float32)
+        for piece in matrix.pieces:
+            a[as_slice(piece.hf_region[0])] = parts[0].a[as_slice(piece.our_region[0])]
+        return spec, LayerAdapter(spec, a, parts[0].b)
+    outputs = matrix.sizes[1]
+    a = parts[0].a if shared else np.concatenate([part.a for part in parts], axis=-1)
+    b = np.zeros((*leading, rank, outputs), np.float32)
+    magnitude = np.zeros(outputs, np.float32) if spec.dora else None
+    covered = {p.ours for p in matrix.pieces}
+    if spec.dora and len(sources) < len(covered):
+        raise ConfigError(f"{matrix.name!r} has parts without an adapter; dora needs all of them")
+    for piece in matrix.pieces:
+        if piece.ours not in adapter:
+            continue
+        at = sources.index(piece.ours)
+        theirs, ours = matrix.outputs(piece), as_slice(piece.our_region[1])
+        b[..., starts[at] : starts[at] + ranks[at], theirs] = parts[at].b[..., ours]
+        learned = parts[at].magnitude
+        if magnitude is not None and learned is not None:
+            magnitude[theirs] = learned[ours]
+    return spec, LayerAdapter(spec, a, b, magnitude)
+
+
+def parted(
+    matrix: Matrix, whole: LayerAdapter, shapes: Mapping[str, Shape]
+) -> dict[str, LayerAdapter]:
+    """The adapters of ours that one of their matrix is made of; ours share its A."""
+    parts: dict[str, LayerAdapter] = {}
+    for piece in matrix.pieces:
+        if matrix.is_embedding:
+            rows = np.zeros((shapes[piece.ours][0], whole.spec.rank), np.float32)
+            part = parts.setdefault(piece.ours, LayerAdapter(whole.spec, rows, whole.b))
+            part.a[as_slice(piece.our_region[0])] = whole.a[as_slice(piece.hf_region[0])]
+            continue
+        theirs, ours = matrix.outputs(piece), as_slice(piece.our_region[1])
+        if piece.ours not in parts:
+            columns = shapes[piece.ours][-1]
+            empty = np.zeros((*whole.b.shape[:-1], columns), np.float32)
+            lengths = None if whole.magnitude is None else np.zeros(columns, np.float32)
+            parts[piece.ours] = LayerAdapter(whole.spec, whole.a, empty, lengths)
+        part = parts[piece.ours]
+        part.b[..., ours] = whole.b[..., theirs]
+        if part.magnitude is not None and whole.magnitude is not None:
+            part.magnitude[ours] = whole.magnitude[theirs]
+    return parts
+
+
+def packed(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A and B as PEFT has them, of ours: a [*e, i, r], b [*e, r, o]."""
+    if matrix.swapped:
+        a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
+    a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)  # [*e, r, i], [*e, o, r]
+    if matrix.experts is not None:
+        a, b = a.reshape(-1, a.shape[-1]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+    return np.ascontiguousarray(a), np.ascontiguousarray(b)
+
+
+def unpacked(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ours of what PEFT has; None where the shapes are not those of the matrix."""
+    inputs, outputs = matrix.sizes[::-1] if matrix.swapped else matrix.sizes
+    e = matrix.experts or 1
+    fits = (a.ndim, b.ndim) == (2, 2) and (b.shape[0], a.shape[1]) == (outputs, inputs)
+    if not fits or a.shape[0] != b.shape[1] or not a.shape[0] or a.shape[0] % e:
+        return None
+    if matrix.experts is not None:
+        a = a.reshape(e, -1, inputs)
+        b = b.reshape(outputs, -1, e).transpose(2, 0, 1)
+    a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    return (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if matrix.swapped else (a, b)
+
+
+def as_slice(positions: Any) -> slice:
+    """The positions of one dimension of a block."""
+    return slice(positions.start, positions.stop, positions.step)

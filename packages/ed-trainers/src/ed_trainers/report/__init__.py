@@ -1,0 +1,183 @@
+"""`report.html`: one page about a run that needs nothing else, neither files nor a network.
+
+    python -m ed_trainers.report runs/quickstart
+
+It is made of what the run left in its directory: `metrics.jsonl`, and where they are there
+`summary.json` (figures, samples, evaluation) and `config.yaml`. Curves need no list: every number
+of a row is one, drawn over its `eval_` twin.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ed_infra.errors import ConfigError
+
+from ed_trainers.metrics import RECORD, Row, is_evaluation, read_rows
+
+SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
+#: Points of a curve; of longer ones each bucket keeps its lowest and its highest.
+POINTS = 1500
+#: Keys of a row that are no curves: places on the axes.
+_AXES = ("step", "time")
+#: What is shown first, in this order.
+_FIRST = ("loss", "perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+_TIME = "%Y-%m-%d %H:%M"
+_UNITS = (("h", 3600), ("min", 60), ("s", 1))
+
+
+def write_report(directory: str | Path) -> Path:
+    """Write `report.html` of a run into its directory, and return its path.
+
+    Raises:
+        ConfigError: the directory holds no metrics.
+    """
+    directory = Path(directory)
+    rows = read_rows(directory / RECORD)
+    if not rows:
+        raise ConfigError(
+            f"{directory / RECORD} holds no metrics: give the save_directory of a run that has "
+            "done a step"
+        )
+    summary = _read_json(directory / SUMMARY)
+    config = directory / CONFIG
+    page = (files("ed_trainers.report") / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "TITLE": html.escape(directory.resolve().name),
+        "SUBTITLE": html.escape(_subtitle(rows)),
+        "FIGURES": _figures(rows, summary),
+        "SECTIONS": _evaluation(summary) + _samples(summary) + _config(config),
+        # A script ends at the first "</", wherever it stands.
+        "DATA": json.dumps({"charts": charts(rows)}, separators=(",", ":")).replace("</", "<\\/"),
+    }
+    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], page)
+    target = directory / PAGE
+    partial = target.with_name(f"{PAGE}.new")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(target)
+    return target
+
+
+def charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The curves: `{name, lines: [{label, points: [[step, seconds, value], ...]}]}`.
+
+    A metric and its evaluation share a chart. What was never a finite number has none.
+    """
+    begin = next((row["time"] for row in rows if "time" in row), 0.0)
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for row in rows:
+        label = "evaluation" if is_evaluation(row) else "training"
+        for key, value in row.items():
+            if key in _AXES or not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            if math.isfinite(value):
+                point = (row["step"], round(row.get("time", begin) - begin, 3), value)
+                of_name = curves.setdefault(key.removeprefix("eval_"), {})
+                of_name.setdefault(label, []).append(point)
+    names = sorted(curves, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n))
+    return [
+        {
+            "name": name,
+            "lines": [
+                {"label": label, "points": thinned(points)}
+                for label, points in curves[name].items()
+            ],
+        }
+        for name in names
+    ]
+
+
+def thinned(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    """At most `POINTS` points, spikes among them."""
+    if len(points) <= POINTS:
+        return list(points)
+    size = math.ceil(2 * len(points) / POINTS)
+    kept: list[tuple[float, float, float]] = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        ends = {min(bucket, key=lambda p: p[2]), max(bucket, key=lambda p: p[2])}
+        kept += sorted(ends)
+    return kept
+
+
+def _subtitle(rows: Sequence[Row]) -> str:
+    times = [row["time"] for row in rows if "time" in row]
+    if not times:
+        return f"{rows[-1]['step']:,} steps"
+    began, ended = (time.strftime(_TIME, time.localtime(t)) for t in (min(times), max(times)))
+    return f"{rows[-1]['step']:,} steps · {began} to {ended}"
+
+
+def _figures(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
+    """Tiles with the figures of the summary; without one, with the last of each curve."""
+    figures = dict(summary.get("metrics") or {})
+    if not figures:
+        for row in rows:
+            figures.update({key: value for key, value in row.items() if key not in _AXES})
+    bits = (summary.get("learned") or {}).get("bits_per_byte")
+    if bits is not None:
+        figures["bits_per_byte"] = bits
+    return "".join(
+        f'<div class="tile"><b>{_number(name, value)}</b><span>{_words(name)}</span></div>'
+        for name, value in figures.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _evaluation(summary: Mapping[str, Any]) -> str:
+    tasks = summary.get("evaluation") or {}
+    cells = [
+        (html.escape(task), html.escape(name), _number(name, value))
+        for task, metrics in tasks.items()
+        for name, value in metrics.items()
+    ]
+    rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+    return f"<h2>Evaluation</h2><div class=scroll><table>{rows}</table></div>" if rows else ""
+
+
+def _samples(summary: Mapping[str, Any]) -> str:
+    shown = [
+        f"<pre><span class=prompt>{html.escape(str(sample.get('prompt', '')))}</span>"
+        f"{html.escape(str(sample.get('completion', '')))}</pre>"
+        for sample in summary.get("samples") or ()
+    ]
+    return "<h2>Samples</h2>" + "".join(shown) if shown else ""
+
+
+def _config(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    text = html.escape(path.read_text(encoding="utf-8"))
+    return (
+        f"<h2>Configuration</h2><details><summary>{path.name}</summary><pre>{text}</pre></details>"
+    )
+
+
+def _words(name: str) -> str:
+    return html.escape(name.replace("_", " "))
+
+
+def _number(name: str, value: float) -> str:
+    """A figure to four digits; of seconds, in the unit that a person would take."""
+    if name.endswith("seconds"):
+        name_of, size = next(u for u in _UNITS if value >= 2 * u[1] or u is _UNITS[-1])
+        return f"{value / size:.3g} {name_of}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,75 @@
+"""`report.html`: what stands in it, and that a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ed_infra.errors import ConfigError
+from ed_trainers.report import POINTS, charts, thinned, write_report
+
+ROWS: list[dict[str, Any]] = [
+    {"step": 1, "time": 100.0, "loss": 5.0, "grad_norm": 1.0},
+    {"step": 2, "time": 101.5, "loss": 4.0, "grad_norm": None},
+    {"step": 2, "time": 101.9, "eval_loss": 4.5},
+]
+
+
+def a_run(folder: Path, rows: list[dict[str, Any]] = ROWS, **summary: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text("model: {name: </script><b>}\n")
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_each_number_is_a_curve_beside_its_evaluation() -> None:
+    loss, norm = charts(ROWS)
+    assert [loss["name"], norm["name"]] == ["loss", "grad_norm"]
+    training, evaluation = loss["lines"]
+    assert training == {"label": "training", "points": [(1, 0.0, 5.0), (2, 1.5, 4.0)]}
+    assert evaluation == {"label": "evaluation", "points": [(2, 1.9, 4.5)]}
+    assert norm["lines"][0]["points"] == [(1, 0.0, 1.0)]
+
+
+def test_long_curves_keep_their_spikes() -> None:
+    points = [(i, i / 10, 1.0) for i in range(100_000)]
+    points[77_777] = (77_777, 7777.7, 9.0)
+    points[11_111] = (11_111, 1111.1, -9.0)
+    kept = thinned(points)
+    assert len(kept) <= POINTS + 2
+    assert points[77_777] in kept and points[11_111] in kept
+    assert kept == sorted(kept)
+
+
+def test_what_the_run_left_is_shown_as_text(tmp_path: Path) -> None:
+    samples = [{"prompt": "<i>", "completion": "& {{DATA}}"}]
+    evaluation = {"heldout": {"acc": 0.25}}
+    run = a_run(
+        tmp_path / "a<b", metrics={"seconds": 7200.0}, samples=samples, evaluation=evaluation
+    )
+    page = write_report(run).read_text()
+    for text in ("&lt;i&gt;", "&amp; {{DATA}}", "a&lt;b", "<b>2 h</b>", "0.25", "&lt;/script&gt;"):
+        assert text in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_no_metrics_no_report(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no metrics"):
+        write_report(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    page = write_report(a_run(tmp_path / "run"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    said = subprocess.run(
+        ["chromium", *options, page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert len(re.findall("<svg", said.stdout)) == len(charts(ROWS))
+    assert "<output>4 · 4.5</output>" in said.stdout

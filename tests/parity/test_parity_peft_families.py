@@ -1,0 +1,145 @@
+"""Adapters of every family: saved in PEFT's layout and read again; ours in PEFT, and PEFT's in ours.
+
+One configuration of a few families by default; nightly all configurations of all model types.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ed_infra.specs import LoraSpec
+from ed_models.adapter_values import adapter_of
+from ed_models.adapters import apply_lora, lora_layers
+from ed_models.conformance import Subject, forward, subjects
+from ed_models.peft import load_adapter, save_adapter
+
+BOUND = 1e-5
+#: What a default run looks at: a plain family, a fused projection, experts, a tied head.
+BY_DEFAULT = ("llama: tied", "phi3", "qwen3_moe: every second layer", "mixtral: two of eight")
+EVERYTHING = LoraSpec(rank=2, alpha=3.0, targets=r"^(?!lm_head$|score$)(?!.*embed)")
+#: Layers of dense and shared networks.
+DENSE = r"(?<![./]experts)[./](gate|up|down)_proj$"
+#: PEFT's layout has no place: the experts are one matrix, along its inputs or its outputs.
+HOMELESS: dict[str, tuple[str, ...]] = {r"[./]experts[./]": ("dbrx",)}
+#: What PEFT 0.21 does not adapt, or transformers 5.23 computes without the adapter.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    **HOMELESS,
+    # PEFT refuses the name in these families.
+    r"[./]out_proj$": ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
+    # transformers multiplies by the weight of this layer, whatever PEFT put round the layer.
+    r"[./]dt_proj$": ("falcon_mamba", "jamba", "mamba"),
+}
+
+
+class Small(Subject):
+    """Weights as a model begins with them: its logits, and so their rounding, are small."""
+
+    @functools.cached_property
+    def torch_model(self) -> Any:
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
+        return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def rows(*, torch: bool) -> list[Any]:
+    params = []
+    for row in subjects():
+        if torch and not row.is_in_transformers:
+            continue
+        marks = [pytest.mark.xdist_group(f"peft {row.model_type}")]
+        marks += [] if str(row).startswith(BY_DEFAULT) else [pytest.mark.nightly]
+        small = Small(row.model_type, row.row, row.module_class)
+        params.append(pytest.param(small, marks=marks, id=str(row)))
+    return params
+
+
+def spec_in_peft(subject: Subject) -> LoraSpec:
+    """All layers that have an adapter in PEFT."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(subject.model_type)
+    left_out = dict(LEFT_OUT)
+    if kind in conversion._MOE_TARGET_MODULE_MAPPING:
+        # PEFT takes these names for those of experts, wherever they are in such a family: no layer
+        # of a dense or shared network can have an adapter there.
+        left_out[DENSE] = (subject.model_type,)
+    return without(left_out, subject)
+
+
+def without(left_out: dict[str, tuple[str, ...]], subject: Subject) -> LoraSpec:
+    """All layers but those."""
+    out = [pattern for pattern, families in left_out.items() if subject.model_type in families]
+    none = "".join(f"(?!.*{pattern})" for pattern in out)
+    return replace(EVERYTHING, targets=f"{EVERYTHING.targets}{none}")
+
+
+def learned(model: Any, spec: LoraSpec) -> Any:
+    """A model with adapters that change something, on every linear layer and expert."""
+    model = apply_lora(model, spec, key=jax.random.key(1))
+    for i, (_, layer) in enumerate(lora_layers(model)):
+        for name in ("lora_a", "lora_b"):
+            variable = getattr(layer, name)
+            noise = 0.1 * jax.random.normal(jax.random.key(i), variable.shape)
+            variable.set_value(variable.get_value() + noise)
+    return model
+
+
+def logits_of(model: Any, ids: np.ndarray) -> np.ndarray:
+    return np.asarray(forward(model, input_ids=ids).logits)
+
+
+def torch_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        out = model(torch.tensor(ids, dtype=torch.long), use_cache=False)
+    return out.logits.float().numpy()
+
+
+def in_peft(subject: Subject, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(copy.deepcopy(subject.torch_model), folder).eval()
+
+
+@pytest.mark.parametrize("subject", rows(torch=False))
+def test_saved_and_read_again(subject: Subject, tmp_path: Path) -> None:
+    model = learned(subject.model, without(HOMELESS, subject))
+    ids = subject.ids[:2]
+    expected = logits_of(model, ids)
+    assert np.abs(expected - logits_of(subject.model, ids)).max() > 1e-4
+    save_adapter(model, tmp_path)
+    again = load_adapter(subject.model, tmp_path)
+    assert adapter_of(again).keys() == adapter_of(model).keys()
+    np.testing.assert_allclose(logits_of(again, ids), expected, atol=BOUND)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("subject", rows(torch=True))
+def test_ours_in_peft_and_pefts_in_ours(subject: Subject, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    import torch
+
+    ids = subject.ids[:2]
+    model = learned(subject.model, spec_in_peft(subject))
+    save_adapter(model, tmp_path / "ours")
+    theirs = in_peft(subject, tmp_path / "ours")
+    np.testing.assert_allclose(torch_logits(theirs, ids), logits_of(model, ids), atol=BOUND)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if "lora_" in name:
+                value.normal_(0, 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = load_adapter(subject.model, tmp_path / "theirs")
+    np.testing.assert_allclose(logits_of(model, ids), torch_logits(theirs, ids), atol=BOUND)

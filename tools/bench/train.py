@@ -1,0 +1,233 @@
+"""A step of supervised fine-tuning against `transformers` on torch with AdamW: time and memory.
+
+    python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
+    python -m tools.bench.train --shape 135m --rows 2
+    python -m tools.bench.train --vocab 1000          the layers, not the head, are what counts
+    python -m tools.bench.train --contenders ours "torch bf16" --rounds 9
+
+Each contender lives in a process of its own, so that its peak memory is its own, and they take
+turns: a slow moment of the machine meets all. A step is forward, backward, clipping to a norm of 1
+and AdamW. Ratios are of medians; peaks are of resident memory above an idle process with the same
+imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tools.bench.measure import machine, status, table
+
+#: Fields of Llama by the name of a shape. The first is the quickstart's size, the second
+#: SmolLM2-135M's.
+SHAPES: dict[str, dict[str, Any]] = {
+    "15m": {
+        "num_hidden_layers": 6,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+    },
+    "135m": {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+}
+CONTENDERS = ("ours", "ours rematerialised", "torch", "torch bf16")
+_RATE = 1e-4
+Step = Callable[[], float]
+
+
+def jax_step(fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
+    """A step of `SFTTrainer`, which returns the loss."""
+    import jax
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+    from ed_trainers.arguments import SFTArguments
+    from ed_trainers.optimizers import build_optimizer, build_schedule
+    from ed_trainers.sft import SFTTrainer
+    from ed_trainers.state import EasyDeLState
+    from ed_trainers.step import build_train_step
+
+    arguments = SFTArguments(
+        total_batch_size=len(ids),
+        max_training_steps=1000,
+        learning_rate=_RATE,
+        scheduler="none",
+        clip_grad=1.0,
+    )
+    dims = (1, 1, 1, 1, 1)
+    config = LlamaConfig(**fields, sharding_axis_dims=dims, gradient_checkpointing=policy)
+    trainer = SFTTrainer(arguments, LlamaForCausalLM.create(config, seed=0))
+    schedule = build_schedule(arguments, 1000)
+    state = EasyDeLState.create(model=trainer.model)
+    state = state.init_tx(build_optimizer(arguments, schedule))
+    step = build_train_step(state, trainer.method, schedule, rows=len(ids), seed=0)
+    batch = trainer.placement.place(
+        {name: array[None] for name, array in trainer.prepare({"input_ids": ids}).items()},
+        stacked=True,
+    )
+    leaves = tuple(jax.tree.leaves(state))
+    del state, trainer
+
+    def run() -> float:
+        nonlocal leaves
+        leaves, report = step(leaves, batch)
+        return float(report["loss"])
+
+    return run
+
+
+def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
+    """A step of a plain loop, which returns the loss."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **fields), attn_implementation="sdpa"
+    )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
+    inputs = torch.tensor(ids, dtype=torch.long)
+
+    def run() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return run
+
+
+def work(name: str, fields: dict[str, Any], rows: int, length: int) -> None:
+    """Do a step for each line of standard input; print its seconds, loss and the peak so far."""
+    made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
+        "ours": lambda f, i: jax_step(f, i, policy=""),
+        "ours rematerialised": lambda f, i: jax_step(f, i, policy="nothing_saveable"),
+        "torch": lambda f, i: torch_step(f, i, autocast=False),
+        "torch bf16": lambda f, i: torch_step(f, i, autocast=True),
+    }
+    ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, length))
+    if name.startswith("ours"):
+        import jax
+
+        jax.numpy.ones(8).block_until_ready()
+        import ed_trainers.sft  # noqa: F401
+    else:
+        import transformers.models.llama.modeling_llama  # noqa: F401
+    idle = status("VmRSS")
+    step = made[name](fields, ids.astype(np.int32))
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        loss = step()
+        found = {"seconds": time.perf_counter() - began, "loss": loss}
+        print(json.dumps({**found, "peak": status("VmHWM") - idle}), flush=True)
+
+
+class Worker:
+    """A contender in a process of its own."""
+
+    def __init__(self, name: str, args: argparse.Namespace):
+        words = [name, args.shape, str(args.vocab or 0), str(args.rows), str(args.length)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.bench.train", "--worker", *words],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def step(self) -> dict[str, float]:
+        """One step, while the others wait."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("a contender ended; the lines above say why")
+        return json.loads(line)
+
+
+def fields_of(shape: str, vocab: int) -> dict[str, Any]:
+    """Of the configuration; with another vocabulary where it is not 0."""
+    return {**SHAPES[shape], **({"vocab_size": vocab} if vocab else {})}
+
+
+def measure(args: argparse.Namespace) -> list[list[str]]:
+    """A row for each contender."""
+    workers = {name: Worker(name, args) for name in args.contenders}
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    for turn in range(args.rounds + 2):  # the first two compile and warm up
+        for name, worker in workers.items():
+            found = worker.step()
+            if turn > 1:
+                steps[name].append(found)
+    for worker in workers.values():
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        worker.process.wait()
+    medians = {n: statistics.median(s["seconds"] for s in all_) for n, all_ in steps.items()}
+    base = medians.get("torch")
+    rows = []
+    for name, found in steps.items():
+        times = [s["seconds"] for s in found]
+        rate = args.rows * args.length / medians[name]
+        rows.append(
+            [
+                name,
+                f"{medians[name]:.3f}",
+                f"{min(times):.3f}",
+                f"{rate:,.0f}",
+                f"{found[-1]['peak'] / 2**30:.2f}",
+                f"{base / medians[name]:.2f}" if base else "",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    if sys.argv[1:2] == ["--worker"]:
+        name, shape, vocab, rows, length = sys.argv[2:]
+        return work(name, fields_of(shape, int(vocab)), int(rows), int(length))
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="15m")
+    parser.add_argument("--vocab", type=int, help="another vocabulary than the shape's")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    args = parser.parse_args()
+    vocab = fields_of(args.shape, args.vocab or 0)["vocab_size"]
+    print(machine(), f"load {os.getloadavg()[0]:.1f}", sep="; ")
+    print(f"{args.shape}, vocabulary {vocab:,}, {args.rows} rows of {args.length} tokens, float32")
+    header = ["", "s a step", "least", "tokens/s", "peak, GiB", "torch / this"]
+    print(table(header, measure(args)))
+
+
+if __name__ == "__main__":
+    main()
