@@ -24,7 +24,8 @@ from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.quantization.encoding import encode
 from ed_layers.quantization.formats import ACTIVATIONS_TOO
 from ed_layers.quantization.model import MATRICES, quantized_matrices, rules_of
-from ed_layers.quantization.qarray import QArray, Scales
+from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.stored import Scales
 from flax import nnx
 
 from ed_models.weights import Rule, equal
