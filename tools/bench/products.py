@@ -1,4 +1,4 @@
-"""Forms of a matrix product on a CPU: what `ed_layers.matmul` writes, against the plain forms.
+"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.matmul` writes, and native.
 
 uv run python -m tools.bench.products
 uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
@@ -9,6 +9,7 @@ Times are minima over rounds in which all forms take turns: other load on the ma
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 
 import numpy as np
@@ -33,14 +34,18 @@ def attention_forms(rows: int, slots: int) -> dict[str, Run]:
 
 
 def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[str, Run]:
-    """A product of float32, of bfloat16 as jnp.matmul writes it, and as `ed_layers.matmul` does.
+    """A product as jnp.matmul writes it, as `ed_layers.matmul` writes it for XLA, and native.
 
     Args:
         tied: the matrix lies transposed, as an embedding does.
     """
     import jax
     import jax.numpy as jnp
-    from ed_layers.matmul import matmul
+    from ed_layers.linear import dot
+    from ed_layers.matmul import wide
+    from ed_layers.native import products
+    from ed_layers.native.library import level
+    from ed_layers.quantization import encode
 
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32)
@@ -51,11 +56,21 @@ def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[s
     def plain(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.matmul(x, w.T if tied else w)
 
-    return {
+    def ours(x: jax.Array, w: jax.Array) -> jax.Array:
+        return wide(x, w, transposed=tied).astype(x.dtype)
+
+    native = jax.jit(partial(products.product, transposed=tied))
+    runs = {
         "float32": ready(jax.jit(plain), x, w),
         "bfloat16": ready(jax.jit(plain), *halves),
-        "ours": ready(jax.jit(partial(matmul, transposed=tied)), *halves),
+        "bfloat16, ours": ready(jax.jit(ours), *halves),
     }
+    if level() is not None:
+        runs["native float32"] = ready(native, x, w)
+        runs["native bfloat16"] = ready(native, *halves)
+        for name in () if tied else ("int8", "nf4"):
+            runs[f"native {name}"] = ready(jax.jit(dot), halves[0], encode(w, name))
+    return runs
 
 
 def ready(function, *arguments) -> Run:
@@ -64,16 +79,21 @@ def ready(function, *arguments) -> Run:
     return lambda: function(*arguments).block_until_ready()
 
 
-def row(label: str, runs: dict[str, Run], rounds: int) -> list[str]:
-    """Milliseconds of each form, and what the last gains over the others."""
-    seconds = take_turns(runs, rounds=rounds, of=min)
-    last = list(seconds.values())[-1]
-    cells = [f"{taken * 1e3:.3f}" for taken in seconds.values()]
-    return [label, *cells, *(f"{taken / last:.1f}" for taken in list(seconds.values())[:-1])]
+def measured(cases: dict[str, dict[str, Run]], rounds: int) -> str:
+    """A table of milliseconds: a row for each case, a column for each form."""
+    rows = []
+    for label, runs in cases.items():
+        seconds = take_turns(runs, rounds=rounds, of=min)
+        rows.append([label, *(f"{taken * 1e3:.3f}" for taken in seconds.values())])
+    forms = next(iter(cases.values()))
+    return table(["ms", *forms], rows)
 
 
 def main() -> None:
     """Parse the command line, measure, print."""
+    os.environ["ED_LAYERS_NATIVE"] = "1"
+    from ed_layers.native import describe
+
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.products",
         description=__doc__,
@@ -87,23 +107,20 @@ def main() -> None:
     add("--rounds", type=int, default=15)
     options = parser.parse_args()
     inputs, outputs = options.shape
-    print(machine())
-    header = ["", "float32 ms", "bfloat16 ms", "ours ms", "float32 / ours", "bfloat16 / ours"]
-    rows = []
-    for n in options.rows:
-        runs = product_forms(n, inputs, outputs, tied=False)
-        rows.append(row(f"{n} x {inputs} x {outputs}", runs, options.rounds))
-    for n in options.rows:
-        runs = product_forms(n, inputs, options.vocab, tied=True)
-        rows.append(row(f"tied head, {n} x {inputs} x {options.vocab}", runs, options.rounds))
-    print(f"\n{table(header, rows)}\n")
-    header = [f"values of {options.slots} slots", "einsum ms", "joined rows ms", "ratio"]
-    rows = [
-        row(f"batch {n}", attention_forms(n, options.slots), options.rounds)
+    print(f"{machine()}\n{describe()}")
+    cases = {
+        f"{n} x {inputs} x {outputs}": product_forms(n, inputs, outputs, tied=False)
         for n in options.rows
-        if n <= 32
-    ]
-    print(table(header, rows))
+    }
+    print(f"\n{measured(cases, options.rounds)}\n\ntied head\n")
+    vocab = options.vocab
+    cases = {
+        f"{n} x {inputs} x {vocab}": product_forms(n, inputs, vocab, tied=True)
+        for n in options.rows
+    }
+    print(f"{measured(cases, options.rounds)}\n\nvalues of {options.slots} slots\n")
+    cases = {f"batch {n}": attention_forms(n, options.slots) for n in options.rows if n <= 32}
+    print(measured(cases, options.rounds))
 
 
 if __name__ == "__main__":

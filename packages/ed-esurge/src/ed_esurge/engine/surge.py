@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from ed_layers.native.library import describe as describe_kernels
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
@@ -116,7 +117,7 @@ class eSurge(ServesAdapters):
             f"{pages or 'no pages'} of {runner.page_size} tokens "
             f"({runner.cache_bytes() / 2**30:.2f} GiB), up to {limits.max_num_seqs} sequences of "
             f"{limits.max_model_len} tokens, {limits.token_budget} tokens a step, "
-            f"{len(runner.buckets.shapes)} shapes"
+            f"{len(runner.buckets.shapes)} shapes; {describe_kernels()}"
         )
 
     # ---- requests
