@@ -90,9 +90,7 @@ def test_quantized_as_it_is_read_is_the_model_quantized(
     assert settings["quantization_config"]["quant_method"] == "easydel"
     assert settings["dtype"] == "float32"
     tokens = np.arange(1, 9)[None]
-    np.testing.assert_array_equal(
-        load(tmp_path / "saved")(tokens).logits, expected(tokens).logits
-    )
+    np.testing.assert_array_equal(load(tmp_path / "saved")(tokens).logits, expected(tokens).logits)
 
 
 @pytest.mark.parametrize("dims", [EIGHT, (8, 1, 1, 1, 1)])
@@ -150,9 +148,7 @@ def fused() -> nnx.Module:
 
 def absorbed() -> nnx.Module:
     fields = {**TINY, **DeepseekV3ForCausalLM.CONFORMANCE["groups, yarn"]}
-    return DeepseekV3ForCausalLM.create(
-        DeepseekV3Config(**fields, sharding_axis_dims=ONE), seed=0
-    )
+    return DeepseekV3ForCausalLM.create(DeepseekV3Config(**fields, sharding_axis_dims=ONE), seed=0)
 
 
 @pytest.mark.parametrize(

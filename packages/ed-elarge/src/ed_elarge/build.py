@@ -112,7 +112,11 @@ def _new_model(elm: eLargeModel) -> CausalLM:
             )
         module = registry.get_module(TaskType.CAUSAL_LM, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
-        return module.create(config, seed=seed, **_dtypes(run))
+        made = module.create(config, seed=seed, **_dtypes(run))
+    if run.weight_format is None:
+        return made
+    with run.blame("quantization", "model"):
+        return made.quantize(_weight_format(run.weight_format))
 
 
 def _load(run: RunConfig) -> CausalLM:
@@ -133,8 +137,13 @@ def _load(run: RunConfig) -> CausalLM:
                 f"trainers and engine take {TaskType.CAUSAL_LM.value!r}"
             )
         module = registry.get_module(task, hub.read_config(local).model_type)
+        options = {"sharding_axis_dims": dims, "config_kwargs": changes, **_dtypes(run)}
+        if run.weight_format is None:
+            return module.from_pretrained(local, **options)
+    with run.blame("quantization", "model"):
+        rules = _weight_format(run.weight_format)
         return module.from_pretrained(
-            local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
+            local, quantization_config=rules, apply_quantization=True, **options
         )
 
 
@@ -167,15 +176,6 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
         total += leaf.size
     print(f"  {total:,} parameters")
     return model
-
-
-def quantized(elm: eLargeModel, model: CausalLM) -> CausalLM:
-    """Quantize the weights of a new model; a checkpoint's were, when they were read."""
-    run = elm.config
-    if run.weight_format is None or model.is_quantized:
-        return model
-    with run.blame("quantization", "model"):
-        return model.quantize(_weight_format(run.weight_format))
 
 
 def _weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:

@@ -101,7 +101,6 @@ SECTIONS: dict[str, Section] = {
         has_default=False,
         checks=(checks.quantized_weights_do_not_learn,),
         idle=idle.quantization,
-        finishes="ed_elarge.build:quantized",
     ),
     "lora": Section(
         LoraSection,
