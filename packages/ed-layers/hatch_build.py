@@ -28,7 +28,8 @@ class NativeHook(BuildHookInterface):
             return
         path = Path(self.root) / "src" / "ed_layers" / "native" / "build.py"
         spec = importlib.util.spec_from_file_location("native_build", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
         if os.environ.get("ED_LAYERS_NATIVE") == "0":
