@@ -81,8 +81,9 @@ DOCUMENTED: dict[str, str] = {
         AutoEasyDeLModelForCausalLM.from_pretrained
         AutoEasyDeLModelForCausalLM.from_pretrained(dtype)
         AutoEasyDeLModelForCausalLM.from_pretrained(auto_shard_model) model.save_pretrained
-        push_to_hub EasyDeLState EasyDeLState.apply_gradients EasyDeLState.save_state
-        easydel.infra""",
+        push_to_hub model.to_state EasyDeLState EasyDeLState.create EasyDeLState.init_tx
+        EasyDeLState.apply_gradients EasyDeLState.save_state EasyDeLState.load_state
+        EasyDeLState.shard_state EasyDeLState.gather_state easydel.infra""",
 }
 
 #: Name -> the part that gives it its effect. Setting one of the fields among them is warned of.

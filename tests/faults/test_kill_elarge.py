@@ -15,6 +15,7 @@ import sys
 import time
 
 import pytest
+from ed_trainers.metrics import CLOCKED
 
 ELARGE = pathlib.Path(sys.executable).with_name("elarge")
 STEPS, SAVE_EVERY = 40, 8
@@ -51,7 +52,6 @@ NEW, QUANTIZED = (
     "quantization: {model: {quantization_method: nf4, group_size: 32}}\n"
     "lora: {rank: 4, dropout: 0.1}\n",
 )
-CLOCKS = ("time", "tokens_per_second", "eval_seconds")
 
 
 def start(folder, text=RUN):
@@ -72,7 +72,7 @@ def rows_of(folder):
     path = folder / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in rows]
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
 def different(rows, expected):

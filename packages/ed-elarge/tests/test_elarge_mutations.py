@@ -205,8 +205,11 @@ actions:
                repetition_penalty: 1.1}
   - serve: {host: 127.0.0.1, port: 0, log_level: error, served_model_name: m, api_key: k,
             require_api_key: true, cors_origins: ["*"], allowed_hosts: [a.example],
-            drain_seconds: 5, limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
-            max_connections: 3, max_generations: 4, body_timeout: 5.0, request_timeout: 6.0}}
+            enable_function_calling: true, tool_parser_name: hermes, reasoning_parser: none,
+            oai_like_processor: true, drain_seconds: 5,
+            limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
+            max_connections: 3, max_generations: 4, max_stored_responses: 5,
+            body_timeout: 5.0, request_timeout: 6.0}}
 """
 
 VALUES: dict[str, Any] = {

@@ -65,9 +65,11 @@ def test_completion_refusals(http, body, param, says):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no place"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "text only"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import time
 import httpx
 import openai
 import pytest
-from ed_esurge.server import create_app
+from ed_esurge.server import auth, create_app, read_keys
 from ed_esurge.server.launch import background, serve
 from ed_esurge.testing import ScriptedEngine
 from ed_infra.errors import ConfigError
@@ -42,6 +43,72 @@ def test_api_keys():
         assert httpx.get(f"{root}/v1/models", headers={"Authorization": "first"}).status_code == 401
         for path in ("/health", "/health/live", "/health/ready", "/metrics", "/version"):
             assert httpx.get(root + path).status_code == 200
+
+
+def test_keys_have_limits_and_an_end(tmp_path, monkeypatch):
+    def digest(key):
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    file = tmp_path / "keys.json"
+    entries = [
+        {"sha256": digest("few"), "name": "Ann", "requests_per_minute": 2},
+        {"sha256": digest("one"), "max_concurrent_requests": 1},
+        {"sha256": digest("old"), "expires": "2020-01-01T00:00:00Z"},
+        {"sha256": digest("new"), "expires": "2999-01-01T00:00:00+02:00"},
+    ]
+    file.write_text(json.dumps(entries))
+    engine = ScriptedEngine(delay=0.1)
+    with background(engine, api_key=[*read_keys(file), "plain"]) as url:
+
+        def post(key, name="Authorization", **body):
+            value = f"Bearer {key}" if name == "Authorization" else key
+            body = {"prompt": "a", "max_tokens": 1, **body}
+            return httpx.post(f"{url}/completions", json=body, headers={name: value})
+
+        assert [post("few").status_code for _ in range(3)] == [200, 200, 429]
+        refused = post("few")
+        assert refused.headers["retry-after"]
+        assert "2 requests a minute" in refused.json()["error"]["message"]
+        models = httpx.get(f"{url}/models", headers={"Authorization": "Bearer few"})
+        assert models.status_code == 200  # reading is not counted
+        expired = post("old").json()["error"]
+        assert (expired["code"], "2020" in expired["message"]) == ("invalid_api_key", True)
+        assert post("new").status_code == post("plain").status_code == 200
+        assert post("plain", "x-api-key").status_code == 200  # as Anthropic's clients send it
+        with httpx.stream(
+            "POST",
+            f"{url}/completions",
+            json={"prompt": "a", "max_tokens": 20, "stream": True},
+            headers={"Authorization": "Bearer one"},
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert post("one").status_code == 429
+            assert post("new").status_code == 200
+        wait_for(lambda: post("one").status_code == 200)
+        clock = time.monotonic
+        monkeypatch.setattr(auth.time, "monotonic", lambda: clock() + 61)
+        assert post("few").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "JSON list"),
+        ("[]", "at least 1"),
+        ('[{"sha256": "secret"}]', "0.sha256"),
+        ('[{"key": "secret"}]', "key"),
+        ('[{"sha256": "%s", "expires": "2020-01-01T00:00:00"}]' % ("0" * 64), "timezone"),
+    ],
+)
+def test_files_of_keys_that_are_none(tmp_path, text, says):
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as error:
+        read_keys(file)
+    assert "secret" not in str(error.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "none.json")
 
 
 def test_cors_only_when_asked():

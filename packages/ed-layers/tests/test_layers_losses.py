@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_layers.losses import cross_entropy_sum, token_logprobs
+from ed_layers.losses import TokenLoss, cross_entropy_sum, token_logprobs
 
 N, D, V = 37, 16, 50
 
@@ -54,6 +54,31 @@ def test_both_losses_have_the_full_loss_and_its_gradients(parts, chunk):
         np.testing.assert_allclose(loss(hidden, head), expected, rtol=1e-6)
         for a, b in zip(grads, expected_grads, strict=True):
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("loss", [TokenLoss(0.1), TokenLoss(z_loss=0.3), TokenLoss(0.2, 0.05)])
+@pytest.mark.parametrize("chunk", [8, 1024])
+def test_smoothing_and_z_loss_are_those_of_full_logits(parts, loss, chunk):
+    hidden, head, targets, weights = parts
+
+    def reference(hidden, head):
+        # Equation 7 of Szegedy et al. 2016; section 5 of PaLM.
+        logits = hidden @ head
+        logp = jax.nn.log_softmax(logits)
+        even = jnp.full((N, V), loss.label_smoothing / V)
+        wanted = even.at[jnp.arange(N), targets].add(1 - loss.label_smoothing)
+        squares = jnp.square(jax.nn.logsumexp(logits, -1))
+        return 3.0 * jnp.sum(weights * (loss.z_loss * squares - jnp.sum(wanted * logp, -1)))
+
+    def fused(hidden, head):
+        return 3.0 * cross_entropy_sum(hidden, head, targets, weights, chunk=chunk, loss=loss)
+
+    expected, expected_grads = jax.value_and_grad(reference, (0, 1))(hidden, head)
+    value, grads = jax.jit(jax.value_and_grad(fused, (0, 1)))(hidden, head)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(fused(hidden, head), expected, rtol=1e-6)
+    for a, b in zip(grads, expected_grads, strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
 
 def test_a_dropped_token_has_no_gradient(parts):

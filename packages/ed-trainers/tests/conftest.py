@@ -51,7 +51,17 @@ class ToyModel(nnx.Module):
     def head(self):
         return Head(self.kernel[...])
 
-    def __call__(self, input_ids, *, segment_ids, position_ids, logits_at="all", key=None):
+    def __call__(
+        self,
+        input_ids,
+        *,
+        segment_ids,
+        position_ids,
+        inputs_embeds=None,
+        logits_at="all",
+        key=None,
+    ):
+        assert inputs_embeds is None
         x = self.embed_tokens[...].astype(jnp.float32)[input_ids]
         s = input_ids.shape[1]
         same = segment_ids[:, :, None] == segment_ids[:, None, :]

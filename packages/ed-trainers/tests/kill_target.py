@@ -1,9 +1,9 @@
 """A training run in a process of its own, to be killed. Run by test_trainers_kill.py.
 
-Usage: python kill_target.py DIRECTORY STEPS [--die-while-saving STEP]
+Usage: python kill_target.py DIRECTORY STEPS [--lora] [--die-while-saving STEP [--phase PHASE]]
 
 With `--die-while-saving`, the process kills itself (SIGKILL) as soon as the checkpoint of that step
-has begun to be written.
+has reached a phase: it is `begun`, its files are `written`, or its checksums are (`sealed`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import signal
 import time
 
 import numpy as np
+from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import Callback, SFTArguments, SFTTrainer
+from ed_trainers import Callback, SFTArguments, SFTTrainer, checksums
 
 VOCAB, LENGTH, ROWS = 128, 32, 8
 
@@ -42,13 +43,32 @@ class Loader:
         }
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class DieWhileSaving(Callback):
     def __init__(self, step: int):
         self.step = step
 
     def on_save(self, trainer, step: int) -> None:
         if step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
+
+
+def die_while_sealing(step: int, phase: str) -> None:
+    """Die before or after the checksums of a step's checkpoint are written."""
+    write = checksums.write_checksums
+
+    def write_and_die(directory, **given) -> None:
+        here = directory.name.startswith(f"{step}.")
+        if here and phase == "written":
+            die()
+        write(directory, **given)
+        if here:
+            die()
+
+    checksums.write_checksums = write_and_die
 
 
 def main() -> None:
@@ -56,6 +76,8 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("steps", type=int)
     parser.add_argument("--die-while-saving", type=int)
+    parser.add_argument("--phase", choices=["begun", "written", "sealed"], default="begun")
+    parser.add_argument("--lora", action="store_true")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -82,13 +104,20 @@ def main() -> None:
         save_total_limit=3,
         evaluation_steps=5,
     )
-    die = [] if given.die_while_saving is None else [DieWhileSaving(given.die_while_saving)]
+    callbacks = []
+    if given.die_while_saving is not None and given.phase == "begun":
+        callbacks.append(DieWhileSaving(given.die_while_saving))
+    elif given.die_while_saving is not None:
+        die_while_sealing(given.die_while_saving, given.phase)
+    model = LlamaForCausalLM.create(config)
+    if given.lora:
+        model = model.apply_lora(LoraSpec(rank=2, dropout=0.1))
     SFTTrainer(
         arguments,
-        model=LlamaForCausalLM.create(config),
+        model=model,
         train_dataset=Loader(),
         eval_dataset=Loader(),
-        callbacks=die,
+        callbacks=callbacks,
     ).train()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
+from ed_infra.masks import segment_index
 from ed_trainers.placement import microbatches, pad_rows
-from ed_trainers.sft import next_token_batch
+from ed_trainers.sft import next_token_batch, places_in_segments
 
 
 def test_targets_do_not_cross_segments_or_padding():
@@ -60,3 +61,13 @@ def test_rows_are_cut_in_order_and_padded_with_zeros():
     padded = pad_rows(batch, 8)["x"]
     np.testing.assert_array_equal(padded[:6], batch["x"])
     assert not padded[6:].any()
+
+
+def test_places_are_counted_on_the_host_as_on_a_device():
+    random = np.random.default_rng(0)
+    segments = np.sort(random.integers(1, 4, (5, 12)), axis=1).astype(np.int32)
+    segments[1, 9:] = 0
+    segments[2, :3] = 0
+    found = places_in_segments(segments)
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, segment_index(segments))

@@ -6,6 +6,7 @@ none twice, every loss equal to the last bit.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ed_trainers.metrics import read_rows
+from ed_trainers.metrics import CLOCKED, read_rows
 
 TARGET = Path(__file__).parent / "kill_target.py"
 STEPS = 24
@@ -52,9 +53,8 @@ def kill_after(process: subprocess.Popen, directory: Path, step: int) -> None:
 
 
 def exact(directory: Path) -> list[dict]:
-    clock = ("time", "tokens_per_second", "eval_seconds")
     rows = read_rows(directory / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
 def newest(directory: Path) -> int:
@@ -63,8 +63,8 @@ def newest(directory: Path) -> int:
     return max(map(int, names), default=0)
 
 
-def whole(directory: Path) -> list[dict]:
-    finish(start(directory))
+def whole(directory: Path, *extra: str) -> list[dict]:
+    finish(start(directory, *extra))
     rows = exact(directory)
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert [r["step"] for r in rows if "eval_loss" in r] == [5, 10, 15, 20, 24]
@@ -99,3 +99,45 @@ def test_killed_once_and_while_saving(tmp_path, monkeypatch):
 def test_killed_many_times_on_eight_devices(tmp_path, seed):
     kills = sorted(random.Random(seed).sample(range(5, 20), 3))
     assert killed_and_resumed(tmp_path / "killed", kills) == whole(tmp_path / "whole")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("extra", [(), ("--lora",)], ids=["sft", "lora"])
+def test_killed_twenty_times(tmp_path, monkeypatch, extra):
+    """At random and in each phase of a checkpoint."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    killed, chance = tmp_path / "killed", random.Random(7)
+    phases = itertools.cycle(("begun", "written", "sealed"))
+    for count in range(20):
+        reached = newest(killed) if (killed / "checkpoints").is_dir() else 0
+        if count % 3 and reached < STEPS - 4:
+            after = min(reached + chance.randint(1, 6), STEPS - 2)
+            kill_after(start(killed, *extra), killed, after)
+            continue
+        # The last checkpoint is never to be complete, or there would be nothing left to kill.
+        phase = next(phases) if reached < STEPS - 4 else "written"
+        step = str(reached + 4)
+        process = start(killed, "--die-while-saving", step, "--phase", phase, *extra)
+        err = process.communicate(timeout=300)[1]
+        assert process.returncode == -signal.SIGKILL, (count, err)
+        assert phase == "begun" or newest(killed) == reached
+    finish(start(killed, *extra))
+    assert exact(killed) == whole(tmp_path / "whole", *extra)
+
+
+@pytest.mark.nightly
+def test_sigterm_saves_and_exits_with_zero(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    process = start(tmp_path / "parts")
+    deadline = time.monotonic() + 300
+    while not (rows := read_rows(tmp_path / "parts/metrics.jsonl")) or rows[-1]["step"] < 6:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    out = finish(process)
+    assert "stopped by SIGTERM at step" in out
+    reached = newest(tmp_path / "parts")
+    assert reached >= 6
+    assert f"resumed from step {reached} of {STEPS}" in finish(start(tmp_path / "parts"))
+    assert exact(tmp_path / "parts") == whole(tmp_path / "whole")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from ed_trainers.metrics import MetricsLog, read_rows
+from ed_trainers.sinks import TensorBoard
 
 
 def row(step, loss=1.0):
@@ -30,7 +31,7 @@ def events(directory: Path) -> list[tuple[str, int, float]]:
 
 
 def test_floats_come_back_exactly(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", None, active=True)
+    log = MetricsLog(tmp_path / "metrics.jsonl", active=True)
     log.restart(0)
     losses = np.random.default_rng(0).normal(size=100).astype(np.float32)
     for step, loss in enumerate(losses, 1):
@@ -40,7 +41,7 @@ def test_floats_come_back_exactly(tmp_path):
 
 
 def test_not_finite_is_json(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", None, active=True)
+    log = MetricsLog(tmp_path / "metrics.jsonl", active=True)
     log.restart(0)
     log.write(row(1, float("nan")))
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -49,7 +50,7 @@ def test_not_finite_is_json(tmp_path):
 
 def test_restart_cuts_rows_beyond_the_checkpoint_and_a_torn_line(tmp_path):
     path, board = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
-    log = MetricsLog(path, board, active=True)
+    log = MetricsLog(path, [TensorBoard(board)], active=True)
     log.restart(0)
     for step in range(1, 8):
         log.write(row(step))
@@ -58,7 +59,7 @@ def test_restart_cuts_rows_beyond_the_checkpoint_and_a_torn_line(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
 
-    again = MetricsLog(path, board, active=True)
+    again = MetricsLog(path, [TensorBoard(board)], active=True)
     again.restart(5)
     assert again.last(evaluation=False)["step"] == 5
     assert again.last(evaluation=True)["eval_loss"] == 2.0
@@ -73,7 +74,9 @@ def test_restart_cuts_rows_beyond_the_checkpoint_and_a_torn_line(tmp_path):
 
 
 def test_inactive_writes_nothing(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", active=False)
+    log = MetricsLog(
+        tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tensorboard")], active=False
+    )
     log.restart(0)
     log.write(row(1))
     log.close()

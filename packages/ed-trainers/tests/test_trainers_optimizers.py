@@ -55,6 +55,56 @@ def test_schedules():
     np.testing.assert_allclose(cosine, 0.5 * (1 + np.cos(np.pi * np.arange(4) / 4)), rtol=1e-6)
 
 
+@pytest.mark.proves("scheduler_kwargs")
+def test_polynomial_is_that_of_torch():
+    torch = pytest.importorskip("torch")
+    ours = rates(5, learning_rate=1.0, scheduler="polynomial", scheduler_kwargs={"power": 2.0})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    course = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=5, power=2.0)
+    theirs = []
+    for _ in range(5):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        course.step()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    linear = rates(5, learning_rate=1.0, scheduler="polynomial", learning_rate_end=0.5)
+    np.testing.assert_allclose(linear, [1.0, 0.9, 0.8, 0.7, 0.6], rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine", "1-sqrt"])
+def test_wsd_is_that_of_transformers(decay_type):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    settings = {"num_decay_steps": 4, "decay_type": decay_type}
+    given = {"learning_rate": 1.0, "scheduler": "wsd", "warmup_steps": 2}
+    ours = rates(12, **given, scheduler_kwargs=settings, learning_rate_end=0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    course = transformers.get_wsd_schedule(
+        optimizer, 2, 4, num_training_steps=12, decay_type=decay_type, min_lr_ratio=0.1
+    )
+    theirs = []
+    for _ in range(13):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        course.step()
+    # Their warm-up begins at zero, or at the minimum; ours is the one of every scheduler.
+    np.testing.assert_allclose(ours[:2], [0.5, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(ours[2:], theirs[2:12], rtol=1e-6)
+
+
+def test_wsd_decays_over_a_tenth_and_never_within_the_warm_up():
+    stable = rates(20, learning_rate=1.0, scheduler="wsd")
+    np.testing.assert_allclose(stable, [1.0] * 19 + [0.5])
+    short = rates(
+        6,
+        learning_rate=1.0,
+        scheduler="wsd",
+        warmup_steps=4,
+        scheduler_kwargs={"num_decay_steps": 6},
+    )
+    np.testing.assert_allclose(short, [0.25, 0.5, 0.75, 1.0, 1.0, 0.5])
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [

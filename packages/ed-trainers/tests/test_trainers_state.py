@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_trainers.state import EasyDeLState, flat_arrays, leaf_names
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_models.module import STATE_GROUP
+from ed_trainers.arrays import flat_arrays, leaf_names
+from ed_trainers.state import EasyDeLState
 
 
 def equal(left, right):
@@ -94,3 +101,80 @@ def test_contradictions_are_errors(toy):
     state = EasyDeLState.create(model=model)
     with pytest.raises(ConfigError, match="init_tx"):
         state.apply_gradients(grads=state.graphstate)
+
+
+@pytest.mark.proves("EasyDeLState.shard_state", "EasyDeLState.gather_state")
+def test_a_state_is_gathered_and_sharded_again(toy):
+    state = EasyDeLState.create(
+        model=toy.model((1, 8, 1, 1, 1)), tx=optax.adamw(1e-1), init_opt_state=True
+    )
+    whole = state.gather_state()
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(whole))
+    assert not all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    equal(whole, state)
+    again = whole.shard_state()
+    equal(again, state)
+    assert [leaf.sharding for leaf in jax.tree.leaves(again)] == [
+        leaf.sharding for leaf in jax.tree.leaves(state)
+    ]
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    # Without an optimizer too.
+    again = whole.replace(opt_state=None).shard_state()
+    assert again.shardings.graphstate == state.shardings.graphstate
+
+
+@pytest.mark.proves("EasyDeLState.create", "EasyDeLState.init_tx")
+def test_parts_and_models_give_one_state(toy):
+    model, tx = toy.model(), optax.adamw(1e-1)
+    one = EasyDeLState.create(model=model, tx=tx, init_opt_state=True, step=3)
+    graphdef, graphstate, graphother = model.split_module()
+    parts = EasyDeLState.create(
+        graphdef=graphdef, graphstate=graphstate, graphother=graphother, step=3
+    )
+    assert parts.opt_state is None
+    equal(parts.init_tx(tx), one)
+    given = EasyDeLState.create(model=model, tx=tx, opt_state=one.opt_state, step=3)
+    equal(given, one)
+    assert int(one.step) == 3
+    assert one.size == sum(leaf.nbytes for leaf in jax.tree.leaves(one))
+    with pytest.raises(ConfigError, match="do not give opt_state"):
+        EasyDeLState.create(model=model, tx=tx, opt_state=one.opt_state, init_opt_state=True)
+    with pytest.raises(ConfigError, match="there is no optimizer"):
+        EasyDeLState.create(model=model).init_tx()
+
+
+@pytest.mark.proves("EasyDeLState.load_state")
+def test_a_loaded_state_goes_on(toy, tmp_path):
+    state = EasyDeLState.create(model=toy.model(), tx=optax.adamw(1e-1), init_opt_state=True)
+    state.apply_gradients(grads=state.graphstate).save_state(tmp_path / "s")
+    loaded = state.load_state(tmp_path / "s")
+    expected = state.apply_gradients(grads=state.graphstate)
+    equal(
+        loaded.apply_gradients(grads=loaded.graphstate),
+        expected.apply_gradients(grads=expected.graphstate),
+    )
+
+
+@pytest.mark.proves("model.to_state")
+def test_a_model_makes_its_state(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM.create(config)
+    # What pyproject.toml declares; a checkout that is not installed anew does not know of it yet.
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    declared = tomllib.loads(project.read_text())["project"]["entry-points"][STATE_GROUP]
+    entries = [metadata.EntryPoint(n, v, STATE_GROUP) for n, v in declared.items()]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+    state = model.to_state()
+    assert type(state) is EasyDeLState
+    equal(state, EasyDeLState.create(model=model))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    with pytest.raises(ConfigError, match="pip install ed-trainers"):
+        model.to_state()
+    assert type(model.to_state(EasyDeLState)) is EasyDeLState

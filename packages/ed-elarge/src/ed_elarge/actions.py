@@ -28,8 +28,8 @@ from ed_elarge.table import ACTIONS, look
 if TYPE_CHECKING:
     from ed_data.loader import Loader, StreamLoader
 
-#: Exit codes of a run that a signal ended; as of the shell.
-_BY_SIGNAL = {"SIGINT": 130, "SIGTERM": 143}
+#: Exit codes of a run that a signal ended. SIGTERM is a request, which the run has met: it saved.
+_BY_SIGNAL = {"SIGINT": 130}
 
 
 @dataclass

@@ -273,11 +273,13 @@ class eLargeModel(Setters):
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted; options: of the `serve` action."""
-        from ed_esurge.server import serve
+        from ed_esurge.server import read_keys, serve
 
         values = _options(ServeOptions, options).model_dump(exclude={"require_api_key"})
         path = Path(getattr(self.config.model, "name_or_path", None) or self.config.directory)
+        file = values.pop("api_key_file")
         values["api_key"] = [key.get_secret_value() for key in values["api_key"] or ()]
+        values["api_key"] += read_keys(file) if file is not None else []
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
         serve(self.build_esurge(), values.pop("host"), values.pop("port"), **values)
 

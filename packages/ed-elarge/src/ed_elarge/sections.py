@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from ed_esurge.config import ServerLimits
+from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
 from ed_infra.fields import FIELDS, canonical_field
@@ -352,12 +353,29 @@ class ServeOptions(Options):
     served_model_name: Name | None = None
     """What clients call the model; None: the last part of its path."""
     require_api_key: bool = False
-    """Refuse to start without `api_key`."""
+    """Refuse to start without `api_key` or `api_key_file`."""
     api_key: Annotated[
         Annotated[tuple[Secret, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_more)
     ] = None
     """The key, or several, one of which each request must bring; None: anybody may ask. Printed as
     stars."""
+    api_key_file: Name | None = None
+    """More keys: a JSON list of `{"sha256": …}` with, if wanted, `name`, `expires`,
+    `max_concurrent_requests` and `requests_per_minute`."""
+    enable_function_calling: bool = True
+    """False: requests with tools are refused."""
+    tool_parser_name: Annotated[str, choice("tool parser", ("auto", "none", *TOOL_FORMATS))] = (
+        "auto"
+    )
+    """How the model writes calls of tools. `auto`: its chat template tells."""
+    reasoning_parser: Annotated[
+        str, choice("reasoning parser", ("auto", "none", *REASONING_FORMATS))
+    ] = "auto"
+    """How the model writes its thoughts. `auto`: its chat template tells; `none`: thoughts stay in
+    the content."""
+    oai_like_processor: bool = True
+    """Give messages to the chat template in OpenAI's shape, content as a list of parts, where the
+    template reads no other. False: content is always text."""
     cors_origins: tuple[str, ...] | None = None
     """Web origins whose pages may call the server; `["*"]` is all."""
     allowed_hosts: tuple[Name, ...] | None = None
@@ -373,7 +391,7 @@ class ServeOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServeOptions:
-        if self.require_api_key and not self.api_key:
+        if self.require_api_key and not (self.api_key or self.api_key_file):
             raise ValueError(
                 "api_key is not set, and require_api_key needs api_key: the key that clients bring"
             )

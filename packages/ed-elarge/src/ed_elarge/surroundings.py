@@ -88,7 +88,7 @@ def include_path(run: RunConfig) -> Iterator[Problem]:
 
 
 def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
-    """The port must be free, and the files of TLS there."""
+    """The port must be free, and the files there."""
     options = action.options
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -103,7 +103,7 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
                 f"cannot listen on {options.host}:{options.port} ({reason}): choose another "
                 + ("host" if of_host else "port, or 0"),
             )
-    for key in ("ssl_keyfile", "ssl_certfile"):
+    for key in ("ssl_keyfile", "ssl_certfile", "api_key_file"):
         file = getattr(options, key)
         if file is not None and not Path(file).is_file():
             yield Problem((key,), f"no such file: {file}")

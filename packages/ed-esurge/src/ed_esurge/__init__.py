@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ed_esurge.outputs import RequestOutput as RequestOutput
     from ed_esurge.sampling import PoolingParams as PoolingParams
     from ed_esurge.sampling import SamplingParams as SamplingParams
+    from ed_esurge.sampling import StructuredOutputs as StructuredOutputs
     from ed_esurge.server import serve as serve
     from ed_esurge.server.app import create_app as create_app
 
@@ -30,6 +31,7 @@ __getattr__, __dir__, __all__ = attach(
         "RequestMetrics": "ed_esurge.outputs",
         "RequestOutput": "ed_esurge.outputs",
         "SamplingParams": "ed_esurge.sampling",
+        "StructuredOutputs": "ed_esurge.sampling",
         "create_app": "ed_esurge.server.app",
         "eSurge": "ed_esurge.engine",
         "eSurgeLM": "ed_esurge.lm_eval",

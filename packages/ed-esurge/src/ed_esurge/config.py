@@ -23,6 +23,8 @@ class ServerLimits(Options):
     """Open connections; never more than the process may have files. Others are closed."""
     max_generations: PositiveInt = 1024
     """Completions of one request: its prompts times `n` or `best_of` (400)."""
+    max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
+    """Answers of `/v1/responses` that are kept in memory; the oldest make room."""
     body_timeout: Annotated[float, Field(gt=0, le=1e6)] = 30.0
     """Seconds in which a request must have arrived, head and body (408)."""
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0

@@ -57,6 +57,16 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def add(self, new: CompletionOutput) -> None:
+        """Append a later delta of this completion, in place."""
+        self.text += new.text
+        self.token_ids += new.token_ids
+        if new.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + new.logprobs
+        self.cumulative_logprob = new.cumulative_logprob
+        self.finish_reason = new.finish_reason
+        self.stop_reason = new.stop_reason
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -117,13 +127,7 @@ class RequestOutput:
                     fresh.logprobs = list(out.logprobs)
                 self.outputs.append(fresh)
                 continue
-            old.text += out.text
-            old.token_ids += out.token_ids
-            if out.logprobs is not None:
-                old.logprobs = (old.logprobs or []) + out.logprobs
-            old.cumulative_logprob = out.cumulative_logprob
-            old.finish_reason = out.finish_reason
-            old.stop_reason = out.stop_reason
+            old.add(out)
         self.outputs.sort(key=lambda out: out.index)
         self.finished = new.finished
         self.metrics = new.metrics

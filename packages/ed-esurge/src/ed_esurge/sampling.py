@@ -18,6 +18,30 @@ MAX_STOPS, MAX_BAD_WORDS, MAX_LISTED = 64, 1024, 2**18
 Word = Annotated[str, Field(max_length=4096)]
 
 
+class StructuredOutputs(Options):
+    """What an output must be, by a grammar: one of the first four. The names are vLLM's."""
+
+    json_schema: Annotated[str, Field(max_length=2**18)] | None = None
+    """JSON schema, as JSON text; `{}` is any JSON."""
+    regex: Annotated[str, Field(max_length=2**16)] | None = None
+    choice: (
+        Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None
+    ) = Field(default=None, max_length=1024)
+    """One of these texts."""
+    grammar: Annotated[str, Field(max_length=2**16)] | None = None
+    """In Lark's syntax as llguidance has it, or GBNF."""
+    after: tuple[TokenId, ...] = ()
+    """Everything is allowed until these tokens have come in a row: the end of thoughts."""
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        kinds = ("json_schema", "regex", "choice", "grammar")
+        wanted = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(wanted) != 1:
+            raise ValueError(f"give one of {', '.join(kinds)} (got {wanted or 'none'})")
+        return self
+
+
 class SamplingParams(Options):
     """Sampling options of a request; each has an effect, unknown names are refused.
 
@@ -69,6 +93,9 @@ class SamplingParams(Options):
     bad_words: Annotated[tuple[Word, ...], Field(max_length=MAX_BAD_WORDS)] = ()
     """Strings that may not be generated (as their tokens, with and without a leading space)."""
 
+    structured_outputs: StructuredOutputs | None = None
+    """The output follows a grammar; tokens that it forbids are not sampled."""
+
     detokenize: bool = True
     """False: no text (of log-probabilities neither), and no stop strings."""
     skip_special_tokens: bool = True
@@ -106,6 +133,13 @@ class SamplingParams(Options):
             raise ValueError("stop strings need text: drop stop, or detokenize=False")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be sampled; use None")
+        if self.structured_outputs is not None:
+            for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} could forbid all that the grammar of structured_outputs allows: "
+                        "drop one of the two"
+                    )
         return self
 
     @property

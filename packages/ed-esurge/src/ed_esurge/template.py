@@ -55,7 +55,7 @@ class ChatTemplate:
             messages: `{"role": …, "content": …}`.
             options: for `apply_chat_template` (`tools`, variables of the template, …).
         """
-        said = "".join(_texts((messages, options)))
+        said = "".join(texts_in((messages, options)))
         marks = (f"{OPEN}{number}." for number in itertools.count())
         mark = next(mark for mark in marks if mark not in said)
 
@@ -74,6 +74,19 @@ class ChatTemplate:
         options = {"add_generation_prompt": True, **marked(options), **own, "tokenize": False}
         text = self.tokenizer.apply_chat_template(marked([*messages]), **options)
         return text, re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
+
+    def reads_parts(self) -> bool:
+        """Whether the template wants a message's content as a list of parts, and cannot read it
+        as text."""
+        probe = "probe-of-content"
+
+        def shown(content: object) -> bool:
+            try:
+                return probe in self.render([{"role": "user", "content": content}])[0]
+            except Exception:  # whatever a template may do
+                return False
+
+        return not shown(probe) and shown([{"type": "text", "text": probe}])
 
     def encode(self, text: str, marks: re.Pattern[str]) -> list[int]:
         """Token ids of a rendered conversation: marked characters are part of no special token."""
@@ -130,13 +143,13 @@ class ChatTemplate:
         return list(self.tokenizer(piece, **options)["input_ids"])
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Every text in nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for pair in value.items():
-            yield from _texts(pair)
+            yield from texts_in(pair)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)

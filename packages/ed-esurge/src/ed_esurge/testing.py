@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import numpy as np
+
 from ed_esurge.config import EngineConfig
 from ed_esurge.outputs import (
     CompletionOutput,
@@ -21,7 +23,7 @@ from ed_esurge.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -99,6 +101,12 @@ class ScriptedEngine:
         self._fail_after = fail_after
         self._running = 0
 
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """Compile a grammar; the script is not held to it."""
+        from ed_esurge.runner.guides import Grammars
+
+        Grammars(self.tokenizer, self.vocab_size, ()).matcher(wanted)
+
     def stats(self) -> dict[str, float]:
         """The engine's numbers for `/metrics`."""
         return {"num_requests_running": self._running, "num_requests_waiting": 0}
@@ -145,6 +153,20 @@ class ScriptedEngine:
             if not done:
                 self.aborted.append(request_id)
 
+    async def embed(
+        self, prompt_token_ids: list[int], pooling_params: PoolingParams, request_id: str
+    ) -> RequestOutput:
+        """A vector of how often the first eight bytes of the vocabulary occur."""
+        await asyncio.sleep(self._delay)
+        vector = np.bincount(np.asarray(prompt_token_ids) % 8, minlength=8).astype(np.float32)
+        if pooling_params.normalize:
+            vector /= np.linalg.norm(vector)
+        output = CompletionOutput(0, finish_reason="stop")
+        metrics = RequestMetrics(time.monotonic())
+        return RequestOutput(
+            request_id, prompt_token_ids, [output], True, metrics, delta=True, pooled=vector
+        )
+
     @staticmethod
     def _stamp(metrics: RequestMetrics, first: bool) -> None:
         now = time.monotonic()
@@ -181,9 +203,12 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
     cut = min((at for stop in params.stop if (at := reply.find(stop)) >= 0), default=None)
     sent, total = 0, 0.0
     for place in range(limit):
-        text = tokenizer.decode(tokens[: place + 1], skip_special_tokens=True)
+        ended = tokens[place] == tokenizer.eos_token_id
+        text = tokenizer.decode(
+            tokens[: place + (not ended)], skip_special_tokens=params.skip_special_tokens
+        )
         done: FinishReason | None = None
-        if tokens[place] == tokenizer.eos_token_id:
+        if ended:
             done = "stop"
         elif place == limit - 1:
             done = "length"
@@ -208,3 +233,46 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
         sent = max(sent, len(text))
         if done is not None:
             return
+
+
+# A template that shows all that it is told, as JSON.
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message | tojson }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
+    "{# <tool_call> <think> #}"
+)
+TOOL_PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOL_CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+TOOL_REPLIES = {
+    "call": f"<think>\nI look it up.\n</think>\n\nOne moment.\n{TOOL_CALLS}",
+    "only": TOOL_CALLS,
+    "plain": "It is <b>sunny</b>.",
+    "broken": '<tool_call>\n{"name": "weather", "arguments": {city}}\n</tool_call>',
+    "unknown": '<tool_call>\n{"name": "storm", "arguments": {}}\n</tool_call>',
+    "inside": "I look.\n</think>\n\nSunny.",
+}
+
+
+class NamedReplies(ScriptedEngine):
+    """Answers with the one of `TOOL_REPLIES` that the prompt names: `say call`.
+
+    Attributes:
+        prompts: what the model saw, in order.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(self._answer, max_model_len=8192, **options)
+        self.prompts: list[str] = []
+
+    def _answer(self, prompt: list[int], choice: int) -> str:
+        text = self.tokenizer.decode(prompt)
+        self.prompts.append(text)
+        return next(TOOL_REPLIES[name] for name in TOOL_REPLIES if f"say {name}" in text)

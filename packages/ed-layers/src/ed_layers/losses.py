@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,41 @@ def token_logprobs(
     return logp.reshape(-1)[:n], logz.reshape(-1)[:n]
 
 
+class TokenLoss(NamedTuple):
+    """The loss of a token beside `-logp(target)`.
+
+    Attributes:
+        label_smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et
+            al. 2016; `torch.nn.CrossEntropyLoss` has it).
+        z_loss: factor on the square of the log-partition, which keeps logits near zero (PaLM).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def value(
+        self, logits: Float[Array, "c v"], logz: Float[Array, " c"], targets: Int[Array, " c"]
+    ) -> Float[Array, " c"]:
+        """The loss of each token of a chunk, in nats."""
+        score = target_logit(logits, targets)
+        if self.label_smoothing:
+            spread = jnp.mean(logits, axis=-1) - score
+            score = score + self.label_smoothing * spread
+        return logz - score + self.z_loss * jnp.square(logz)
+
+    def gradient(
+        self, softmax: Float[Array, "c v"], logz: Float[Array, " c"], targets: Int[Array, " c"]
+    ) -> Float[Array, "c v"]:
+        """The gradient of `value` in the logits."""
+        v = softmax.shape[1]
+        wanted = (jnp.arange(v, dtype=targets.dtype) == targets[:, None]).astype(softmax.dtype)
+        if self.label_smoothing:
+            wanted = (1 - self.label_smoothing) * wanted + self.label_smoothing / v
+        if self.z_loss:
+            softmax = softmax * (1 + 2 * self.z_loss * logz)[:, None]
+        return softmax - wanted
+
+
 def cross_entropy_sum(
     hidden: Float[Array, "n d"],
     head: Head | Weight,
@@ -63,27 +98,33 @@ def cross_entropy_sum(
     weights: Float[Array, " n"],
     *,
     chunk: int = DEFAULT_CHUNK,
+    loss: TokenLoss = TokenLoss(),  # noqa: B008 - a tuple of numbers
 ) -> Float[Array, ""]:
     """Weighted sum of `-logp(target)`, in nats; weight 0 drops a token.
 
-    Differentiable in `hidden` and `head`; `weights` get no gradient.
+    Differentiable in `hidden` and `head`; `weights` get no gradient. `loss` adds to each token.
     """
-    return fused_cross_entropy(chunk, hidden, Head.of(head), targets, weights)
+    return fused_cross_entropy((chunk, loss), hidden, Head.of(head), targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_cross_entropy(chunk: int, hidden, head: Head, targets, weights) -> jax.Array:
+def fused_cross_entropy(
+    static: tuple[int, TokenLoss], hidden, head: Head, targets, weights
+) -> jax.Array:
+    chunk, loss = static
+
     def of_chunk(total: jax.Array, part):
         h, y, w = part
         logits, logz = logits_and_logz(h, head)
-        return total + jnp.sum(w * (logz - target_logit(logits, y))), None
+        return total + jnp.sum(w * loss.value(logits, logz, y)), None
 
     parts = (split(hidden, chunk), split(targets, chunk), split(weights, chunk))
     return jax.lax.scan(of_chunk, jnp.zeros((), jnp.float32), parts)[0]
 
 
-def fused_forward(chunk: int, hidden, head: Head, targets, weights):
+def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, weights):
     """The loss and, while each chunk's softmax is at hand, its gradient for a unit cotangent."""
+    chunk, loss = static
     leaves, treedef = jax.tree.flatten(head)
     learned = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
@@ -95,10 +136,8 @@ def fused_forward(chunk: int, hidden, head: Head, targets, weights):
         powers = jnp.exp(logits - top)
         sums_of_powers = jnp.sum(powers, axis=-1, keepdims=True)
         logz = (top + jnp.log(sums_of_powers))[:, 0]
-        total = total + jnp.sum(w * (logz - target_logit(logits, y)))
-        softmax = powers / sums_of_powers
-        hit = jnp.arange(logits.shape[1], dtype=y.dtype) == y[:, None]
-        d_head, d_h = pull(w[:, None] * (softmax - hit))
+        total = total + jnp.sum(w * loss.value(logits, logz, y))
+        d_head, d_h = pull(w[:, None] * loss.gradient(powers / sums_of_powers, logz, y))
         grads = jax.tree.leaves(d_head)
         return (total, [s + grads[i] for s, i in zip(sums, learned, strict=True)]), d_h
 
@@ -113,7 +152,7 @@ def fused_forward(chunk: int, hidden, head: Head, targets, weights):
     return total, (d_hidden, jax.tree.unflatten(treedef, d_leaves))
 
 
-def fused_backward(chunk: int, saved, cotangent):
+def fused_backward(static: tuple[int, TokenLoss], saved, cotangent):
     scale = cotangent.astype(jnp.float32)
 
     def scaled(grad: Any) -> Any:

@@ -7,12 +7,14 @@ Its methods are thin calls: sharding is `ed_infra.sharding`, loading and saving 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from importlib import metadata
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from ed_infra import sharding
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
 from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
@@ -24,6 +26,9 @@ from ed_models.generation.generate import EasyGenerationMixin
 from ed_models.named_adapters import EasyAdapterMixin
 from ed_models.quantized import EasyQuantizationMixin
 from ed_models.weights import Rule
+
+#: Entry points of what `to_state` makes, which packages above this one have.
+STATE_GROUP = "easydel.state"
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
@@ -111,6 +116,23 @@ class EasyDeLBaseModule(
             trainable = nnx.LoRAParam if self.lora_is_enabled else nnx.Param
         graphdef, params, other = nnx.split(self, trainable, ...)
         return graphdef, params, other
+
+    def to_state(self, state_class: type[Any] | None = None) -> Any:
+        """The state that training begins with: an `EasyDeLState` of this model.
+
+        Args:
+            state_class: what to make, by its `create(model=...)`; None = what an installed package
+                names as `easydel.state` (ed-trainers does).
+
+        Raises:
+            ConfigError: no such package is installed.
+        """
+        if state_class is None:
+            states = metadata.entry_points(group=STATE_GROUP)
+            if not states:
+                raise ConfigError("no package for training is installed: pip install ed-trainers")
+            state_class = cast(type[Any], next(iter(states)).load())
+        return state_class.create(model=self)
 
     @staticmethod
     def merge_module(graphdef: nnx.GraphDef, graphstate: Any, graphother: Any) -> Any:

@@ -12,7 +12,9 @@ _NAMES = {
     "TrainingArguments": "ed_trainers.arguments",
     "arguments_class": "ed_trainers.arguments",
     "Callback": "ed_trainers.callbacks",
-    "TrainingDiverged": "ed_trainers.loop",
+    "CheckpointManager": "ed_trainers.manager",
+    "create_optimizer": "ed_trainers.create_optimizer",
+    "TrainingDiverged": "ed_trainers.diverged",
     "Loss": "ed_trainers.contract",
     "Models": "ed_trainers.contract",
     "Rollout": "ed_trainers.rollout",
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from ed_trainers.callbacks import Callback as Callback
     from ed_trainers.contract import Loss as Loss
     from ed_trainers.contract import Models as Models
-    from ed_trainers.loop import TrainingDiverged as TrainingDiverged
+    from ed_trainers.create_optimizer import create_optimizer as create_optimizer
+    from ed_trainers.diverged import TrainingDiverged as TrainingDiverged
+    from ed_trainers.manager import CheckpointManager as CheckpointManager
     from ed_trainers.methods import trainer_class as trainer_class
     from ed_trainers.rollout import Rollout as Rollout
     from ed_trainers.rollout import Sampled as Sampled

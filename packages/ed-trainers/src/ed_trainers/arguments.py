@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ed_infra.errors import unknown_name
-from ed_infra.options import Count, Positive
+from ed_infra.options import Count, NotNegative, Positive
 
-from ed_trainers.base_arguments import DECAYING, OPTIMIZERS, TrainingArguments
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.optimizer_arguments import DECAYING, OPTIMIZERS, Share
 
 __all__ = [
     "ARGUMENTS",
@@ -31,6 +32,14 @@ class SFTArguments(TrainingArguments):
     learning_rate: Positive = 2e-5
     lmhead_chunksize: Count | None = None
     """Tokens whose logits exist at once; None lets the loss choose."""
+    label_smoothing_factor: Share = 0.0
+    """Share of each target that is spread evenly over the vocabulary; in training only."""
+    z_loss_coefficient: NotNegative = 0.0
+    """Factor on the square of the log of each token's normaliser, added to its loss; in training
+    only."""
+    neftune_noise_alpha: Positive | None = None
+    """Size of NEFTune's noise on the embeddings: uniform, up to this over the root of a document's
+    tokens times the hidden size; in training only."""
 
 
 class MethodEntry(NamedTuple):
@@ -95,4 +104,12 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
     if arguments.optimizer == "sgd" and settings.get("nesterov") and not settings.get("momentum"):
         why = "nesterov is a kind of momentum, and sgd has none here: set momentum as well"
         idle.append(("optimizer_kwargs", why))
+    if not arguments.skip_bad_steps:
+        for name in ("sigma_factor", "rolling_interval_length"):
+            if name in arguments.model_fields_set:
+                idle.append((name, "skip_bad_steps is false: no step is skipped"))
+    if not arguments.report_to:
+        for name in ("project", "run_name"):
+            if name in arguments.model_fields_set:
+                idle.append((name, "report_to names no tracker"))
     return idle

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.errors import ConfigError
 from ed_infra.options import (
     Count,
     NotNegative,
@@ -22,74 +22,27 @@ from ed_infra.options import (
 )
 from ed_infra.rules import Rules
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-# The share of a running mean that stays.
-Share = Annotated[float, Field(ge=0, lt=1)]
-Flag = Annotated[bool, Field(strict=True)]
-# No run is longer: a larger number is a slip of the hand.
-_LONGEST = 100_000_000
-Steps = Annotated[int, Field(gt=0, le=_LONGEST)]
+from ed_trainers.optimizer_arguments import (
+    DECAYING,
+    LONGEST,
+    OPTIMIZERS,
+    SCHEDULERS,
+    WITH_MU,
+    Flag,
+    Share,
+    Steps,
+    checked_settings,
+    conflict,
+    problem,
+)
+
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
 Decisions = tuple[tuple[str, Flag], ...]
 Factors = tuple[tuple[str, Positive], ...]
 Amounts = tuple[tuple[str, NotNegative], ...]
 
-
-class AdamWSettings(Options):
-    """What `optimizer_kwargs` may set for adamw."""
-
-    b1: Share = 0.9
-    b2: Share = 0.999
-    eps: Positive = 1e-8
-    nesterov: Flag = False
-
-
-class LionSettings(Options):
-    """What `optimizer_kwargs` may set for lion."""
-
-    b1: Share = 0.9
-    b2: Share = 0.99
-
-
-class AdafactorSettings(Options):
-    """What `optimizer_kwargs` may set for adafactor."""
-
-    decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
-    clipping_threshold: Positive | None = 1.0
-    min_dim_size_to_factor: Count = 128
-    multiply_by_parameter_scale: Flag = True
-
-
-class RmspropSettings(Options):
-    """What `optimizer_kwargs` may set for rmsprop."""
-
-    decay: Share = 0.9
-    eps: Positive = 1e-8
-    momentum: Share | None = None
-
-
-class SgdSettings(Options):
-    """What `optimizer_kwargs` may set for sgd."""
-
-    momentum: Share | None = None
-    nesterov: Flag = False
-
-
-#: Optimizers, with the settings that `optimizer_kwargs` may give: names, kinds, bounds, defaults.
-OPTIMIZERS: dict[str, type[Options]] = {
-    "adamw": AdamWSettings,
-    "lion": LionSettings,
-    "adafactor": AdafactorSettings,
-    "rmsprop": RmspropSettings,
-    "sgd": SgdSettings,
-}
-
-SCHEDULERS = ("none", "constant", "linear", "cosine")
-DECAYING = ("linear", "cosine")
-
-# The optimizers that keep a first moment whose dtype can be chosen.
-_WITH_MU = ("adamw", "lion")
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "sec": 1.0}
 
@@ -111,10 +64,24 @@ def _duration(value: object) -> object:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
+#: What `report_to` may name: `ed_trainers.trackers` has a class for each.
+TRACKERS = ("wandb", "trackio", "mlflow")
+
+
+def _names(value: object) -> object:
+    """Read one name as a list of it, and `none` as an empty one."""
+    if isinstance(value, str):
+        return () if value == "none" else (value,)
+    return value
+
+
 class TrainingArguments(Options):
     """Options that every method has."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"extra_optimizer_kwargs": "optimizer_kwargs"}
+    ALIASES: ClassVar[dict[str, str]] = {
+        "extra_optimizer_kwargs": "optimizer_kwargs",
+        "lr_scheduler_kwargs": "scheduler_kwargs",
+    }
 
     learning_rate: Positive = 5e-5
     """Highest learning rate."""
@@ -122,15 +89,27 @@ class TrainingArguments(Options):
     optimizer_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the optimizer, such as `{b2: 0.95}`."""
     scheduler: Annotated[str, choice("scheduler", SCHEDULERS)] = "none"
-    """Course of the learning rate after the warm-up; `none` and `constant` keep it."""
+    """Course of the learning rate after the warm-up; `none` and `constant` keep it, `wsd` keeps it
+    until its decay at the end."""
+    scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the scheduler: `power` of `polynomial`; `num_decay_steps` and `decay_type`
+    (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
     learning_rate_end: NotNegative | None = None
-    """The learning rate that `linear` and `cosine` decay to; None means zero."""
-    warmup_steps: Annotated[int, Field(ge=0, le=_LONGEST)] = 0
+    """The learning rate that a scheduler decays to; None means zero."""
+    warmup_steps: Annotated[int, Field(ge=0, le=LONGEST)] = 0
     """Steps in which the learning rate rises linearly to its highest value."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay; norms and biases do not decay."""
     clip_grad: Positive | None = None
     """Largest global norm of the gradient."""
+    skip_bad_steps: Flag = False
+    """Skip a step whose loss or gradient is not finite, or a spike; the next batch goes on."""
+    sigma_factor: Positive | None = 6.0
+    """With `skip_bad_steps`: standard deviations above the mean of the steps before that make a
+    loss, or the norm of a gradient, a spike; None skips only what is not finite."""
+    rolling_interval_length: Annotated[int, Field(ge=4, le=100_000)] = 128
+    """With `skip_bad_steps`: steps that a loss is compared with. As many skipped in a row end the
+    run."""
     tx_mu_dtype: Annotated[str | None, dtype_name] = None
     """Dtype in which adamw and lion store their first moment; None means the parameter's."""
     master_dtype: Annotated[Literal["float32"] | None, dtype_name] = "float32"
@@ -166,9 +145,9 @@ class TrainingArguments(Options):
     save_directory: str = "EasyDeL-Checkpoints"
     """Where checkpoints, metrics and the trained model go."""
     save_steps: Steps | None = None
-    """Steps between checkpoints; None saves at the end only."""
+    """Steps between checkpoints; None saves at the end only. SIGUSR1 saves one at any time."""
     save_total_limit: Steps | None = None
-    """Checkpoints that are kept, counted from the newest; None keeps all."""
+    """Checkpoints that are kept, counted from the newest, beside the best; None keeps all."""
     do_last_save: bool = True
     """Save a checkpoint and the model, in Hugging Face layout, when training ends."""
     merge_adapters: Flag | None = None
@@ -183,10 +162,38 @@ class TrainingArguments(Options):
     """Steps between updates of the progress bar's figures."""
     evaluation_steps: Steps | None = None
     """Steps between evaluations; None evaluates at the end only."""
+    save_best_k: Steps | None = None
+    """Checkpoints that are kept because they are the best, beside the newest that
+    `save_total_limit` keeps (one, where it is None)."""
+    load_best_model_at_end: Flag = False
+    """End with the best checkpoint instead of the last: `model` is written from it."""
+    metric_for_best_model: str | None = None
+    """The figure of an evaluation that says which checkpoint is best; None means the loss."""
+    greater_is_better: Flag | None = None
+    """Whether more of `metric_for_best_model` is better; None means no for names that end with
+    `loss` or `perplexity`, and yes for others."""
+    ema_decay: Share | None = None
+    """Decay of a running mean of the parameters, which is kept beside them in float32."""
+    use_ema: Flag = True
+    """With `ema_decay`: evaluate the mean, and end with it as the model; false only keeps it in the
+    checkpoints."""
     progress_bar_type: Annotated[str, choice("progress bar", ("rich", "json", "none"))] = "rich"
-    """`rich` draws a bar where standard output is a terminal, `json` prints each metrics row."""
+    """`rich` draws a bar, or prints plain lines where standard output is no terminal; `json` prints
+    each metrics row."""
     use_tensorboard: bool = True
     """Write the metrics for TensorBoard too, under `<save_directory>/tensorboard`."""
+    report_to: Annotated[
+        tuple[Annotated[str, choice("tracker", TRACKERS)], ...], BeforeValidator(_names)
+    ] = ()
+    """Trackers that get the metrics too: `wandb`, `trackio`, `mlflow`; each is an extra of
+    ed-trainers."""
+    project: str = "easydel"
+    """Project of the run in a tracker; mlflow calls it an experiment."""
+    run_name: str | None = None
+    """Name of the run in a tracker; None takes the last part of `save_directory`."""
+    peak_flops_per_device: Positive | None = None
+    """FLOP/s that one device can do, for MFU; None takes the known figure of its kind, and without
+    one there is no MFU."""
 
     # Each validator stands at the later of the two fields that it compares, so that the error
     # carries that field's place in the YAML.
@@ -197,22 +204,15 @@ class TrainingArguments(Options):
         optimizer = info.data.get("optimizer")
         if optimizer is None:  # the optimizer itself is wrong: that is reported already
             return value
-        settings = OPTIMIZERS[optimizer]
-        unknown = [
-            _problem(
-                name,
-                setting,
-                f"unknown setting of {optimizer} {name!r}"
-                f"{did_you_mean(name, settings.model_fields)} "
-                f"(known: {', '.join(settings.model_fields)})",
-            )
-            for name, setting in value.items()
-            if name not in settings.model_fields
-        ]
-        if unknown:
-            raise ValidationError.from_exception_data(settings.__name__, unknown)
-        checked = settings(**value)  # its errors keep the place of their key
-        return {name: getattr(checked, name) for name in value}
+        return checked_settings(optimizer, value, OPTIMIZERS)
+
+    @field_validator("scheduler_kwargs")
+    @classmethod
+    def _known_scheduler_settings(
+        cls, value: dict[str, Any], info: ValidationInfo
+    ) -> dict[str, Any]:
+        scheduler = info.data.get("scheduler")
+        return value if scheduler is None else checked_settings(scheduler, value, SCHEDULERS)
 
     @field_validator("learning_rate_end")
     @classmethod
@@ -229,10 +229,10 @@ class TrainingArguments(Options):
     @classmethod
     def _has_moment(cls, value: str | None, info: ValidationInfo) -> str | None:
         optimizer = info.data.get("optimizer", "adamw")
-        if value is not None and optimizer not in _WITH_MU:
+        if value is not None and optimizer not in WITH_MU:
             raise conflict(
                 f"tx_mu_dtype has no effect with optimizer {optimizer!r}: "
-                f"only {' and '.join(_WITH_MU)} take it"
+                f"only {' and '.join(WITH_MU)} take it"
             )
         return value
 
@@ -246,9 +246,39 @@ class TrainingArguments(Options):
             try:
                 Rules([(pattern, None)], kind=f"{info.field_name} pattern")
             except ConfigError as error:
-                problems.append(_problem(index, pattern, str(error)))
+                problems.append(problem(index, pattern, str(error)))
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
+        return value
+
+    @field_validator("load_best_model_at_end", "save_best_k")
+    @classmethod
+    def _checkpoints_are_evaluated(
+        cls, value: bool | int | None, info: ValidationInfo
+    ) -> bool | int | None:
+        save, evaluate = info.data.get("save_steps"), info.data.get("evaluation_steps")
+        if value and (save is None or evaluate is None or save % evaluate):
+            raise conflict(
+                f"{info.field_name} compares checkpoints by their evaluations: save_steps "
+                f"({save}) must be a multiple of evaluation_steps ({evaluate})"
+            )
+        return value
+
+    @field_validator("metric_for_best_model", "greater_is_better")
+    @classmethod
+    def _something_is_best(cls, value: str | bool | None, info: ValidationInfo) -> Any:
+        best = info.data.get("save_best_k"), info.data.get("load_best_model_at_end")
+        if value is not None and not any(best):
+            raise conflict(
+                f"{info.field_name} has no effect without save_best_k or load_best_model_at_end"
+            )
+        return value
+
+    @field_validator("use_ema")
+    @classmethod
+    def _there_is_a_mean(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("ema_decay") is None:
+            raise conflict("use_ema: false has no effect without ema_decay")
         return value
 
     @field_validator("gradient_accumulation_steps")
@@ -271,13 +301,3 @@ class TrainingArguments(Options):
             if path.is_file():
                 raise conflict(f"{path} is a file: save_directory must name a directory")
         return value
-
-
-def conflict(message: str) -> PydanticCustomError:
-    """The error of a validator, for a value that contradicts another or the world."""
-    return PydanticCustomError("conflict", "{message}", {"message": message})
-
-
-def _problem(key: str | int, value: object, message: str) -> InitErrorDetails:
-    """A problem at a key below the field that is being checked."""
-    return InitErrorDetails(type=conflict(message), loc=(key,), input=value)

@@ -43,6 +43,10 @@ class RunningTrainer(Protocol):
         """Write the model as it is now in Hugging Face layout."""
         ...
 
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint after the present step."""
+        ...
+
     def stop(self, reason: str) -> None:
         """End the run cleanly after the present step, with a checkpoint."""
         ...

@@ -2,49 +2,50 @@
 
 A checkpoint is a directory `<save_directory>/checkpoints/<step>` with two items: `arrays` (the
 leaves of the state by name, written by orbax in the background, restorable onto another mesh) and
-`run` (JSON: the loader's position and fingerprint, and the arguments). Orbax writes under another
-name and renames at the end, so what a crash leaves half-written is not taken for a checkpoint.
+`run` (JSON: the format's number, the loader's position and fingerprint, the arguments), and the
+checksums of their files. Orbax writes under another name and renames at the end, so what a crash
+leaves half-written is not taken for a checkpoint.
+
+Weights that no step changes are not in it, but their fingerprint is: a run over frozen weights is
+resumed over the same ones.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.state import EasyDeLState, check_fit, flat_abstract, flat_arrays, from_flat
-
-#: Arguments that give another run, or another shape of optimizer state, when they change.
-MUST_MATCH = (
-    "trainer_type",
-    "seed",
-    "total_batch_size",
-    "optimizer",
-    "master_dtype",
-    "trainable_rules",
+from ed_trainers import checksums, disk, library_log
+from ed_trainers.arrays import (
+    check_fit,
+    flat_abstract,
+    flat_arrays,
+    from_flat,
+    read_arrays,
+    size_of,
+    stored_arrays,
 )
-
-# Arguments that change what is computed, though a changed run can still go on from the checkpoint.
-_CHANGE_THE_COURSE = (
-    "learning_rate",
-    "learning_rate_end",
-    "scheduler",
-    "warmup_steps",
-    "optimizer_kwargs",
-    "weight_decay",
-    "learning_rate_rules",
-    "weight_decay_rules",
-    "clip_grad",
-    "gradient_accumulation_steps",
-)
+from ed_trainers.fingerprint import Fingerprint, check_same, fingerprint
+from ed_trainers.run_record import compare_runs, free_name
+from ed_trainers.saved import FORMAT, check_format
+from ed_trainers.state import EasyDeLState, changing
 
 Say = Callable[[str], None]
+
+
+# Files that orbax still writes when a checkpoint is complete.
+_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
+# Bytes that a checkpoint takes beside its arrays, about.
+_OVERHEAD = 100_000
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
@@ -53,20 +54,35 @@ class Checkpoints:
     Args:
         directory: where they are; created when the first one is written.
         keep: how many of the newest to keep; None keeps all.
+        keep_best: how many of the best to keep beside them.
+        score: how good the checkpoint of a step is, more is better; None where nobody knows.
         say: where messages go.
     """
 
-    def __init__(self, directory: Path, *, keep: int | None, say: Say = print):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int | None,
+        keep_best: int = 0,
+        score: Callable[[int], float | None] = lambda step: None,
+        say: Say = print,
+    ):
         self.directory = directory.absolute()
+        #: Why the last checkpoint that was begun could not be written; None if it could.
+        self.failed: str | None = None
         self._say = say
-        self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
+        self._score = score
+        self._keep, self._keep_best = keep, keep_best
+        self._begun: tuple[int, int] | None = None  # step and bytes
+        self._base: Fingerprint | None = None
+        self._hush = library_log.Hush()
         self._open_manager: ocp.CheckpointManager | None = None
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._open_manager is None:
+            library_log.LOGGER.addFilter(self._hush)
             self.directory.mkdir(parents=True, exist_ok=True)
             self._open_manager = ocp.CheckpointManager(
                 self.directory,
@@ -74,7 +90,12 @@ class Checkpoints:
                     "arrays": ocp.StandardCheckpointHandler(),
                     "run": ocp.JsonCheckpointHandler(),
                 },
-                options=self._options,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=self,
+                    cleanup_tmp_directories=True,
+                    enable_async_checkpointing=True,
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                ),
             )
         return self._open_manager
 
@@ -82,39 +103,115 @@ class Checkpoints:
         """Return the steps of the complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps()) if self.directory.is_dir() else []
 
+    def best(self) -> int | None:
+        """Return the step of the complete checkpoint with the highest score, if one has any."""
+        return next(iter(self._ranked(self.steps())), None)
+
     def path(self, step: int) -> Path:
         """Return the directory of a step's checkpoint."""
         return self.directory / str(step)
 
-    def save(self, step: int, state: EasyDeLState, *, run: Mapping[str, Any]) -> None:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        """Say which checkpoints stay; orbax asks whenever it has written one."""
+        del context
+        steps = [info.step for info in checkpoints]
+        stay = set(steps if self._keep is None else sorted(steps)[-self._keep :])
+        stay |= set(self._ranked(steps)[: self._keep_best])
+        return [step in stay for step in steps]
+
+    def _ranked(self, steps: Sequence[int]) -> list[int]:
+        scores = {step: self._score(step) for step in sorted(steps)}
+        known = [(score, step) for step, score in scores.items() if score is not None]
+        return [step for _, step in sorted(known, key=lambda pair: -pair[0])]
+
+    def save(self, step: int, state: EasyDeLState, *, run: Mapping[str, Any]) -> bool:
         """Begin to write a checkpoint, unless the step has one already.
 
         Returns when the arrays are copied off the device; writing goes on in the background, and
-        `wait` ends it. The caller may donate the state's arrays at once.
+        `wait` ends it. The caller may donate the state's arrays at once. A full disk is said, and
+        stands in `failed`: the checkpoints before stay as they are.
 
         Args:
             step: updates done.
             state: what to save.
-            run: JSON values that go with it; see `describe_run`.
+            run: JSON values that go with it; see `ed_trainers.run_record.describe_run`.
+
+        Returns:
+            Whether the checkpoint was begun.
         """
+        self.wait()
         if step in self._manager.all_steps():
-            return
+            return False
+        self.failed = None
+        arrays = flat_arrays(changing(state))
+        frozen = _frozen(state, arrays)
+        if self._base is None:
+            self._base = fingerprint(frozen)
+        facts = {"format": FORMAT, "base": self._base, **run}
+        size = size_of(arrays.values())
+        without = f", without the {disk.in_bytes(size_of(frozen.values()))} that do not learn"
+        self._say(f"checkpoint {step}: {disk.in_bytes(size)}{without if frozen else ''}")
         items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(flat_arrays(state)), run=ocp.args.JsonSave(dict(run))
+            arrays=ocp.args.StandardSave(arrays), run=ocp.args.JsonSave(facts)
         )
-        self._manager.save(step, args=items, force=True)
+        self._begun = step, size + _OVERHEAD
+        try:
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            self._give_up(error)
+            return False
+        return True
 
     def wait(self) -> None:
-        """Return when every checkpoint that was begun is complete."""
+        """Return when every checkpoint that was begun is complete, or cannot be."""
         if self._open_manager is not None:
-            self._open_manager.wait_until_finished()
+            try:
+                self._open_manager.wait_until_finished()
+            except Exception as error:
+                self._give_up(error)
+        self._begun = None
+
+    def look(self) -> None:
+        """Learn what became of the checkpoint that was begun, without waiting for it."""
+        if self._begun is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def close(self) -> None:
         """Wait, and give back threads."""
-        if self._open_manager is not None:
-            self._open_manager.wait_until_finished()
-            self._open_manager.close()
-            self._open_manager = None
+        self.wait()
+        manager, self._open_manager = self._open_manager, None
+        if manager is not None:
+            manager.close()
+        library_log.LOGGER.removeFilter(self._hush)
+
+    def _seal(self) -> None:
+        """Write the checksums of a checkpoint whose files are complete, before it is renamed."""
+        assert self._begun is not None
+        for directory in self.directory.glob(f"{self._begun[0]}{_UNFINISHED}*"):
+            checksums.write_checksums(directory, skip=_LATER)
+
+    def _give_up(self, error: Exception) -> None:
+        """Clean up behind a checkpoint that could not be written, and say so.
+
+        Raises:
+            Exception: the error, unless it is a full disk.
+        """
+        manager, self._open_manager = self._open_manager, None
+        if manager is not None:
+            with suppress(Exception):  # it cannot write any more; its threads are to end
+                manager.close()
+        if self._begun is None or not disk.is_full(error):
+            raise error
+        step, size = self._begun
+        library_log.TASKS.addFilter(self._hush)
+        if jax.process_index() == 0:
+            for directory in self.directory.glob(f"{step}{_UNFINISHED}*"):
+                shutil.rmtree(directory, ignore_errors=True)
+        room = disk.room(self.directory, size)
+        steps = self.steps()
+        kept = f"checkpoint {steps[-1]} is intact" if steps else "there is no checkpoint yet"
+        self.failed = f"checkpoint {step} could not be written: {room}; {kept}"
+        self._say(self.failed)
 
     def restore_newest(
         self,
@@ -125,12 +222,13 @@ class Checkpoints:
     ) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
         """Read the newest checkpoint that is whole.
 
-        One that cannot be read (a torn file, a lost one) is moved aside and the one before it is
-        tried.
+        One that cannot be read (a torn file, a lost one, a flipped bit) is moved aside and the one
+        before it is tried.
 
         Args:
-            state: structure, shapes, dtypes and shardings to restore to; the mesh may be another
-                than the one that the checkpoint was written on.
+            state: structure, shapes, dtypes and shardings to restore to, and the frozen weights
+                themselves; mesh and storage of layers may be others than the ones that the
+                checkpoint was written from.
             run: the present run, to be compared with the one that wrote the checkpoint.
             difference: says, where fingerprints differ, how the present data differ from the data
                 whose loader state was saved.
@@ -139,128 +237,107 @@ class Checkpoints:
             `(step, state, run as it was saved)`, or None where there is no checkpoint.
 
         Raises:
-            CheckpointError: a checkpoint is whole but of another run or model, or there are
-                checkpoints and none can be read.
+            CheckpointError: a checkpoint is whole but of another run, model or format, or there
+                are checkpoints and none can be read.
         """
         steps = self.steps()
-        unreadable: list[tuple[int, Exception]] = []
+        unreadable: list[tuple[int, str]] = []
         for step in reversed(steps):
             where = str(self.path(step))
             try:
-                saved = dict(self._read(step, "run", ocp.args.JsonRestore()))
-                arrays_there = self._manager.item_metadata(step)["arrays"].tree
+                wrong = self._damage(step)
+                saved = dict(self._read_run(step))
+                if wrong is None or "format" not in saved:
+                    check_format(saved, where)
+                    arrays_there = stored_arrays(self.path(step) / "arrays")
+            except CheckpointError:
+                raise
             except Exception as error:  # whatever a torn file makes of orbax
-                unreadable.append((step, error))
+                unreadable.append((step, _reason(error)))
                 continue
-            self._compare(saved, run, where, difference)
-            wanted = flat_abstract(state)
-            check_fit(wanted, arrays_there, where, dtypes=True)
+            if wrong is not None:
+                unreadable.append((step, wrong))
+                continue
+            changed = compare_runs(saved, run, where, difference)
+            check_fit(flat_abstract(changing(state)), arrays_there, where, dtypes=True)
+            self._check_base(state, saved, where)
             try:
-                arrays = self._read(step, "arrays", ocp.args.StandardRestore(wanted))
+                restored = self._arrays(step, state)
             except Exception as error:
-                unreadable.append((step, error))
+                unreadable.append((step, _reason(error)))
                 continue
-            self._set_aside(unreadable)
-            return step, from_flat(state, arrays), saved
+            self._set_aside(unreadable, step)
+            if changed is not None:
+                self._say(changed)
+            return step, restored, saved
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints in {self.directory} can be read ("
-                + "; ".join(f"{step}: {_reason(error)}" for step, error in unreadable)
+                + "; ".join(f"{step}: {reason}" for step, reason in unreadable)
                 + "): restore one from a copy, or start again with another save_directory"
             )
         return None
 
-    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-        return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+    def restore(self, step: int, state: EasyDeLState) -> EasyDeLState:
+        """Read the checkpoint of a step of this very run.
 
-    def _set_aside(self, unreadable: list[tuple[int, Exception]]) -> None:
+        Args:
+            step: one of `steps()`.
+            state: as for `restore_newest`.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+        self.wait()
+        wrong = self._damage(step)
+        if wrong is not None:
+            raise CheckpointError(f"checkpoint {self.path(step)} is damaged: {wrong}")
+        return self._arrays(step, state)
+
+    def _arrays(self, step: int, state: EasyDeLState) -> EasyDeLState:
+        wanted = flat_abstract(changing(state))
+        arrays = read_arrays(self.path(step) / "arrays", wanted)
+        return from_flat(state, {**_frozen(state, wanted), **arrays})
+
+    def _read_run(self, step: int) -> Mapping[str, Any]:
+        args = ocp.args.Composite(run=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["run"]
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with the files of a checkpoint; every process reads its share of them."""
+        part, of = jax.process_index(), jax.process_count()
+        wrong = checksums.damage(self.path(step), part=part, of=of)
+        if of > 1:
+            from jax.experimental import multihost_utils
+
+            bad = multihost_utils.process_allgather(np.asarray(wrong is not None))
+            if bad.any() and wrong is None:
+                wrong = f"process {int(bad.argmax())} says which file is damaged"
+        return wrong
+
+    def _check_base(self, state: EasyDeLState, saved: Mapping[str, Any], where: str) -> None:
+        if self._base is None:
+            self._base = fingerprint(_frozen(state, flat_abstract(changing(state))))
+        check_same(saved["base"], self._base, where)
+
+    def _set_aside(self, unreadable: list[tuple[int, str]], used: int) -> None:
         """Rename checkpoints that cannot be read, so that their steps can be saved again."""
-        for step, error in unreadable:
-            self._say(f"checkpoint {step} cannot be read and is skipped ({_reason(error)})")
+        for step, reason in unreadable:
+            self._say(
+                f"checkpoint {step} cannot be read and is skipped ({reason}): "
+                f"checkpoint {used} is used"
+            )
         if not unreadable:
             return
         self.close()
         if jax.process_index() == 0:
             for step, _ in unreadable:
-                self.path(step).rename(_free(self.directory, f"unreadable-{step}"))
-
-    def _compare(
-        self,
-        saved: Mapping[str, Any],
-        run: Mapping[str, Any],
-        where: str,
-        difference: Callable[[Mapping[str, Any]], str],
-    ) -> None:
-        before, now = saved["arguments"], run["arguments"]
-        # A name that is missing is an option that did not exist when the checkpoint was written.
-        changed_names = [name for name, value in before.items() if now.get(name) != value]
-        for name in MUST_MATCH:
-            if name in changed_names:
-                raise CheckpointError(
-                    f"{where} was trained with {name} {before[name]!r}, now it is "
-                    f"{now.get(name)!r}: change it back, or take another save_directory "
-                    "(resume_if_possible=False moves this run aside)"
-                )
-        if saved.get("fingerprint") != run.get("fingerprint"):
-            raise CheckpointError(
-                f"{where} was trained on other data than train_dataset now gives "
-                f"({difference(saved['loader'])}): change it back, or take another save_directory "
-                "(resume_if_possible=False moves this run aside)"
-            )
-        changed = [
-            f"{name} {before[name]!r} -> {now.get(name)!r}"
-            for name in _CHANGE_THE_COURSE
-            if name in changed_names
-        ]
-        if saved.get("total_steps") != run.get("total_steps"):
-            changed.append(f"total steps {saved.get('total_steps')} -> {run.get('total_steps')}")
-        if changed:
-            self._say(f"changed since that checkpoint: {', '.join(changed)}")
+                self.path(step).rename(free_name(self.directory, f"unreadable-{step}"))
 
 
-def describe_run(
-    arguments: TrainingArguments,
-    *,
-    total_steps: int,
-    loader: Mapping[str, Any],
-    fingerprint: str | None,
-) -> dict[str, Any]:
-    """Return what a checkpoint says about its run, in JSON values.
-
-    Args:
-        arguments: all of them are recorded.
-        total_steps: updates of the whole run.
-        loader: the loader's `state_dict()`.
-        fingerprint: identity of data and order, or None where the loader has none.
-    """
-    return {
-        "arguments": arguments.model_dump(mode="json"),
-        "total_steps": total_steps,
-        "loader": dict(loader),
-        "fingerprint": fingerprint,
-    }
-
-
-def move_aside(directory: Path, names: tuple[str, ...]) -> Path | None:
-    """Move an earlier run's files into `<directory>/earlier-<n>`; None if there are none.
-
-    Args:
-        directory: the run's `save_directory`.
-        names: files and folders in it that belong to a run.
-    """
-    present = [directory / name for name in names if (directory / name).exists()]
-    if not present:
-        return None
-    target = _free(directory, "earlier")
-    target.mkdir()
-    for path in present:
-        path.rename(target / path.name)
-    return target
-
-
-def _free(directory: Path, name: str) -> Path:
-    """Return `<directory>/<name>-<n>` for the first n that is not taken."""
-    return next(p for n in itertools.count(1) if not (p := directory / f"{name}-{n}").exists())
+def _frozen(state: EasyDeLState, saved: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The arrays of a state that are not saved."""
+    return {name: leaf for name, leaf in flat_arrays(state).items() if name not in saved}
 
 
 def _reason(error: Exception) -> str:

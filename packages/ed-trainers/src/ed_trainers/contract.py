@@ -22,7 +22,16 @@ from ed_trainers.feed import HostBatch
 Batch = Mapping[str, jax.Array]
 
 #: Names of a report that no loss and no metric may take.
-RESERVED = ("step", "weight", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "time")
+RESERVED = (
+    "step",
+    "weight",
+    "learning_rate",
+    "grad_norm",
+    "skipped",
+    "tokens",
+    "tokens_per_second",
+    "time",
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stopping at the next step instead of at once: signals, and the time limit."""
+"""Stopping, or saving, at the next step instead of at once: signals, and the time limit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 # SIGHUP, which Windows lacks, is a terminal that closed.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_SAVE = getattr(signal, "SIGUSR1", None)
 
 
 class StopRequest:
     """Watches for a reason to stop. A context manager: signal handlers are put back at its end.
 
     The first SIGINT, SIGTERM or SIGHUP asks for a stop at the next step; a second SIGINT interrupts
-    at once. Outside the main thread, where Python cannot install handlers, only the limit counts.
+    at once. SIGUSR1 asks for a checkpoint. Outside the main thread, where Python cannot install
+    handlers, only the limit counts.
 
     Args:
         time_limit: seconds after which to stop, or None.
@@ -33,6 +35,7 @@ class StopRequest:
         self._limit = time_limit
         self._began = time.monotonic()
         self._reason: str | None = None
+        self._save = False
         self._old: dict[int, Handler] = {}
 
     def __enter__(self) -> StopRequest:
@@ -40,6 +43,8 @@ class StopRequest:
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
                     self._old[number] = signal.signal(number, self._on_signal)
+            if _SAVE is not None:
+                self._old[_SAVE] = signal.signal(_SAVE, self._on_save)
         return self
 
     def __exit__(
@@ -57,6 +62,18 @@ class StopRequest:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
 
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+
+    def ask_save(self) -> None:
+        """Ask for a checkpoint from inside (a callback)."""
+        self._save = True
+
+    def take_save(self) -> bool:
+        """Tell whether a checkpoint was asked for, once; all processes hear it with `reason`."""
+        asked, self._save = self._save, False
+        return asked
+
     def ask(self, reason: str) -> None:
         """Ask for a stop from inside (a callback)."""
         self._reason = self._reason or reason
@@ -73,7 +90,9 @@ class StopRequest:
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
-            stops = multihost_utils.process_allgather(np.asarray(self._reason is not None))
+            own = np.asarray([self._reason is not None, self._save])
+            stops, saves = np.moveaxis(multihost_utils.process_allgather(own), -1, 0)
+            self._save = bool(saves.any())
             if stops.any() and self._reason is None:
                 self._reason = "another process"
         return self._reason

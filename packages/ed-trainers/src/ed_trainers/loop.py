@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
-from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.checkpoint import Checkpoints, describe_run, move_aside
-from ed_trainers.contract import Method
+from ed_trainers.best import Best
+from ed_trainers.checkpoint import Checkpoints
+from ed_trainers.contract import Batch, Method
+from ed_trainers.diverged import Divergence
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
+from ed_trainers.flops import utilization
 from ed_trainers.interrupt import StopRequest
+from ed_trainers.meter import Meter
 from ed_trainers.metrics import RECORD, MetricsLog
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import Placement, microbatches
 from ed_trainers.progress import Progress
 from ed_trainers.rollout import Weights
+from ed_trainers.run_record import describe_run, move_aside
+from ed_trainers.saved import model_facts
+from ed_trainers.sinks import TENSORBOARD, sinks_of
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 
-CHECKPOINTS, TENSORBOARD, MODEL = "checkpoints", "tensorboard", "model"
-
-
-class TrainingDiverged(EasyDeLError):
-    """The loss or the gradient is not finite."""
+CHECKPOINTS, MODEL = "checkpoints", "model"
 
 
 class Notify(Protocol):
@@ -87,11 +89,18 @@ class TrainingLoop:
             moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL))
             if moved is not None:
                 print(f"the earlier run in {directory} was moved to {moved}", flush=True)
+        self._best = Best(self.arguments)
+        keep, best = self.arguments.save_total_limit, self.arguments.save_best_k
         self.checkpoints = Checkpoints(
-            directory / CHECKPOINTS, keep=self.arguments.save_total_limit, say=self._say
+            directory / CHECKPOINTS,
+            keep=1 if keep is None and best is not None else keep,
+            keep_best=best or int(self.arguments.load_best_model_at_end),
+            score=lambda step: self._best.score(self.log.evaluation(step)),
+            say=self._say,
         )
-        board = directory / TENSORBOARD if self.arguments.use_tensorboard else None
-        self.log = MetricsLog(directory / RECORD, board, active=first)
+        others = sinks_of(self.arguments, self._say) if first else ()
+        self.log = MetricsLog(directory / RECORD, others, active=first)
+        self.meter = Meter()
         self.progress: Progress | None = None
         # Reports that are still on the device: (step, report, tokens of the step).
         self._pending: tuple[int, dict[str, jax.Array], int] | None = None
@@ -99,9 +108,9 @@ class TrainingLoop:
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
         self._lent: list[Weights] = []
         self._stopped_by: str | None = None
-        self._clock: float | None = None
-        self._window = [0, 0.0]  # tokens and seconds since the last row
-        self._whole = [0, 0.0]  # and since the beginning
+        self._save_asked = False
+        self._divergence = Divergence(self.arguments.rolling_interval_length)
+        self._compiled: set[object] = set()  # shapes of the batches so far
 
     def run(self) -> dict[str, Any]:
         """Train; return the fields of a `TrainerOutput` other than its directory."""
@@ -146,11 +155,14 @@ class TrainingLoop:
     def _begin(self) -> EasyDeLState:
         schedule = build_schedule(self.arguments, self.total)
         state = self.job.begin()
+        self._model_facts = model_facts(state.model)
         tx = state.tx or build_optimizer(self.arguments, schedule)
         restored = None
         if self.checkpoints.steps():
+            # The frozen weights are not in a checkpoint: the ones that are there stay.
+            template = state.abstract(tx).replace(graphother=state.graphother)
             restored = self.checkpoints.restore_newest(
-                state.abstract(tx), run=self._run_facts(), difference=self.job.feed.difference
+                template, run=self._run_facts(), difference=self.job.feed.difference
             )
         if restored is not None:
             _, state, saved = restored
@@ -178,6 +190,7 @@ class TrainingLoop:
             total_steps=self.total,
             loader=self.job.feed.state_dict(),
             fingerprint=self.job.feed.fingerprint,
+            model=self._model_facts,
         )
 
     # --- the steps ---
@@ -186,40 +199,66 @@ class TrainingLoop:
         self._unflatten = partial(jax.tree.unflatten, jax.tree.structure(state))
         self._leaves = tuple(jax.tree.leaves(state))
         del state
+        self.meter.ready()
         self.job.notify("on_train_begin", self.step)
         if self.step and self._evaluation_is_due():
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
+            self.checkpoints.look()
             # Asked once a step: a signal that comes later in it must not end the loop unsaved.
             if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
                 self._stopped_by = self.stop.reason
+                self._save_asked = self.stop.take_save()
             if self._evaluation_is_due() or self._save_is_due():
                 self._finish_pending()
                 if self._evaluation_is_due():
                     self._evaluate()
                 if self._save_is_due():
-                    self._save()
-                self._clock = time.monotonic()
+                    with self.meter.spending("checkpoint"):
+                        self._save()
         self._finish_pending()
 
     def _one_step(self) -> None:
-        prepared = self.job.method.prepare(self.job.feed.batch(self.step))
-        height = next(iter(prepared.values())).shape[0]
-        if height != self.arguments.total_batch_size:
-            raise ConfigError(
-                f"train_dataset gives batches of {height} sequences, but total_batch_size is "
-                f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
-            )
-        parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
-        placed = self.job.placement.place(parts, stacked=True)
+        with self.meter.fetching(self._devices_are_idle):
+            prepared = self.job.method.prepare(self.job.feed.batch(self.step))
+            height = next(iter(prepared.values())).shape[0]
+            if height != self.arguments.total_batch_size:
+                raise ConfigError(
+                    f"train_dataset gives batches of {height} sequences, but total_batch_size is "
+                    f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
+                )
+            parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
+            placed = self.job.placement.place(parts, stacked=True)
         while self._lent:
             self._lent.pop().end()
-        self._leaves, report = self._train_step(self._leaves, placed)
+        self._leaves, report = self._call(placed)
         self.step += 1
         previous, self._pending = self._pending, (self.step, report, count_tokens(prepared))
         if previous is not None:
             self._finish(*previous)
+
+    def _call(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+        """Begin a step; the first of each shape compiles, which the meter counts apart."""
+        shapes = tuple(array.shape for array in batch.values())
+        if shapes in self._compiled:
+            return self._train_step(self._leaves, batch)
+        if not self._compiled:
+            self._count_flops(length=shapes[0][-1])
+        self._compiled.add(shapes)
+        with self.meter.spending("compile"):
+            return self._train_step(self._leaves, batch)
+
+    def _count_flops(self, length: int) -> None:
+        """Say once how MFU is computed, where the peak of the devices is known."""
+        peak, config = self.arguments.peak_flops_per_device, self.job.placement.config
+        self.meter.utilization = utilization(self._state(), config, length=length, peak=peak)
+        if self.meter.utilization is not None:
+            self._say(self.meter.utilization.formula)
+
+    def _devices_are_idle(self) -> bool:
+        # jax.Array has it, the class that type checkers see has not.
+        return self._pending is None or cast(Any, self._pending[1]["loss"]).is_ready()
 
     def _finish_pending(self) -> None:
         if self._pending is not None:
@@ -229,14 +268,9 @@ class TrainingLoop:
     def _finish(self, step: int, report: Mapping[str, jax.Array], tokens: int) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
-        self._check_finite(step, figures)
-        now = time.monotonic()
-        if self._clock is not None:  # the first step compiles: its time says nothing
-            for sums in (self._window, self._whole):
-                sums[0] += tokens
-                sums[1] += now - self._clock
-        self._clock = now
-        rate = self._window[0] / self._window[1] if self._window[1] else None
+        self._divergence.check(step, figures, self.checkpoints.steps)
+        self.meter.stepped(tokens)
+        rate = self.meter.tokens_per_second
         assert self.progress is not None
         shows = step % self.arguments.report_steps == 0 or step in (1, self.total)
         self.progress.step(step, {**figures, "tokens_per_second": rate or 0.0} if shows else None)
@@ -244,21 +278,7 @@ class TrainingLoop:
             return
         del figures["weight"]
         row = {"step": step, "loss": figures.pop("loss"), **figures}
-        row |= {"tokens": tokens, "time": time.time()}
-        if rate is not None:
-            row["tokens_per_second"] = rate
-        self._window = [0, 0.0]
-        self._write(row)
-
-    def _check_finite(self, step: int, figures: Mapping[str, float]) -> None:
-        if math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
-            return
-        kept = self.checkpoints.steps()
-        where = f"the checkpoint of step {kept[-1]} is intact" if kept else "there is no checkpoint"
-        raise TrainingDiverged(
-            f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}; {where}. "
-            "Lower learning_rate, add warmup_steps, or set clip_grad"
-        )
+        self._write(row | {"tokens": tokens, "time": time.time()} | self.meter.row())
 
     def _write(self, row: Mapping[str, Any]) -> None:
         assert self.progress is not None
@@ -281,7 +301,11 @@ class TrainingLoop:
         assert self.job.evaluator is not None
         assert self.progress is not None
         began = time.monotonic()
-        metrics = self.job.evaluator.run(self._state(), self.progress.evaluating)
+        state = self._state().averaged() if self.arguments.use_ema else self._state()
+        with self.meter.spending("evaluation"):
+            metrics = self.job.evaluator.run(state, self.progress.evaluating)
+        if self.arguments.save_best_k or self.arguments.load_best_model_at_end:
+            self._best.check(metrics)
         seconds = time.monotonic() - began
         self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
         self.progress.step(self.step)
@@ -290,26 +314,29 @@ class TrainingLoop:
 
     def _save_is_due(self) -> bool:
         every = self.arguments.save_steps
-        if self._stopped_by is not None:
+        if self._stopped_by is not None or self._save_asked:
             return True
         if self.step == self.total:
             return self.arguments.do_last_save
         return every is not None and self.step % every == 0
 
     def _save(self) -> None:
+        self._save_asked = False
         # The rows of these steps must outlive a crash if the checkpoint does.
         self.log.flush()
-        self.checkpoints.save(self.step, self._state(), run=self._run_facts())
-        self.job.notify("on_save", self.step)
+        if self.checkpoints.save(self.step, self._state(), run=self._run_facts()):
+            self.job.notify("on_save", self.step)
 
     # --- the end ---
 
     def _end(self) -> dict[str, Any]:
-        state = self._state()
         stopped_by = None if self.step >= self.total else self._stopped_by
-        steps = self.checkpoints.steps()
+        steps, best = self.checkpoints.steps(), self.checkpoints.best()
         path = self.checkpoints.path(steps[-1]) if steps else None
         directory = Path(self.arguments.save_directory)
+        which = ""
+        if stopped_by is None:
+            which = self._settle(best)
         if stopped_by is not None:
             self._say(
                 f"stopped by {stopped_by} at step {self.step} of {self.total}; "
@@ -317,14 +344,30 @@ class TrainingLoop:
             )
         elif self.arguments.do_last_save:
             self.job.save_model(directory / MODEL)
-            self._say(f"trained {self.step} steps; the model is in {directory / MODEL}")
+            self._say(f"trained {self.step} steps; the model{which} is in {directory / MODEL}")
         self.job.notify("on_train_end", self.step)
+        if self.checkpoints.failed is not None:
+            raise CheckpointError(self.checkpoints.failed)
         return {
-            "state": state,
+            "state": self._state(),
             "metrics": self._summary(),
             "checkpoint_path": path,
+            "best_checkpoint_path": None if best is None else self.checkpoints.path(best),
             "stopped_by": stopped_by,
         }
+
+    def _settle(self, best: int | None) -> str:
+        """Put the parameters that the run ends with in the place of the last ones; say which."""
+        state, which = self._state(), ""
+        if self.arguments.load_best_model_at_end and best is not None:
+            row = self.log.evaluation(best) or {}
+            which = f" of step {best}, where {self._best.metric} is {row.get(self._best.metric)},"
+            if best != self.step:
+                state = self.checkpoints.restore(best, state)
+        if self.arguments.use_ema:
+            state = state.averaged()
+        self._leaves = tuple(jax.tree.leaves(state))
+        return which
 
     def _summary(self) -> dict[str, float]:
         trained = self.log.last(evaluation=False) or {}
@@ -333,9 +376,7 @@ class TrainingLoop:
         if "loss" in trained:
             summary["train_loss"] = trained["loss"]
         summary |= {name: value for name, value in evaluated.items() if name.startswith("eval_")}
-        if self._whole[1]:
-            summary["tokens_per_second"] = self._whole[0] / self._whole[1]
-        return summary
+        return summary | self.meter.summary()
 
     def _state(self) -> EasyDeLState:
         assert self._unflatten is not None

@@ -1,9 +1,9 @@
-"""Metrics of a run: one JSON object a line, and TensorBoard derived from it.
+"""Metrics of a run: one JSON object a line, and what is derived from it (`ed_trainers.sinks`).
 
 `metrics.jsonl` is the record. Rows are flushed to the operating system as they are written and
 forced to disk before a checkpoint is; on resuming from step N, rows beyond N are cut off. So after
 any crash no step is missing and none is there twice. TensorBoard's event files cannot be cut, and
-their writer buffers: they are written again from the record when a run resumes.
+their writer is late: they are written again from the record when a run resumes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+from typing import Any, Protocol, TextIO
 
 Row = Mapping[str, Any]
 
@@ -26,6 +22,16 @@ RECORD = "metrics.jsonl"
 
 # Keys of a row that are not curves.
 _NOT_CURVES = ("step", "time")
+#: Figures of a row that a clock or the machine says: two equal runs differ in them.
+CLOCKED = (
+    "time",
+    "tokens_per_second",
+    "mfu",
+    "data_wait",
+    "goodput",
+    "peak_memory_gib",
+    "eval_seconds",
+)
 
 
 class Sink(Protocol):
@@ -65,6 +71,16 @@ def is_evaluation(row: Row) -> bool:
     return "eval_loss" in row
 
 
+def curves(row: Row) -> dict[str, float]:
+    """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …"""
+    group = "eval" if is_evaluation(row) else "train"
+    return {
+        f"{group}/{name.removeprefix('eval_')}": value
+        for name, value in row.items()
+        if name not in _NOT_CURVES and isinstance(value, int | float)
+    }
+
+
 class JsonLines:
     """The record, `metrics.jsonl`."""
 
@@ -102,78 +118,46 @@ class JsonLines:
             self._file = None
 
 
-class TensorBoard:
-    """Event files under a directory, one scalar for each number of a row."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._writer: SummaryWriter | None = None
-
-    def restart(self, rows: list[Row]) -> None:
-        """Write the event file again from the rows."""
-        from tensorboardX import SummaryWriter
-
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self._writer = SummaryWriter(str(self.directory))
-        for row in rows:
-            self.write(row)
-
-    def write(self, row: Row) -> None:
-        """Add the numbers of a row: `train/loss`, `eval/loss`, …"""
-        assert self._writer is not None
-        group = "eval" if is_evaluation(row) else "train"
-        for name, value in row.items():
-            if name in _NOT_CURVES or not isinstance(value, int | float):
-                continue
-            tag = f"{group}/{name.removeprefix('eval_')}"
-            self._writer.add_scalar(tag, value, row["step"], walltime=row.get("time"))
-
-    def flush(self) -> None:
-        """Hand the events to the operating system."""
-        if self._writer is not None:
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
 class MetricsLog:
     """The metrics of a run, sent to each sink.
 
     Args:
         path: the record.
-        tensorboard: directory of the event files, or None.
+        others: sinks beside it; only where `active`.
         active: False in every process but the first, which alone writes.
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None, *, active: bool):
+    def __init__(self, path: Path, others: Iterable[Sink] = (), *, active: bool):
         self._last: dict[bool, Row] = {}
+        self._evaluations: dict[int, Row] = {}
         self._path = path
         self._sinks: list[Sink] = []
         if active:
-            self._sinks.append(JsonLines(path))
-            if tensorboard is not None:
-                self._sinks.append(TensorBoard(tensorboard))
+            self._sinks = [JsonLines(path), *others]
 
     def restart(self, step: int) -> None:
         """Go on after a step: rows beyond it are forgotten, for they will come again."""
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
         self._last = {is_evaluation(row): row for row in rows}
+        self._evaluations = {row["step"]: row for row in rows if is_evaluation(row)}
         for sink in self._sinks:
             sink.restart(list(rows))
 
     def write(self, row: Row) -> None:
         """Add a row to every sink."""
         self._last[is_evaluation(row)] = row
+        if is_evaluation(row):
+            self._evaluations[row["step"]] = row
         for sink in self._sinks:
             sink.write(row)
 
     def last(self, *, evaluation: bool) -> Row | None:
         """Return the newest training row, or the newest evaluation row."""
         return self._last.get(evaluation)
+
+    def evaluation(self, step: int) -> Row | None:
+        """Return the row of the evaluation after a step, if there was one."""
+        return self._evaluations.get(step)
 
     def flush(self) -> None:
         """Make every row survive; called before each checkpoint is written."""

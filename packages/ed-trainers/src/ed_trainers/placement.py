@@ -89,6 +89,7 @@ class Placement:
     """
 
     def __init__(self, config: EasyDeLBaseConfig):
+        self.config = config
         self._mesh = config.mesh
         self._manager = config.partition_manager
         self._known: dict[tuple[int, ...], NamedSharding] = {}

@@ -14,21 +14,24 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """A progress bar on standard output; silent where that is not a terminal.
+    """A progress bar on standard output; plain lines where that is not a terminal.
 
     Messages (`say`) always appear. Only the first process shows anything.
 
     Args:
-        kind: "rich", "json" (each metrics row as a line, no bar) or "none".
+        kind: "rich" (a bar, or a line for each metrics row), "json" (each row as JSON) or "none".
         total: steps of the whole run.
         done: steps done before this process began.
     """
 
     def __init__(self, kind: str, *, total: int, done: int = 0):
-        self._json = kind == "json"
+        self._kind, self._total = kind, total
         self._bar: Bar | None = None
         self._mute = jax.process_index() != 0
-        if self._mute or kind != "rich" or not sys.stdout.isatty():
+        if self._mute or kind != "rich":
+            return
+        if not sys.stdout.isatty():
+            self._kind = "plain"
             return
 
         self._bar = Bar(
@@ -56,9 +59,15 @@ class Progress:
         self._bar.update(self._train, completed=step, figures=self._figures)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Print a metrics row, where rows were asked for."""
-        if self._json and not self._mute:
+        """Print a metrics row, where rows were asked for, or there is no terminal for a bar."""
+        if self._mute:
+            return
+        if self._kind == "json":
             _print(json.dumps(dict(row)))
+        elif self._kind == "plain" and "loss" in row:
+            rate = row.get("tokens_per_second")
+            speed = f"  {rate:,.0f} tokens/s" if rate else ""
+            _print(f"step {row['step']}/{self._total}  loss {row['loss']:.4f}{speed}")
 
     def evaluating(self, done: int, total: int | None) -> None:
         """Show how far an evaluation is."""

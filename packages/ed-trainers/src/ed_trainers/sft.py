@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.masks import segment_index
+from ed_layers.losses import TokenLoss
 from ed_models.heads import next_token_targets
 
 from ed_trainers.arguments import SFTArguments, TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
+from ed_trainers.neftune import noisy_embeddings
 from ed_trainers.token_loss import token_cross_entropy
 from ed_trainers.trainer import Trainer
 
@@ -35,10 +36,19 @@ class SFTTrainer(Trainer):
         return next_token_batch(batch)
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the weighted sum of `-log p(target)` in nats."""
-        model = models.learner
+        """Return the weighted sum of `-log p(target)` in nats.
+
+        Label smoothing, z-loss and noise on embeddings are of training alone: with a key.
+        """
+        model, arguments = models.learner, self.arguments
+        noisy, extra = None, TokenLoss()
+        if key is not None:
+            extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
+            if arguments.neftune_noise_alpha is not None:
+                noisy = noisy_embeddings(model, batch, key, alpha=arguments.neftune_noise_alpha)
         output = model(
             batch["input_ids"],
+            inputs_embeds=noisy,
             segment_ids=batch["segment_ids"],
             position_ids=batch["position_ids"],
             logits_at="none",
@@ -51,7 +61,8 @@ class SFTTrainer(Trainer):
             batch["targets"],
             batch["weights"],
             sharding=self.placement.sharding(batch["targets"].shape, stacked=False),
-            chunk=self.arguments.lmhead_chunksize,
+            chunk=arguments.lmhead_chunksize,
+            loss=extra,
         )
         return Loss.of(output, total, jnp.sum(batch["weights"]))
 
@@ -87,7 +98,7 @@ def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
     segments = np.ones_like(inputs) if segments is None else np.asarray(segments, np.int32)
     positions = batch.get("position_ids")
     if positions is None:
-        positions = np.where(segments > 0, segment_index(segments), 0)
+        positions = np.where(segments > 0, places_in_segments(segments), 0)
     labels = np.asarray(batch.get("labels", inputs), np.int32)
     targets, weights = next_token_targets(labels, segments)
     if "loss_weights" in batch:
@@ -100,3 +111,14 @@ def next_token_batch(batch: HostBatch) -> dict[str, np.ndarray]:
         "targets": targets,
         "weights": weights,
     }
+
+
+def places_in_segments(segment_ids: np.ndarray) -> np.ndarray:
+    """Count the positions of each segment from 0: `ed_infra.masks.segment_index` on the host.
+
+    A device would have to be waited for, once a step.
+    """
+    reached = np.maximum.accumulate(segment_ids, axis=1)
+    begins = np.diff(reached, axis=1, prepend=0) > 0
+    places = np.arange(segment_ids.shape[1], dtype=np.int32)
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_infra.paths import normalize
 from ed_infra.rules import Rules
+from ed_layers.updated import Updated
 from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
-from ed_trainers.optimizers import apply_updates
+from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
+from ed_trainers.optimizers import apply_updates, averaged, gradient_point
 from ed_trainers.placement import replicated, shardings_like
-
-_STATE_FILE = "state.json"
-
-T = TypeVar("T")
+from ed_trainers.saved import load, model_facts, save, saved_facts
 
 
 class EasyDeLState(struct.PyTreeNode):
@@ -122,20 +119,36 @@ class EasyDeLState(struct.PyTreeNode):
         )
         return rest.replace(tx=tx, opt_state=opt_state)
 
-    def apply_gradients(self, *, grads: nnx.State) -> EasyDeLState:
+    def apply_gradients(self, *, grads: nnx.State, value: jax.Array | None = None) -> EasyDeLState:
         """Take one optimizer step; traceable.
 
         Args:
-            grads: gradients, a tree like `graphstate`.
+            grads: gradients at `gradient_point`, a tree like `graphstate`.
+            value: the loss, for an optimizer that skips bad steps.
 
         Raises:
             ConfigError: the optimizer state is missing.
         """
         if self.tx is None or self.opt_state is None:
             raise ConfigError("the state has no optimizer: call init_tx(tx) first")
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.graphstate)
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, self.opt_state, self.graphstate, value=value)
         graphstate = apply_updates(self.graphstate, updates, opt_state)
         return self.replace(step=self.step + 1, graphstate=graphstate, opt_state=opt_state)
+
+    @property
+    def gradient_point(self) -> nnx.State:
+        """Where the next gradient is to be taken: `graphstate`, unless the optimizer averages."""
+        return gradient_point(self.graphstate, self.opt_state)
+
+    def averaged(self) -> EasyDeLState:
+        """Return the state with the mean of its parameters (`ema_decay`) in their place.
+
+        A state whose optimizer keeps no mean is returned as it is.
+        """
+        if self.opt_state is None:
+            return self
+        return self.replace(graphstate=averaged(self.graphstate, self.opt_state))
 
     @property
     def model(self) -> LanguageModel:
@@ -167,20 +180,15 @@ class EasyDeLState(struct.PyTreeNode):
         For a directory that `transformers` reads, use `state.model.save_pretrained`.
 
         Raises:
-            CheckpointError: the directory already holds something.
+            CheckpointError: the directory already holds something, or the disk is full.
         """
-        import orbax.checkpoint as ocp
-
-        path = Path(directory).absolute()
-        if path.exists() and any(path.iterdir()):
-            raise CheckpointError(f"{path} is not empty: save into a new directory")
         saved = self if save_optimizer else self.replace(opt_state=None)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(path / "arrays", flat_arrays(saved), force=True)
-            checkpointer.wait_until_finished()
-        if jax.process_index() == 0:
-            facts = {"step": int(self.step), "optimizer": saved.opt_state is not None}
-            (path / _STATE_FILE).write_text(json.dumps(facts) + "\n")
+        facts = {
+            "step": int(self.step),
+            "optimizer": saved.opt_state is not None,
+            "model": model_facts(self.model),
+        }
+        save(Path(directory), flat_arrays(saved), facts)
 
     def load_state(self, directory: str | Path) -> EasyDeLState:
         """Read what `save_state` wrote, in the shapes, dtypes and shardings of this state.
@@ -188,24 +196,43 @@ class EasyDeLState(struct.PyTreeNode):
         The mesh may be another than the one it was saved from.
 
         Raises:
-            CheckpointError: the directory is no saved state, or does not fit.
+            CheckpointError: the directory is no saved state, is damaged, or does not fit.
         """
-        import orbax.checkpoint as ocp
-
-        path = Path(directory).absolute()
-        try:
-            facts = json.loads((path / _STATE_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} holds no complete saved state ({error})") from error
+        path = Path(directory)
+        facts = saved_facts(path)
         template = self if facts["optimizer"] else self.replace(opt_state=None)
         if facts["optimizer"] and self.opt_state is None:
             raise CheckpointError(f"{path} holds an optimizer state: call init_tx(tx) first")
-        wanted = flat_abstract(template)
-        with ocp.StandardCheckpointer() as checkpointer:
-            check_fit(wanted, checkpointer.metadata(path / "arrays").item_metadata.tree, str(path))
-            arrays = checkpointer.restore(path / "arrays", wanted)
-        loaded = from_flat(template, arrays)
+        loaded = from_flat(template, load(path, flat_abstract(template)))
         return loaded if facts["optimizer"] else loaded.replace(opt_state=self.opt_state)
+
+    def shard_state(self) -> EasyDeLState:
+        """Return the state with every array where the model's configuration puts it.
+
+        Parameters follow the partition rules, the optimizer's state its parameters.
+        """
+        everything = nnx.state(cast(nnx.Module, self.model.shard_model()))
+        placed = dict(nnx.to_flat_state(everything))
+
+        def of(tree: nnx.State) -> nnx.State:
+            return nnx.from_flat_state(
+                [(path, placed[path]) for path, _ in nnx.to_flat_state(tree)]
+            )
+
+        graphstate = of(self.graphstate)
+        opt_state = self.opt_state
+        if opt_state is not None:
+            opt_state = jax.device_put(opt_state, shardings_like(opt_state, graphstate))
+        return self.replace(
+            step=_scalar_like(graphstate, self.step),
+            graphstate=graphstate,
+            graphother=of(self.graphother),
+            opt_state=opt_state,
+        )
+
+    def gather_state(self) -> EasyDeLState:
+        """Return the state with a whole copy of every array on each of its devices."""
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated(leaf.sharding)), self)
 
 
 def split_model(
@@ -237,64 +264,24 @@ def split_model(
     return graphdef, graphstate, graphother
 
 
-def _scalar_like(tree: object, value: int) -> jax.Array:
+def changing(state: EasyDeLState) -> EasyDeLState:
+    """Return the state without the variables that no step changes: frozen weights, constants.
+
+    What remains of `graphother` are the variables with a rule of their own.
+    """
+    if not isinstance(state.graphother, nnx.State):
+        return state
+    other = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(state.graphother)
+        if isinstance(variable, Updated) or not isinstance(variable, nnx.Variable)
+    ]
+    return state.replace(graphother=nnx.from_flat_state(other))
+
+
+def _scalar_like(tree: object, value: int | jax.Array) -> jax.Array:
     """An int32 scalar on all devices of the tree, so that one jit takes both."""
     leaves = jax.tree.leaves(tree)
     scalar = jnp.asarray(value, jnp.int32)
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
     return scalar if sharding is None else jax.device_put(scalar, replicated(sharding))
-
-
-def leaf_names(tree: object) -> list[str]:
-    """Name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by `/`."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return ["/".join(str(part) for part in normalize(path)) for path in paths]
-
-
-def flat_arrays(tree: object) -> dict[str, jax.Array]:
-    """Return the leaves by name: the form in which they are saved, free of any class."""
-    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def flat_abstract(tree: object) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape, dtype and sharding of each leaf by name."""
-    return {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        for name, leaf in flat_arrays(tree).items()
-    }
-
-
-def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
-    """Put arrays, by name, into the structure of `template`."""
-    leaves = [arrays[name] for name in leaf_names(template)]
-    return jax.tree.unflatten(jax.tree.structure(template), leaves)
-
-
-def check_fit(
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-    saved: Mapping[str, Any],
-    where: str,
-    *,
-    dtypes: bool = False,
-) -> None:
-    """Compare names and shapes, and dtypes if asked, of what is wanted with what was saved.
-
-    Raises:
-        CheckpointError: naming the first few differences.
-    """
-    problems = [f"{name} is missing" for name in wanted if name not in saved]
-    problems += [f"{name} is not in the model" for name in saved if name not in wanted]
-    problems += [
-        f"{name} has shape {tuple(saved[name].shape)}, the model wants {tuple(leaf.shape)}"
-        for name, leaf in wanted.items()
-        if name in saved and tuple(saved[name].shape) != tuple(leaf.shape)
-    ]
-    problems += [
-        f"{name} is {saved[name].dtype}, the model wants {leaf.dtype}"
-        for name, leaf in wanted.items()
-        if dtypes and name in saved and saved[name].dtype != leaf.dtype
-    ]
-    if problems:
-        listing = "; ".join(problems[:3])
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{where} does not fit this model and optimizer: {listing}{more}")

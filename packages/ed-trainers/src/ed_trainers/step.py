@@ -19,7 +19,7 @@ from ed_layers import updated
 from flax import nnx
 
 from ed_trainers.contract import Batch, Frozen, Loss, LossFn, Method, Models
-from ed_trainers.optimizers import Schedule, global_norm
+from ed_trainers.optimizers import Schedule, global_norm, was_skipped
 from ed_trainers.placement import replicated
 from ed_trainers.state import EasyDeLState
 
@@ -141,7 +141,7 @@ def build_train_step(
                 loss = loss_of(params, current.graphother, frozen, part, own)
                 return _objective(loss.sums, totals), loss
 
-            grads, loss = jax.grad(objective, has_aux=True)(current.graphstate)
+            grads, loss = jax.grad(objective, has_aux=True)(current.gradient_point)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
 
         if len(parts[0]) == 1:
@@ -159,8 +159,12 @@ def build_train_step(
             "learning_rate": schedule(current.step),
             "grad_norm": global_norm(grads),
         }
-        new = current.apply_gradients(grads=grads)
+        new = current.apply_gradients(grads=grads, value=report["loss"])
         other = updated.apply_updates(new.graphother, loss.updates, trained=new.graphstate)
+        skipped = was_skipped(new.opt_state)
+        if skipped is not None:
+            report["skipped"] = skipped.astype(jnp.float32)
+            other = jax.tree.map(partial(jnp.where, skipped), current.graphother, other)
         new = new.replace(graphother=other)
         return tuple(jax.tree.leaves(new)), report
 

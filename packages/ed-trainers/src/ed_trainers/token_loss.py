@@ -66,6 +66,7 @@ def token_cross_entropy(
     *,
     sharding: NamedSharding,
     chunk: int | None = None,
+    loss: losses.TokenLoss = losses.TokenLoss(),  # noqa: B008 - a tuple of numbers
 ) -> Float[Array, ""]:
     """Weighted sum of `-log p(target)`, in nats; its gradient is made in the forward pass.
 
@@ -76,12 +77,12 @@ def token_cross_entropy(
         weights: 0 drops a token.
         sharding: of `targets`; its mesh axes are those that tokens are split over.
         chunk: tokens whose logits exist at once on a device; None lets the loss choose.
+        loss: what is added to each token: label smoothing, z-loss.
     """
 
     def local(hidden: jax.Array, head: Head, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        total = losses.cross_entropy_sum(
-            _flat(hidden), head, targets.reshape(-1), weights.reshape(-1), **_options(chunk)
-        )
+        flat = (_flat(hidden), head, targets.reshape(-1), weights.reshape(-1))
+        total = losses.cross_entropy_sum(*flat, **_options(chunk), loss=loss)
         return total[None]
 
     spec = sharding.spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 
+# From here on a length is no length: transformers writes 1e30 for one that it does not know.
+_UNLIMITED = 1e20
+
 #: Folder of a run that holds the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"
 
@@ -48,8 +52,11 @@ class TrainerOutput:
     Attributes:
         state: parameters and optimizer state after the last step.
         metrics: `train_loss` (of the last logged step), `eval_loss` and the other figures of the
-            last evaluation, `steps`, `seconds`, `tokens_per_second` of this process.
+            last evaluation, `steps`, `seconds`, `tokens_per_second` of this process; what the
+            seconds went into (`productive_seconds`, `compile_seconds`, ...) and `goodput`, the
+            share of the first.
         checkpoint_path: newest checkpoint, if there is one.
+        best_checkpoint_path: the one whose evaluation was best, if any was evaluated.
         save_directory: where everything is; the model, if it was saved, is in `model` under it.
         stopped_by: None when training ran to its end, else why it stopped ("SIGTERM", "SIGINT",
             "time limit", or what a callback said): it can go on from `checkpoint_path`.
@@ -60,6 +67,7 @@ class TrainerOutput:
     checkpoint_path: Path | None
     save_directory: Path
     stopped_by: str | None = None
+    best_checkpoint_path: Path | None = None
 
 
 class Trainer(ABC):
@@ -120,6 +128,11 @@ class Trainer(ABC):
         first = self._first_state()
         if first.tx is None:
             check_rules(arguments, first.graphstate)
+        tracked = arguments.load_best_model_at_end or arguments.save_best_k
+        if tracked and eval_dataset is None:
+            raise ConfigError(
+                "load_best_model_at_end and save_best_k compare evaluations: give an eval_dataset"
+            )
         self._version = int(first.step)
         self.feed = None if train_dataset is None else Feed(train_dataset)
         self.eval_dataset = eval_dataset
@@ -232,7 +245,8 @@ class Trainer(ABC):
         if self.evaluator is None:
             raise ConfigError("there is no eval_dataset")
         self._refresh()
-        return self.evaluator.run(self.state or self._first_state())
+        state = self.state or self._first_state()
+        return self.evaluator.run(state.averaged() if self.arguments.use_ema else state)
 
     def adopt(self, state: EasyDeLState) -> None:
         """Let `model` hold the arrays of a state."""
@@ -245,6 +259,11 @@ class Trainer(ABC):
         """End the running training after the present step, with a checkpoint."""
         if self._loop is not None:
             self._loop.stop.ask(reason)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of the running training after the present step, as SIGUSR1 does."""
+        if self._loop is not None:
+            self._loop.stop.ask_save()
 
     def save_model(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face layout.
@@ -268,7 +287,7 @@ class Trainer(ABC):
 
     def _save_tokenizer(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
-            self.processing_class.save_pretrained(directory)
+            _with_length(self.processing_class, self._model).save_pretrained(directory)
 
     def _first_state(self) -> EasyDeLState:
         return self._state or EasyDeLState.create(
@@ -313,3 +332,16 @@ class Trainer(ABC):
                 )
             place_model(model)
         return Frozen(models, self._model)
+
+
+def _with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
+    """Return a tokenizer that knows how many tokens the model takes.
+
+    One that was never told says 1e30, which whoever truncates by it takes at its word.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is None or getattr(tokenizer, "model_max_length", 0) < _UNLIMITED:
+        return tokenizer
+    told = copy.copy(tokenizer)
+    told.model_max_length = longest  # type: ignore[attr-defined]
+    return told

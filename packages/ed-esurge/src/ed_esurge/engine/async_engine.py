@@ -26,7 +26,7 @@ from ed_esurge.engine.adapters import loading
 from ed_esurge.engine.intake import Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -126,6 +126,10 @@ class AsyncEngine:
     @property
     def vocab_size(self) -> int:
         return self.engine.vocab_size
+
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """See `eSurge.check_structured`."""
+        self.engine.check_structured(wanted)
 
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""

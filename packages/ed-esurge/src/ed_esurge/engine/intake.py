@@ -14,7 +14,8 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add
 from ed_esurge.fitting import fit
-from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.runner.guides import Grammars
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
 
 Prompt = str | Sequence[int]
@@ -53,6 +54,7 @@ class Intake:
         eos_token_ids: tokens that end a completion.
         max_model_len, vocab_size, max_logprobs: the engine's limits.
         prompt_class: which prompts have the same keys and values for the same tokens, by length.
+        grammars: compiles structured outputs; None: there are none.
         adapters: the loaded ones; None = there are never any.
     """
 
@@ -66,6 +68,7 @@ class Intake:
         vocab_size: int,
         max_logprobs: int,
         prompt_class: Callable[[int], int] = lambda length: 0,
+        grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -73,6 +76,7 @@ class Intake:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
         self.prompt_class = prompt_class
+        self.grammars = grammars
         self.adapters = adapters or AdapterTable(0)
         # A request of many prompts brings the same words with each.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
@@ -146,7 +150,20 @@ class Intake:
             "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
         }
 
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """Compile a grammar, so that it is there when a step needs it.
+
+        Raises:
+            ConfigError: it is none, or there is no tokenizer.
+        """
+        if self.grammars is None:
+            raise ConfigError("structured output needs a tokenizer: give one to eSurge")
+        self._check_tokens("structured_outputs.after", list(wanted.after))
+        self.grammars.matcher(wanted)
+
     def _check(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            self.check_structured(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and asked > self.max_logprobs:

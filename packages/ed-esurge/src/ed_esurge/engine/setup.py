@@ -16,6 +16,7 @@ from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
+from ed_esurge.runner.guides import Grammars
 from ed_esurge.runner.model_runner import ModelRunner
 
 logger = get_logger(__name__)
@@ -89,9 +90,9 @@ class Setup:
         )
         return cls(model, config, limits, buckets, windows_of(model))
 
-    def runner(self) -> ModelRunner:
+    def runner(self, grammars: Grammars | None = None) -> ModelRunner:
         """The runner, its pools sized by what memory is left."""
-        return self._runner(self._pool_sizes())
+        return self._runner(self._pool_sizes(), grammars)
 
     def scheduler(self, runner: ModelRunner) -> Scheduler:
         """The scheduler over the runner's pools."""
@@ -114,7 +115,7 @@ class Setup:
             prefix_caching=caching,
         )
 
-    def _runner(self, num_pages: dict[str, int]) -> ModelRunner:
+    def _runner(self, num_pages: dict[str, int], grammars: Grammars | None = None) -> ModelRunner:
         return ModelRunner(
             self.model,
             self.buckets,
@@ -123,6 +124,7 @@ class Setup:
             max_num_seqs=self.limits.max_num_seqs,
             max_logprobs=self.config.max_logprobs,
             ahead_of_time=self.config.use_aot_forward,
+            grammars=grammars,
         )
 
     def _pool_sizes(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ from ed_esurge.engine.setup import Setup
 from ed_esurge.model import eos_token_ids, served_model, with_places
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
+from ed_esurge.runner.guides import Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.tokenizer import Tokenizer
@@ -74,10 +75,10 @@ class eSurge(ServesAdapters):
         self.model_name = model_name or name_of(model)
         model = with_places(served_model(model), config)
         setup = Setup.resolve(model, config)
-        runner = setup.runner()
-        self.max_model_len = setup.limits.max_model_len
-        self.vocab_size = runner.vocab_size
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
+        grammars = Grammars.of(tokenizer, model.config.vocab_size, self.eos_token_ids)
+        runner = setup.runner(grammars)
+        self.max_model_len, self.vocab_size = setup.limits.max_model_len, runner.vocab_size
         self.loop = EngineLoop(
             setup.scheduler(runner),
             runner,
@@ -94,8 +95,10 @@ class eSurge(ServesAdapters):
             vocab_size=self.vocab_size,
             max_logprobs=runner.max_logprobs,
             prompt_class=runner.model.prompt_class,
+            grammars=grammars,
             adapters=self.loop.adapters,
         )
+        self.check_structured = self._intake.check_structured
         self._names = itertools.count(1)
         self._lock = threading.RLock()
         # Where the outputs of requests go that a `generate` or a `stream` follows.

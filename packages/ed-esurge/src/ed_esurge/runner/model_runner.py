@@ -23,6 +23,7 @@ from tqdm import tqdm
 from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
+from ed_esurge.runner.guides import Grammars, Guides
 from ed_esurge.runner.hidden import pool, score
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.sampler import SamplerState, sample
@@ -51,6 +52,7 @@ class ModelRunner:
         max_logprobs: alternatives that a step returns.
         ahead_of_time: call compiled executables, which take exactly one shape; False: call through
             `jax.jit`.
+        grammars: of structured outputs; None: there are none.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_logprobs: int,
         ahead_of_time: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.buckets = buckets
         self.vocab_size = cast(int, model.config.vocab_size)
@@ -80,6 +83,7 @@ class ModelRunner:
             tuple(num_pages),
             pages=buckets.shapes[-1].pages,
             vocab_size=self.vocab_size,
+            guides=Guides(grammars, max_num_seqs, self.vocab_size, self._replicated),
         )
         self._builder = BatchBuilder(self._slots, page_size=page_size, num_pages=num_pages)
         self._functions: dict[Name, Callable[..., Any]] = {}
@@ -147,7 +151,7 @@ class ModelRunner:
         shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
         buffer = self._builder.build(plan, shape)
         packed, hidden, self._cache, self._state = self._function(shape)(
-            leaves, self._cache, self._state, buffer
+            leaves, self._cache, self._state, buffer, slots.guides.allowed(plan, shape.seqs)
         )
         for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
@@ -254,7 +258,7 @@ class ModelRunner:
     def _make_step(self, shape: Shape) -> Callable[..., Any]:
         fields, count = self._builder.fields(shape), self.max_logprobs
 
-        def step(leaves: list[jax.Array], cache: Any, state: SamplerState, buffer: jax.Array):
+        def step(leaves: list[jax.Array], cache: Any, state: Any, buffer: Any, allowed: Any):
             inputs = fields.unpack(buffer)
             out = self.weights.merged(leaves)(
                 inputs.token_ids,
@@ -264,7 +268,7 @@ class ModelRunner:
             )
             assert out.logits is not None
             assert out.last_hidden_state is not None
-            sampled, state = sample(out.logits, inputs.rows, state, count)
+            sampled, state = sample(out.logits, inputs.rows, state, count, allowed)
             return sampled.pack(), out.last_hidden_state[0], out.past_key_values, state
 
         return step
@@ -292,7 +296,8 @@ class ModelRunner:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, self.model), {}))
             return abstract(self.weights.places), np.int32(1), values
         if isinstance(name, Shape):
-            return self.weights.like, cache, state, self._builder.empty(name)
+            allowed = abstract(self._slots.guides.everything(name.seqs))
+            return self.weights.like, cache, state, self._builder.empty(name), allowed
         kind, tokens = name
         if tokens not in self._hidden:
             shape = self.buckets.pick(tokens, 1, prefill=True)
@@ -312,7 +317,9 @@ class ModelRunner:
         """Run a function on nothing, so that `jax.jit` has compiled it."""
         function, leaves = self._function(name), self.weights.leaves
         if isinstance(name, Shape):
-            out = function(leaves, self._cache, self._state, self._builder.empty(name))
+            allowed = self._slots.guides.allowed(StepPlan(0, ()), name.seqs)
+            empty = self._builder.empty(name)
+            out = function(leaves, self._cache, self._state, empty, allowed)
             self._cache, self._state = out[2:]
         elif name == PUT:
             self._state = function(self._state, *self._arguments(name)[1:])

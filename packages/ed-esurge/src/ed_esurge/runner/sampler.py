@@ -100,12 +100,23 @@ class Sampled:
 
 
 def sample(
-    logits: Float[Array, "n v"], rows: SamplerRows, state: SamplerState, max_logprobs: int
+    logits: Float[Array, "n v"],
+    rows: SamplerRows,
+    state: SamplerState,
+    max_logprobs: int,
+    allowed: Int[Array, "n w"] | None = None,
 ) -> tuple[Sampled, SamplerState]:
-    """Choose a token per row, and count it in the state."""
+    """Choose a token per row, and count it in the state.
+
+    Args:
+        allowed: a bit for each token that may be chosen, 32 to a number. None: all.
+    """
     logits = logits.astype(jnp.float32)
     has_row = rows.slot < state.bias.shape[0]
     adjusted = jax.lax.cond(jnp.any(has_row), lambda: adjust(logits, rows, state), lambda: logits)
+    if allowed is not None:
+        limited = jnp.any(allowed != -1)
+        adjusted = jax.lax.cond(limited, lambda: permit(adjusted, allowed), lambda: adjusted)
     greedy = first_argmax(adjusted)
     random = rows.temperature > 0
     tokens = jax.lax.cond(
@@ -141,6 +152,12 @@ def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Arr
     logits = logits - rows.frequency_penalty[:, None] * count
     logits = logits - rows.presence_penalty[:, None] * (count > 0)
     return logits + bias
+
+
+def permit(logits: Float[Array, "n v"], allowed: Int[Array, "n w"]) -> Float[Array, "n v"]:
+    """Mask the tokens whose bit is 0."""
+    bits = (allowed[:, :, None] >> jnp.arange(32)) & 1
+    return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
 def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:

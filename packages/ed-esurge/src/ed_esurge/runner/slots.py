@@ -13,6 +13,7 @@ import numpy as np
 
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import RequestError
+from ed_esurge.runner.guides import Guides
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 # Numbers of a slot, int32 (floats by their bits). The first three belong to the sequence, the rest
@@ -44,11 +45,19 @@ class Slots:
         groups: names of the page groups.
         pages: pages of the longest sequence.
         vocab_size: v.
+        guides: the grammars of the sequences.
     """
 
     def __init__(
-        self, num_slots: int, groups: Sequence[str], *, pages: int, vocab_size: int
+        self,
+        num_slots: int,
+        groups: Sequence[str],
+        *,
+        pages: int,
+        vocab_size: int,
+        guides: Guides | None = None,
     ) -> None:
+        self.guides = guides or Guides(None, num_slots, vocab_size)
         self.num_slots, self.vocab_size = num_slots, vocab_size
         self.numbers = np.zeros((len(OF_SEQUENCE) + len(OF_SAMPLING), num_slots + 1), np.int32)
         self.page_table = {group: np.zeros((num_slots + 1, pages), np.int32) for group in groups}
@@ -83,9 +92,11 @@ class Slots:
             for new in plan.started:
                 name = new.request_id
                 self.start(new)
+                self.guides.start(new)
             for row in plan.rows:
                 name = row.request_id
                 self.grow(row)
+                self.guides.grow(row)
                 adjustment = self._adjusted[row.slot] if row.samples else None
                 if adjustment is not None:
                     adjusted.append((adjustment, row.samples, adjustment.update()))

@@ -102,12 +102,29 @@ class ChatScores(Answer):
     refusal: None
 
 
+class AnsweredFunction(Answer):
+    """A called function; `arguments` are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AnsweredMessage(Answer):
-    """The assistant's message."""
+    """The assistant's message. `content` is null where there are calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
 
 
 class ChatChoice(Answer):
@@ -116,7 +133,7 @@ class ChatChoice(Answer):
     index: int
     message: AnsweredMessage
     logprobs: ChatScores | None
-    finish_reason: Reason
+    finish_reason: Reason | Literal["tool_calls"]
     token_ids: list[int] | None = None
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from ed_esurge.outputs import CompletionOutput, RequestOutput
-from ed_esurge.server.choices import Tally, collect, finish_reason
+from ed_esurge.outputs import CompletionOutput
+from ed_esurge.replies.events import (
+    Call,
+    CallArguments,
+    CallBegins,
+    Content,
+    Event,
+    Reasoning,
+)
 from ed_esurge.server.errors import client_gone
 from ed_esurge.server.logprobs import chat_logprobs, prompt_logprobs
 from ed_esurge.server.protocol import ChatRequest
-from ed_esurge.server.served import Served, new_id
-from ed_esurge.server.stream import (
-    Chunks,
-    answer,
-    encode,
-    merge,
-    respond,
-    usage,
-)
+from ed_esurge.server.served import Served
+from ed_esurge.server.stream import Chunks, answer, encode, respond, usage
+from ed_esurge.server.turn import Choice, Turn
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 
@@ -32,64 +33,64 @@ async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
     """Answer one request.
 
     Raises:
-        APIError: the conversation does not fit or the template refuses it, the model is not this
-            one, or the engine is down.
+        APIError: see `Turn.begin`.
     """
-    served.check_model(body.model)
-    served.check_generations(body.n)
-    queue = served.queue_options(body)
-    whole = await served.prompts.chat(body)
-    tokens, limit = served.prompts.fit(
-        whole,
-        body.max_completion_tokens or body.max_tokens,
-        param="messages",
-        default=None,
-        last=body.truncate_prompt_tokens,
-    )
-    params = served.sampling_params(
-        body,
-        limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-    )
-    request_id = new_id("chatcmpl", body.request_id)
-    watch = served.watch(request)
-    deltas = merge([served.generate(tokens, params, request_id, **queue)])
-    tally = Tally([tokens])
+    turn = await Turn.begin(served, body, request, "chatcmpl")
     if body.stream:
-        events = _events(served, body, deltas, tokens, tally, request_id)
-        return await respond(watch, events, request_id)
-    outputs = await watch.over(collect(deltas, 1, tally))
-    if outputs is None:
+        return await respond(turn.watch, _events(turn), turn.request_id)
+    choices = await turn.choices()
+    if choices is None:
         return client_gone()
     completion = {
-        "id": request_id,
+        "id": turn.request_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": served.name,
-        "choices": [_choice(served, body, out) for out in outputs[0].outputs],
-        "usage": usage(tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens),
+        "choices": [_choice(served, body, choice) for choice in choices],
+        "usage": turn_usage(turn),
     }
     if body.prompt_logprobs is not None:
         completion["prompt_logprobs"] = prompt_logprobs(
-            served.texts, outputs[0].prompt_logprobs, body.prompt_logprobs
+            served.texts, turn.prompt_logprobs, body.prompt_logprobs
         )
     if body.return_token_ids:
-        completion["prompt_token_ids"] = tokens
-    return answer(completion, request_id)
+        completion["prompt_token_ids"] = turn.tokens
+    return answer(completion, turn.request_id)
 
 
-def _choice(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[str, Any]:
+def turn_usage(turn: Turn) -> dict[str, Any]:
+    """OpenAI's `usage` of a turn."""
+    tally = turn.tally
+    return usage(tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens)
+
+
+def _choice(served: Served, body: ChatRequest, choice: Choice) -> dict[str, Any]:
     """One entry of `choices`, whole."""
-    choice = {
-        "index": out.index,
-        "message": {"role": "assistant", "content": out.text, "refusal": None},
+    reply, out = choice.reply, choice.out
+    calls = [_call(call) for call in reply.calls.values()]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not reply.content else reply.content,
+        "refusal": None,
+    }
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    entry = {
+        "index": choice.index,
+        "message": message,
         "logprobs": _logprobs(served, body, out),
-        "finish_reason": finish_reason(out.finish_reason),
+        "finish_reason": choice.finish,
     }
     if body.return_token_ids:
-        choice["token_ids"] = out.token_ids
-    return choice
+        entry["token_ids"] = out.token_ids
+    return entry
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _logprobs(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[str, Any] | None:
@@ -98,38 +99,70 @@ def _logprobs(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[
     return chat_logprobs(served.texts, out.token_ids, out.logprobs or [], body.top_logprobs or 0)
 
 
-async def _events(
-    served: Served,
-    body: ChatRequest,
-    deltas: AsyncGenerator[tuple[int, RequestOutput]],
-    tokens: list[int],
-    tally: Tally,
-    request_id: str,
-) -> AsyncGenerator[str]:
-    """The chunks of a stream: the role, the text as it comes, an empty delta with the reason."""
+def _deltas(events: Sequence[Event]) -> list[str]:
+    """The `delta` of each chunk that some events make: JSON."""
+    if len(events) == 1 and isinstance(events[0], Content):  # the usual one
+        return [f'{{"content":{encode(events[0].text)}}}']
+    fields: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case Content(text):
+                fields.append(("content", text))
+            case Reasoning(text):
+                fields.append(("reasoning_content", text))
+            case CallBegins(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                fields.append(("", f'{{"tool_calls":[{encode(call)}]}}'))
+            case CallArguments(index, text):
+                fields.append((str(index), text))
+            case _:
+                pass
+    joined: list[tuple[str, str]] = []
+    for name, text in fields:
+        if name and joined and joined[-1][0] == name:
+            text = joined.pop()[1] + text
+        joined.append((name, text))
+    result = []
+    for name, text in joined:
+        if not name:
+            result.append(text)
+        elif name.isdecimal():
+            part = f'{{"index":{name},"function":{{"arguments":{encode(text)}}}}}'
+            result.append(f'{{"tool_calls":[{part}]}}')
+        else:
+            result.append(f'{{"{name}":{encode(text)}}}')
+    return result
+
+
+async def _events(turn: Turn) -> AsyncGenerator[str]:
+    """The chunks of a stream: the role, what comes, an empty delta with the reason."""
+    served, body = turn.served, turn.body
     chunks = Chunks(
-        "chat.completion.chunk", request_id, served.name, int(time.time()), body.include_usage
+        "chat.completion.chunk", turn.request_id, served.name, int(time.time()), body.include_usage
     )
     begun: set[int] = set()
-    prompt = f',"prompt_token_ids":{encode(tokens)}' if body.return_token_ids else ""
-    async with aclosing(deltas) as items:
-        async for place, delta in items:
-            tally.observe(place, delta)
+    prompt = f',"prompt_token_ids":{encode(turn.tokens)}' if body.return_token_ids else ""
+    async with aclosing(turn.pieces()) as items:
+        async for pieces in items:
             events = []
-            for out in delta.outputs:
-                if out.index not in begun:
-                    begun.add(out.index)
-                    events.append(chunks.choice(out.index, ROLE, None, None, prompt))
+            for piece in pieces:
+                out = piece.out
+                if piece.index not in begun:
+                    begun.add(piece.index)
+                    events.append(chunks.choice(piece.index, ROLE, None, None, prompt))
                     prompt = ""
                 shown = _logprobs(served, body, out) if out.token_ids else None
                 ids = f',"token_ids":{encode(out.token_ids)}' if body.return_token_ids else ""
-                if out.text or shown is not None or (ids and out.token_ids):
-                    payload = f'"delta":{{"content":{encode(out.text)}}}{ids}'
-                    events.append(chunks.choice(out.index, payload, shown, None))
-                if out.finish_reason is not None:
-                    reason = finish_reason(out.finish_reason)
-                    events.append(chunks.choice(out.index, '"delta":{}', None, reason))
+                deltas = _deltas(piece.events)
+                if not deltas and (shown is not None or (ids and out.token_ids)):
+                    deltas = ['{"content":""}']
+                for delta in deltas:
+                    events.append(chunks.choice(piece.index, f'"delta":{delta}{ids}', shown, None))
+                    shown, ids = None, ""
+                if piece.finish is not None:
+                    events.append(chunks.choice(piece.index, '"delta":{}', None, piece.finish))
             if events:
                 yield "".join(events)
     if body.include_usage:
-        yield chunks.usage(usage(tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens))
+        yield chunks.usage(turn_usage(turn))

@@ -26,6 +26,7 @@ from ed_esurge.server.stream import (
     respond,
     usage,
 )
+from ed_esurge.server.structured import one_of
 
 # What OpenAI generates when `max_tokens` is not given.
 DEFAULT_MAX_TOKENS = 16
@@ -94,6 +95,7 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
         logprobs = 0  # to choose by
     scored = [body.logprobs] if body.echo else []
     scored = [count for count in (*scored, body.prompt_logprobs) if count is not None]
+    structured = await one_of(served.engine, body.outputs())
     params: dict[int, SamplingParams] = {}
     jobs = []
     for prompt in body.prompt:
@@ -116,6 +118,7 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
                 n=best_of,
                 logprobs=logprobs,
                 prompt_logprobs=max(scored, default=None),
+                structured_outputs=structured,
             )
         echo = None
         if body.echo:

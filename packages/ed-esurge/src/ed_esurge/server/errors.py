@@ -101,8 +101,8 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
         path = _path(error["loc"])
         refusal = error.get("ctx", {}).get("error")
-        if path is None and isinstance(refusal, Refusal):
-            path = refusal.field
+        if isinstance(refusal, Refusal) and refusal.field is not None:
+            path = refusal.field if path is None else f"{path}.{refusal.field}"
         if path is None and error["type"] in ("model_attributes_type", "model_type"):
             return APIError(
                 "the request body is not a JSON object sent with Content-Type: application/json",

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.app import create_app
+from ed_esurge.server.auth import ApiKey
 from ed_esurge.server.connections import connection_class
 from ed_esurge.server.door import LOOPBACK
 
@@ -47,7 +48,7 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.draining = True
+        self._app.state.served.draining = True
         give_up = self._app.state.served.stopping.set
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, give_up)
         try:
@@ -56,7 +57,7 @@ class _Server(uvicorn.Server):
             timer.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self._app.state.draining = True
+        self._app.state.served.draining = True
         super().handle_exit(sig, frame)
 
     @contextmanager
@@ -101,11 +102,15 @@ def serve(
     port: int = 11556,
     *,
     served_model_name: str | Sequence[str] | None = None,
-    api_key: str | Sequence[str] | None = None,
+    api_key: str | ApiKey | Sequence[str | ApiKey] | None = None,
     chat_template: str | None = None,
     cors_origins: Sequence[str] | None = None,
     allowed_hosts: Sequence[str] | None = None,
     limits: ServerLimits | Mapping[str, Any] | None = None,
+    enable_function_calling: bool = True,
+    tool_parser_name: str = "auto",
+    reasoning_parser: str = "auto",
+    oai_like_processor: bool = True,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -146,6 +151,10 @@ def serve(
             "cors_origins": cors_origins,
             "allowed_hosts": allowed_hosts,
             "limits": limits,
+            "enable_function_calling": enable_function_calling,
+            "tool_parser_name": tool_parser_name,
+            "reasoning_parser": reasoning_parser,
+            "oai_like_processor": oai_like_processor,
         },
     )
     if host not in LOOPBACK and not api_key:

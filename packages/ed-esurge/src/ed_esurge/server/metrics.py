@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.asgi import ASGIApp, Message, Receive, Scope, Send
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -99,9 +98,9 @@ class Metrics:
             buckets=_FIRST_TOKEN,
         )
 
-    def request(self, prompt_tokens: int, params: SamplingParams) -> RequestTimer:
+    def request(self, prompt_tokens: int, completions: int = 1) -> RequestTimer:
         """Start to count a request."""
-        return RequestTimer(self, prompt_tokens, params.n)
+        return RequestTimer(self, prompt_tokens, completions)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -13,7 +13,8 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.fitting import fit
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.protocol import ChatRequest, Message
-from ed_esurge.template import ChatTemplate
+from ed_esurge.server.tools import Tool
+from ed_esurge.template import ChatTemplate, texts_in
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class Prompts:
         max_model_len: most tokens of a prompt and its completion together.
         vocab_size: token ids that the model knows are below this.
         chat_template: Jinja text that replaces the tokenizer's own template.
+        oai_like_processor: templates that read a message's content as OpenAI's list of parts get it
+            so; False: content is always text.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Prompts:
         max_model_len: int,
         vocab_size: int,
         chat_template: str | None = None,
+        oai_like_processor: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -53,6 +57,9 @@ class Prompts:
         self._template: ChatTemplate | None = None
         if chat_template or getattr(tokenizer, "chat_template", None):
             self._template = ChatTemplate(tokenizer, chat_template)
+        self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+        template = self._template
+        self._parts = template is not None and oai_like_processor and template.reads_parts()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
 
     async def encode(
@@ -79,6 +86,32 @@ class Prompts:
             ]
 
         return await self._aside(work, sum(map(len, texts)) + len(texts))
+
+    async def tokens_of(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+        param: str,
+    ) -> list[list[int]]:
+        """Token ids of prompts that are not continued, as far as they are used.
+
+        Args:
+            prompts: texts, or token ids.
+            last, param: see `fit`.
+
+        Raises:
+            APIError: 400, when one does not fit, or has a token that the model does not know.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode(texts, add_special_tokens=add_special_tokens, param=param))
+        result = []
+        for prompt in prompts:
+            tokens = next(encoded) if isinstance(prompt, str) else prompt
+            self.check_tokens(tokens, param=param)
+            result.append(self.fit(tokens, 0, param=param, default=0, last=last)[0])
+        return result
 
     async def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""
@@ -165,6 +198,7 @@ class Prompts:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
+            tools=() if request.tool_choice == "none" else request.tools,
         )
 
     async def conversation(
@@ -174,6 +208,7 @@ class Prompts:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Token ids of messages. What is written in them never becomes a special token.
 
@@ -196,7 +231,11 @@ class Prompts:
                 param="chat_template_kwargs",
             )
         texts = [message.for_template() for message in messages]
-        size = sum(len(text) for message in texts for text in message.values())
+        if self._parts:
+            for text in texts:
+                text["content"] = [{"type": "text", "text": text["content"]}]
+        offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+        size = sum(map(len, texts_in((texts, offered))))
         self._check_length(size, "messages")
 
         def work() -> list[int]:
@@ -205,6 +244,7 @@ class Prompts:
                     texts,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
+                    **offered,
                     **variables,
                 )
             except Exception as error:  # whatever a template may do with what clients send
@@ -220,7 +260,7 @@ class Prompts:
                 ) from error
             return template.encode(text, marks)
 
-        return await self._aside(work, size + 100 * len(texts) + 100 * len(variables))
+        return await self._aside(work, size + 100 * (len(texts) + len(tools) + len(variables)))
 
 
 _RESERVED = {

@@ -7,7 +7,6 @@ the way out. Fields marked *extension* are not OpenAI's; vLLM spells them the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
@@ -15,6 +14,15 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
+from ed_esurge.server.fields import TokenIds, few, or_default, unsupported
+from ed_esurge.server.structured import Guided, ResponseFormat
+from ed_esurge.server.tools import (
+    MAX_TOOL_CALLS,
+    NamedTool,
+    ToolCall,
+    ToolChoice,
+    Tools,
+)
 
 MAX_LOGPROBS = 20
 # Items of a request: each is looked at one by one. The length of a body is limited besides.
@@ -22,32 +30,7 @@ MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
 MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
 
 
-def _few(count: int) -> BeforeValidator:
-    """A limit that is checked before the items of a list or an object are."""
-
-    def check(value: object) -> object:
-        if isinstance(value, list | dict) and len(value) > count:
-            raise Refusal(f"has {len(value)} items, and this server takes {count} at most")
-        return value
-
-    return BeforeValidator(check)
-
-
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-
-
-def _unsupported(why: str, *harmless: object) -> Any:
-    """A field that is refused unless its value asks for nothing (`None` or one of `harmless`)."""
-
-    def check(value: object) -> object:
-        if value is None or value in harmless:
-            return None
-        raise Refusal(f"not supported by this server: {why}")
-
-    return Annotated[Any, PlainValidator(check)]
-
-
-def _prompts(value: object) -> list[str | list[int]]:
+def as_prompts(value: object) -> list[str | list[int]]:
     """Normalise the four shapes of `prompt` into a list of texts and token lists."""
     if isinstance(value, str):
         return [value]
@@ -97,35 +80,30 @@ def _is_number(key: str) -> bool:
     return True
 
 
-Stops = Annotated[list[Word], BeforeValidator(_stops), _few(MAX_STOPS)]
+Stops = Annotated[list[Word], BeforeValidator(_stops), few(MAX_STOPS)]
 Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
-
-
-def _or(default: Any) -> Callable[[object], object]:
-    """OpenAI's clients send `null` for "the default"."""
-    return lambda value: default if value is None else value
 
 
 class StreamOptions(Options):
     """`include_usage`: one last chunk without choices carries the token counts."""
 
-    include_usage: Annotated[bool, BeforeValidator(_or(False))] = False
+    include_usage: Annotated[bool, BeforeValidator(or_default(False))] = False
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(Options):
+class GenerationRequest(Guided):
     """The fields that both generation endpoints share. OpenAI's defaults."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_or(1.0))] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_or(1.0))] = 1.0
-    n: Annotated[int, Field(ge=1, le=128), BeforeValidator(_or(1))] = 1
+    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(or_default(1.0))] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(or_default(1.0))] = 1.0
+    n: Annotated[int, Field(ge=1, le=128), BeforeValidator(or_default(1))] = 1
     stop: Stops = Field(default_factory=list)
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_or(0.0))] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_or(0.0))] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(or_default(0.0))] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(or_default(0.0))] = 0.0
     logit_bias: Bias = None
-    stream: Annotated[bool, BeforeValidator(_or(False))] = False
+    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
     stream_options: StreamOptions | None = None
 
     # Extensions.
@@ -133,16 +111,16 @@ class GenerationRequest(Options):
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    stop_token_ids: Annotated[TokenIds | None, _few(MAX_STOP_TOKENS)] = None
-    allowed_token_ids: Annotated[TokenIds | None, _few(MAX_LISTED)] = None
-    bad_words: Annotated[list[Word] | None, _few(MAX_BAD_WORDS)] = None
+    stop_token_ids: Annotated[TokenIds | None, few(MAX_STOP_TOKENS)] = None
+    allowed_token_ids: Annotated[TokenIds | None, few(MAX_LISTED)] = None
+    bad_words: Annotated[list[Word] | None, few(MAX_BAD_WORDS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    return_token_ids: Annotated[bool, BeforeValidator(_or(False))] = False
+    return_token_ids: Annotated[bool, BeforeValidator(or_default(False))] = False
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), BeforeValidator(_or(0))] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), BeforeValidator(or_default(0))] = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
 
@@ -178,13 +156,13 @@ class GenerationRequest(Options):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
     max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    echo: Annotated[bool, BeforeValidator(_or(False))] = False
+    echo: Annotated[bool, BeforeValidator(or_default(False))] = False
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     add_special_tokens: bool = True  # extension
-    suffix: _unsupported(  # type: ignore[valid-type]
+    suffix: unsupported(  # type: ignore[valid-type]
         "a causal language model continues a text and cannot fill in before a suffix; "
         "put the text that follows into the prompt, or drop `suffix`",
         "",
@@ -225,30 +203,43 @@ class Message(Options):
     """One chat message; an answer's message can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content), _few(MAX_PARTS)] = (
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content), few(MAX_PARTS)] = (
         None
     )
     name: str | None = None
-    tool_calls: _unsupported("tool calls", []) = None  # type: ignore[valid-type]
-    tool_call_id: _unsupported("tool results") = None  # type: ignore[valid-type]
-    function_call: _unsupported("function calls") = None  # type: ignore[valid-type]
-    audio: _unsupported("audio") = None  # type: ignore[valid-type]
+    tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
+    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
+    reasoning_content: str | None = None  # extension
+    function_call: unsupported("function calls; send tool_calls") = None  # type: ignore[valid-type]
+    audio: unsupported("audio") = None  # type: ignore[valid-type]
     refusal: str | None = None
     annotations: list[Any] | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it: role and plain text."""
+    @model_validator(mode="after")
+    def _consistent(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise Refusal("only the assistant calls functions", "tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise Refusal("is missing: a result says which call it answers", "tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: role and plain text, arguments as objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         # OpenAI renamed `system` for newer models; open models' templates know the old name.
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, field) is not None:
+                message[field] = getattr(self, field)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True), _few(MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(fail_fast=True), few(MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationRequest):
@@ -257,7 +248,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[Messages, Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    logprobs: Annotated[bool, BeforeValidator(_or(False))] = False
+    logprobs: Annotated[bool, BeforeValidator(or_default(False))] = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     # Extensions.
@@ -265,22 +256,19 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: _unsupported("tools; describe them in a message instead", []) = None  # type: ignore[valid-type]
-    tool_choice: _unsupported("tools", "none", "auto") = None  # type: ignore[valid-type]
-    functions: _unsupported("functions", []) = None  # type: ignore[valid-type]
-    function_call: _unsupported("functions", "none", "auto") = None  # type: ignore[valid-type]
-    response_format: _unsupported(  # type: ignore[valid-type]
-        "structured output; ask for the format in a message, and check what comes back",
-        {"type": "text"},
-    ) = None
-    modalities: _unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
-    audio: _unsupported("audio output") = None  # type: ignore[valid-type]
-    reasoning_effort: _unsupported("reasoning_effort", "none") = None  # type: ignore[valid-type]
-    verbosity: _unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
-    web_search_options: _unsupported("web search") = None  # type: ignore[valid-type]
-    # A hint about the expected answer that may only save time, and a switch for tools.
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
+    functions: unsupported("functions; send tools", []) = None  # type: ignore[valid-type]
+    function_call: unsupported("functions; send tool_choice", "none", "auto") = None  # type: ignore[valid-type]
+    response_format: ResponseFormat | None = None
+    modalities: unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
+    audio: unsupported("audio output") = None  # type: ignore[valid-type]
+    reasoning_effort: unsupported("reasoning_effort", "none") = None  # type: ignore[valid-type]
+    verbosity: unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
+    web_search_options: unsupported("web search") = None  # type: ignore[valid-type]
+    # A hint about the expected answer that may only save time.
     prediction: Any = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -292,6 +280,15 @@ class ChatRequest(GenerationRequest):
                 f"{both[0]} differs from max_completion_tokens {both[1]}: give one of both",
                 "max_tokens",
             )
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise Refusal("needs tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools]
+            if self.tool_choice.function.name not in names:
+                raise Refusal(
+                    f"{self.tool_choice.function.name!r} is not among the tools: {names}",
+                    "tool_choice",
+                )
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise Refusal("needs a last message of the assistant", "continue_final_message")
         if self.continue_final_message and self.add_generation_prompt:
@@ -305,7 +302,7 @@ class TokenizeRequest(Options):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[
-        Annotated[list[Message], Field(fail_fast=True)] | None, _few(MAX_MESSAGES)
+        Annotated[list[Message], Field(fail_fast=True)] | None, few(MAX_MESSAGES)
     ] = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

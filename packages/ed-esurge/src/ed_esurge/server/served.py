@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 from fastapi import Request
 
 from ed_esurge.config import EngineConfig, ServerLimits
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.server.errors import APIError, engine_unavailable
+from ed_esurge.server.formats import ReplyFormats
 from ed_esurge.server.logprobs import TokenTexts
-from ed_esurge.server.metrics import Metrics
+from ed_esurge.server.metrics import Metrics, RequestTimer
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
+from ed_esurge.server.store import ResponseStore
 from ed_esurge.server.watch import Watch
 
 
@@ -50,6 +53,16 @@ class ServedEngine(Protocol):
         """Deltas of one request. Closing the iterator early aborts the request."""
         ...
 
+    async def embed(
+        self, prompt_token_ids: list[int], pooling_params: PoolingParams, request_id: str
+    ) -> RequestOutput:
+        """The pooled vector of one prompt; cancelling aborts the request."""
+        ...
+
+    def check_structured(self, wanted: StructuredOutputs) -> None:
+        """Compile the grammar of a structured output. Raises ConfigError: it is none."""
+        ...
+
     def stats(self) -> Mapping[str, float]:
         """The numbers that `ed_esurge.server.metrics.EngineCollector` exports."""
         ...
@@ -62,6 +75,7 @@ class Served:
         engine: where requests go.
         names: what clients may call the model; the first is its own.
         prompts: the encoder of the model's prompts.
+        formats: how the model writes calls and thoughts.
         metrics: where requests are counted.
         limits: what clients may ask for at once.
     """
@@ -71,16 +85,23 @@ class Served:
         engine: ServedEngine,
         names: Sequence[str],
         prompts: Prompts,
+        formats: ReplyFormats,
         metrics: Metrics,
         limits: ServerLimits,
     ) -> None:
         self.engine = engine
         self.names = tuple(names)
         self.prompts = prompts
+        self.formats = formats
         self.metrics = metrics
         self.limits = limits
         self.stopping = asyncio.Event()
         """Set when the server, asked to stop, waits no longer for what runs."""
+        self.responses = ResponseStore(limits.max_stored_responses)
+        self.draining = False
+        """The server was asked to stop."""
+        self.decoding: asyncio.Task[str | None] | None = None
+        """The last look whether a token comes; see `ed_esurge.server.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
         self.created = int(time.time())
 
@@ -186,30 +207,66 @@ class Served:
         """
         if not self.engine.is_healthy:
             raise engine_unavailable()
-        timer = self.metrics.request(len(prompt), params)
-        finished = False
-        try:
+        timer = self.metrics.request(len(prompt), params.n)
+        with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options)
+            finished = False
             async with aclosing(deltas) as stream:
                 async for output in stream:
                     timer.observe(output)
-                    for out in output.outputs:
-                        if out.finish_reason == "abort":
-                            raise engine_unavailable("the engine gave the request up")
-                        if out.finish_reason == "error":
-                            said = output.error or "the engine failed on this request"
-                            raise APIError(said, status=500, code="internal_error")
+                    self._check_ended(output)
                     finished = output.finished
                     yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
+
+    @contextmanager
+    def _translated(self, timer: RequestTimer) -> Iterator[None]:
+        """Errors of the engine as those of the API; a request without its own end was aborted."""
+        try:
+            yield
         except ConfigError as error:
             raise APIError(str(error)) from error
         except EasyDeLError as error:
             raise engine_unavailable(str(error)) from error
         finally:
-            if not finished:
-                timer.aborted()
+            timer.aborted()
+
+    @staticmethod
+    def _check_ended(output: RequestOutput) -> None:
+        """Raise APIError where the engine ended a request itself."""
+        for out in output.outputs:
+            if out.finish_reason == "abort":
+                raise engine_unavailable("the engine gave the request up")
+            if out.finish_reason == "error":
+                said = output.error or "the engine failed on this request"
+                raise APIError(said, status=500, code="internal_error")
+
+    async def vectors(self, prompts: Sequence[list[int]], params: PoolingParams) -> np.ndarray:
+        """The pooled vectors of prompts, [n, d] float32.
+
+        Raises:
+            APIError: as `generate`.
+        """
+        name = new_id("embd", None)
+
+        async def one(place: int, prompt: list[int]) -> np.ndarray:
+            timer = self.metrics.request(len(prompt))
+            with self._translated(timer):
+                output = await self.engine.embed(prompt, params, f"{name}-{place}")
+                timer.observe(output)
+                self._check_ended(output)
+            assert output.pooled is not None, "a pooled request ends with its vector"
+            return output.pooled
+
+        if not self.engine.is_healthy:
+            raise engine_unavailable()
+        try:
+            async with asyncio.TaskGroup() as group:
+                jobs = [group.create_task(one(*item)) for item in enumerate(prompts)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return np.stack([job.result() for job in jobs])
 
 
 def new_id(kind: str, wanted: str | None) -> str:

@@ -113,8 +113,18 @@ async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[in
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def respond(watch: Watch, events: AsyncGenerator[str], request_id: str) -> Response:
+def named(event: str, fields: dict[str, Any]) -> str:
+    """A server-sent event with a name."""
+    return f"event: {event}\ndata: {encode(fields)}\n\n"
+
+
+async def respond(
+    watch: Watch, events: AsyncGenerator[str], request_id: str, *, names: bool = False
+) -> Response:
     """Answer with a stream of events.
+
+    Args:
+        names: events have names: errors get one too, and nothing comes after the last event.
 
     Waits for the first event before it sends a status: what fails before the first token is an
     HTTP error, as it would be without streaming.
@@ -127,7 +137,7 @@ async def respond(watch: Watch, events: AsyncGenerator[str], request_id: str) ->
     if first is None:
         await events.aclose()
         return client_gone()
-    return EventStream(first, events, watch, request_id)
+    return EventStream(first, events, watch, request_id, names=names)
 
 
 class EventStream(Response):
@@ -140,8 +150,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: str, events: AsyncGenerator[str], watch: Watch, request_id: str
+        self,
+        first: str,
+        events: AsyncGenerator[str],
+        watch: Watch,
+        request_id: str,
+        *,
+        names: bool = False,
     ) -> None:
+        self._names = names
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -170,12 +187,15 @@ class EventStream(Response):
             try:
                 if await self._watch.over(everything()) is None:
                     return
-                end = DONE
+                end = "" if self._names else DONE
             except Exception as error:  # too late for a status: the envelope is the last event
                 if not isinstance(error, APIError):
                     logger.exception("a stream failed")
                     error = APIError("the server failed on this request", status=500)
-                end = f"data: {encode(error.envelope())}\n\n{DONE}"
+                if self._names:
+                    end = named("error", {"type": "error", **error.envelope()})
+                else:
+                    end = f"data: {encode(error.envelope())}\n\n{DONE}"
         # A client that has stopped reading does not get it; the connection is cut.
         async with asyncio.timeout(LAST_WORDS):
             await body(end, more=False)

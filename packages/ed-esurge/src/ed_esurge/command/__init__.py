@@ -1,0 +1,1 @@
+"""The command line of the engine: `main` reads it, the other files are its commands."""

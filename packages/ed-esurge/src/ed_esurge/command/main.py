@@ -1,0 +1,54 @@
+"""The command line: a model from its directory or hub id to a server, a conversation, figures.
+
+    python -m ed_esurge serve MODEL     an OpenAI-compatible server
+    python -m ed_esurge chat MODEL      a conversation in the terminal
+    python -m ed_esurge bench MODEL     load on a server: throughput and latencies
+
+Options of the engine are flags of the first two: `--max-model-len 4096`. Another command is a file
+with `add_arguments` and `run`, and an entry of `COMMANDS`.
+
+Exit codes: 0 done; 2 the input is wrong (one message); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from ed_infra.errors import EasyDeLError
+
+from ed_esurge.command import bench, chat, serve
+
+BAD_INPUT, INTERRUPTED = 2, 130
+#: Command -> (its module, what it does).
+COMMANDS: dict[str, tuple[ModuleType, str]] = {
+    "serve": (serve, "serve a model behind an OpenAI-compatible API"),
+    "chat": (chat, "talk with a model in the terminal"),
+    "bench": (bench, "put load on a server and measure it"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the arguments say (default: those of the process); the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ed_esurge", description="Serve, chat with and measure language models."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, doc) in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=doc,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(own)
+    values = parser.parse_args(arguments)
+    try:
+        return COMMANDS[values.command][0].run(values)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except EasyDeLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT

@@ -1,0 +1,46 @@
+"""Calls that the server asked for, and the grammar of the reply makes sure of."""
+
+from __future__ import annotations
+
+from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Content, Event
+from ed_esurge.replies.formats import ToolFormat
+from ed_esurge.replies.parser import ReplyParser, new_id
+
+# A list of calls and nothing else: what `tool_choice: "required"` makes a model write.
+LISTED = ToolFormat(starts=("[",))
+
+
+class NamedCall:
+    """A reply that is the arguments of one function: `tool_choice` with a name.
+
+    Args:
+        name: of the function.
+        parser: of the thoughts before.
+    """
+
+    def __init__(self, name: str, parser: ReplyParser) -> None:
+        self._name, self._parser = name, parser
+        self._begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        """See `ReplyParser.feed`."""
+        return self._called(self._parser.feed(text))
+
+    def close(self, *, cut: bool = False) -> list[Event]:
+        """See `ReplyParser.close`."""
+        events = self._called(self._parser.close(cut=cut))
+        if self._begun and not cut:
+            events.append(CallEnds(0))
+        return events
+
+    def _called(self, events: list[Event]) -> list[Event]:
+        result: list[Event] = []
+        for event in events:
+            if not isinstance(event, Content):
+                result.append(event)
+                continue
+            if not self._begun:
+                self._begun = True
+                result.append(CallBegins(0, new_id(), self._name))
+            result.append(CallArguments(0, event.text))
+        return result

@@ -1,0 +1,157 @@
+"""JSON that is checked and handed on while it arrives: what was handed on is always the beginning
+of a valid text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ed_esurge.replies.scanner import Ended, Malformed, Reader, Scanner, Write
+
+MAX_DEPTH = 64
+_SPACE = re.compile(r"[ \t\r\n]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
+_HEX = frozenset("0123456789abcdefABCDEF")
+_MAX_SCALAR = 512
+
+
+def dumps(value: Any) -> str:
+    """JSON text as the parser makes it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        Malformed: it is none.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise Malformed from error
+
+
+def value(src: Scanner, write: Write, depth: int = 0) -> Reader[None]:
+    """Read a value, and hand its text on. Control characters within strings are escaped.
+
+    Raises:
+        Malformed: it is no JSON, or too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise Malformed
+    yield from _space(src, write)
+    first = yield from src.peek()
+    if first == '"':
+        yield from string(src, write)
+    elif first == "{":
+        yield from _items(src, write, "}", depth)
+    elif first == "[":
+        yield from _items(src, write, "]", depth)
+    else:
+        yield from _scalar(src, write)
+
+
+def string_value(src: Scanner) -> Reader[str]:
+    """The value of a string."""
+    parts: list[str] = []
+    yield from src.space()
+    yield from string(src, parts.append)
+    return loads("".join(parts))
+
+
+def string(src: Scanner, write: Write) -> Reader[None]:
+    """Read a string with its quotes."""
+    if (yield from src.peek()) != '"':
+        raise Malformed
+    src.at += 1
+    write('"')
+    while True:
+        piece = src.run(_PLAIN)
+        if piece:
+            write(piece)
+        here = yield from src.peek()
+        src.at += 1
+        if here == '"':
+            write('"')
+            return
+        if here == "\\":
+            yield from _escape(src, write)
+        elif ord(here) < 0x20:
+            write(json.dumps(here)[1:-1])
+        else:  # a plain character that has just arrived
+            write(here)
+
+
+def _escape(src: Scanner, write: Write) -> Reader[None]:
+    kind = yield from src.peek()
+    if kind not in '"\\/bfnrtu':
+        raise Malformed
+    src.at += 1
+    text = "\\" + kind
+    for _ in range(4 if kind == "u" else 0):
+        digit = yield from src.peek()
+        if digit not in _HEX:
+            raise Malformed
+        src.at += 1
+        text += digit
+    write(text)
+
+
+def _items(src: Scanner, write: Write, close: str, depth: int) -> Reader[None]:
+    """The rest of an object or a list."""
+    write(src.text[src.at])
+    src.at += 1
+    yield from _space(src, write)
+    more = (yield from src.peek()) != close
+    while more:
+        if close == "}":
+            yield from _space(src, write)
+            yield from string(src, write)
+            yield from _space(src, write)
+            if (yield from src.peek()) != ":":
+                raise Malformed
+            src.at += 1
+            write(":")
+        yield from value(src, write, depth + 1)
+        yield from _space(src, write)
+        here = yield from src.peek()
+        if here not in (",", close):
+            raise Malformed
+        more = here == ","
+        if more:
+            src.at += 1
+            write(",")
+    src.at += 1
+    write(close)
+
+
+def _scalar(src: Scanner, write: Write) -> Reader[None]:
+    text, ended = "", False
+    while not ended and (piece := src.run(_SCALAR)):
+        text += piece
+        try:
+            yield from src.peek()
+        except Ended:
+            ended = True
+    try:
+        if len(text) > _MAX_SCALAR:
+            raise Malformed
+        loads(text)
+    except Malformed:
+        src.at -= len(text)  # wherever the pieces ended
+        raise
+    write(text)
+
+
+def _space(src: Scanner, write: Write) -> Reader[None]:
+    yield from src.peek()
+    while piece := src.run(_SPACE):
+        write(piece)
+        yield from src.peek()

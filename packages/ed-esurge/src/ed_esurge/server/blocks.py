@@ -1,0 +1,114 @@
+"""A reply as a row of blocks, each open until the next begins: how the newer APIs speak.
+
+Whole answers are made of the same blocks as streams, so the two agree.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ed_esurge.replies.events import (
+    CallArguments,
+    CallBegins,
+    CallBroken,
+    CallEnds,
+    Content,
+    Event,
+    Reasoning,
+)
+
+Kind = Literal["text", "thoughts", "call"]
+What = Literal["opens", "grows", "closes"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of a reply.
+
+    Attributes:
+        text: what it says; the JSON text of a call's arguments.
+        call_id, name: of a call.
+        whole: it came to an end of its own.
+        broken: it was no call after all.
+    """
+
+    index: int
+    kind: Kind
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+    whole: bool = True
+    broken: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What happens to a block; `text` is what it grows by."""
+
+    what: What
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """Turns events into changes of blocks, in order."""
+
+    def __init__(self) -> None:
+        self._all: list[Block] = []
+        self._open: Block | None = None
+
+    @property
+    def whole(self) -> list[Block]:
+        """The blocks that count."""
+        return [block for block in self._all if not block.broken]
+
+    def take(self, events: Iterable[Event]) -> list[Change]:
+        """The changes that some events make."""
+        changes: list[Change] = []
+        for event in events:
+            match event:
+                case Content(text):
+                    changes += self._into("text", text)
+                case Reasoning(text):
+                    changes += self._into("thoughts", text)
+                case CallBegins(_, call_id, name):
+                    changes += [*self._close(), self._begin("call", call_id, name)]
+                case CallArguments(_, text):
+                    changes += self._into("call", text)
+                case CallBroken():
+                    if self._open is not None:
+                        self._open.broken = True
+                    changes += self._close()
+                case CallEnds():
+                    changes += self._close()
+        return changes
+
+    def end(self) -> list[Change]:
+        """The last changes. A reply without a word is one empty text."""
+        if not self._all:
+            return [self._begin("text"), *self._close()]
+        if self._open is not None:
+            self._open.whole = self._open.kind != "call"
+        return self._close()
+
+    def _into(self, kind: Kind, text: str) -> list[Change]:
+        changes: list[Change] = []
+        if self._open is None or self._open.kind != kind:
+            changes += [*self._close(), self._begin(kind)]
+        block = self._open
+        assert block is not None, "a block was begun"
+        block.text += text
+        return [*changes, Change("grows", block, text)]
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Change:
+        self._open = Block(len(self._all), kind, call_id=call_id, name=name)
+        self._all.append(self._open)
+        return Change("opens", self._open)
+
+    def _close(self) -> list[Change]:
+        block, self._open = self._open, None
+        return [] if block is None else [Change("closes", block)]

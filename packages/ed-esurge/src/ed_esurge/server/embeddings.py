@@ -1,0 +1,120 @@
+"""`POST /v1/embeddings`: texts to vectors, the model's hidden states pooled."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from ed_infra.options import Options
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from ed_esurge.sampling import PoolingParams
+from ed_esurge.server.answers import Answer
+from ed_esurge.server.errors import APIError, client_gone
+from ed_esurge.server.fields import or_default
+from ed_esurge.server.protocol import as_prompts
+from ed_esurge.server.served import Served
+
+Pooling = Annotated[Literal["last", "mean"], BeforeValidator(or_default("last"))]
+
+
+class EmbeddingRequest(Options):
+    """Body of `POST /v1/embeddings`. `input` is normalised to a list."""
+
+    input: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    """Keep so many numbers of each vector, its first, and make its length 1 again."""
+    user: str | None = None
+
+    # Extensions.
+    pooling: Pooling = "last"
+    normalize: Annotated[bool, BeforeValidator(or_default(True))] = True
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+
+
+class EmbeddingUsage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Answer):
+    """A vector: numbers, or base64 of its float32 bytes, lowest byte first."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    """Answer of `POST /v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+async def embed(served: Served, body: EmbeddingRequest, request: Request) -> Response:
+    """Answer one request.
+
+    Raises:
+        APIError: a text does not fit, or the vectors have fewer dimensions than were asked for.
+    """
+    served.check_model(body.model)
+    prompts = await served.prompts.tokens_of(
+        body.input,
+        add_special_tokens=body.add_special_tokens,
+        last=body.truncate_prompt_tokens,
+        param="input",
+    )
+    params = PoolingParams(pooling=body.pooling, normalize=body.normalize)
+    vectors = await served.watch(request).over(served.vectors(prompts, params))
+    if vectors is None:
+        return client_gone()
+    if body.dimensions is not None:
+        vectors = shortened(vectors, body.dimensions, normalize=body.normalize)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    count = sum(map(len, prompts))
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": data,
+            "model": served.name,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+    )
+
+
+def shortened(vectors: np.ndarray, count: int, *, normalize: bool) -> np.ndarray:
+    """The first `count` numbers of each vector.
+
+    Raises:
+        APIError: there are not so many.
+    """
+    if count > vectors.shape[1]:
+        raise APIError(
+            f"{count} is more than the {vectors.shape[1]} dimensions that the vectors have",
+            param="dimensions",
+            code="invalid_value",
+        )
+    vectors = vectors[:, :count]
+    if not normalize:
+        return vectors
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
+def _spelt(vector: np.ndarray, encoding: str) -> Any:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

@@ -1,0 +1,182 @@
+"""The table of the endpoints: a new one is a file with its handler, and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from ed_esurge.server import answers, health, models, protocol, tokens
+from ed_esurge.server.chat import chat
+from ed_esurge.server.completions import complete
+from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
+from ed_esurge.server.messages import endpoint as messages
+from ed_esurge.server.messages.answer import AnthropicAnswer, TokenCount
+from ed_esurge.server.messages.request import CountRequest, MessagesRequest
+from ed_esurge.server.responses import endpoint as responses
+from ed_esurge.server.responses.answer import Deleted, ResponseAnswer
+from ed_esurge.server.responses.request import ResponseRequest
+from ed_esurge.server.scores import Reranked, RerankRequest, ScoreRequest, Scores, rerank, score
+from ed_esurge.server.served import Served
+
+REFUSALS = {
+    400: "The request is not as it should be; `param` names the field.",
+    401: "An API key is missing or unknown.",
+    404: "The model, or what the path names, is not here.",
+    408: "The request did not arrive, or was not answered, in time.",
+    413: "The body is too long.",
+    415: "The body is compressed.",
+    421: "The server does not answer for this host.",
+    429: "Too many requests at once; `Retry-After` says when to try again.",
+    500: "The server failed on this request.",
+    503: "The engine cannot answer.",
+}
+READING = (401, 421)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One endpoint.
+
+    Attributes:
+        answer: gets the served model, the request, and the body where there is one.
+        takes: model of the body; None where there is none.
+        gives: model of the answer; a string is the media type of a text.
+        refusals: statuses of refusals.
+        method: that of a body is POST.
+    """
+
+    path: str
+    summary: str
+    answer: Callable[..., Awaitable[Response]]
+    gives: type[BaseModel] | str
+    takes: type[protocol.Options] | None = None
+    streams: bool = False
+    refusals: tuple[int, ...] = READING
+    method: Literal["GET", "POST", "DELETE"] = "GET"
+
+
+def _post(
+    path: str,
+    summary: str,
+    answer: Callable[[Served, Any, Request], Awaitable[Response]],
+    takes: type[protocol.Options],
+    gives: type[BaseModel],
+    *,
+    streams: bool = False,
+) -> Endpoint:
+    return Endpoint(path, summary, answer, gives, takes, streams, tuple(REFUSALS), "POST")
+
+
+ENDPOINTS = (
+    _post(
+        "/v1/completions",
+        "Continue one or many prompts.",
+        complete,
+        protocol.CompletionRequest,
+        answers.Completion,
+        streams=True,
+    ),
+    _post(
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        chat,
+        protocol.ChatRequest,
+        answers.ChatCompletion,
+        streams=True,
+    ),
+    _post(
+        "/v1/responses",
+        "Answer an input; the answer may be kept, and followed.",
+        responses.create,
+        ResponseRequest,
+        ResponseAnswer,
+        streams=True,
+    ),
+    Endpoint(
+        "/v1/responses/{response_id}",
+        "An answer that was kept.",
+        responses.retrieve,
+        ResponseAnswer,
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/v1/responses/{response_id}",
+        "Forget an answer.",
+        responses.delete,
+        Deleted,
+        refusals=(*READING, 404),
+        method="DELETE",
+    ),
+    _post(
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's API does.",
+        messages.message,
+        MessagesRequest,
+        AnthropicAnswer,
+        streams=True,
+    ),
+    _post(
+        "/v1/messages/count_tokens",
+        "Tokens of such a conversation.",
+        messages.count_tokens,
+        CountRequest,
+        TokenCount,
+    ),
+    _post("/v1/embeddings", "Texts to vectors.", embed, EmbeddingRequest, Embeddings),
+    _post("/v1/score", "How alike texts are.", score, ScoreRequest, Scores),
+    _post("/v1/rerank", "Documents by how well they fit.", rerank, RerankRequest, Reranked),
+    Endpoint(
+        "/v1/models",
+        "The names that the model is served under.",
+        models.names,
+        answers.ModelList,
+    ),
+    Endpoint(
+        "/v1/models/{model}",
+        "One of these names.",
+        models.one,
+        answers.ModelCard,
+        refusals=(*READING, 404),
+    ),
+    _post(
+        "/tokenize",
+        "Text, or messages, to token ids.",
+        tokens.tokenize,
+        protocol.TokenizeRequest,
+        answers.Tokens,
+    ),
+    _post(
+        "/detokenize",
+        "Token ids to text.",
+        tokens.detokenize,
+        protocol.DetokenizeRequest,
+        answers.Text,
+    ),
+    Endpoint(
+        "/health", "Whether requests are taken.", health.ready, answers.State, refusals=(421, 503)
+    ),
+    Endpoint("/health/ready", "The same.", health.ready, answers.State, refusals=(421, 503)),
+    Endpoint(
+        "/health/live",
+        "Whether only a restart helps.",
+        health.live,
+        answers.State,
+        refusals=(421, 503),
+    ),
+    Endpoint(
+        "/health/decode",
+        "Whether the model gives a token.",
+        health.decode,
+        answers.State,
+        refusals=(421, 503),
+    ),
+    Endpoint("/metrics", "Prometheus metrics.", health.metrics, "text/plain", refusals=(421,)),
+    Endpoint(
+        "/version", "The version of the server.", health.version, answers.Version, refusals=(421,)
+    ),
+)

@@ -1,0 +1,199 @@
+"""Bodies of Anthropic's API, and the chat request that each means."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from ed_infra.options import Options
+from pydantic import BeforeValidator, Field
+
+from ed_esurge.sampling import MAX_STOPS, Word
+from ed_esurge.server.errors import Refusal
+from ed_esurge.server.fields import Schema, few, or_default
+from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from ed_esurge.server.tools import MAX_TOOLS, Name
+
+
+class Block(Options):
+    """Base of the blocks. What may be cached is not theirs to say."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class ToolUse(Block):
+    """A call, in a message of the assistant."""
+
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(max_length=256)]
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResult(Block):
+    """What a call gave, in a message of the user."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(max_length=256)]
+    content: str | Annotated[list[TextBlock], few(MAX_PARTS)] | None = None
+    is_error: bool | None = None
+
+
+class Thinking(Block):
+    """Thoughts, sent back."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+def _known(value: object) -> object:
+    if isinstance(value, list):
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in ("image", "document", "redacted_thinking"):
+                raise Refusal(f"a block of type {kind!r}: this model takes text only")
+    return value
+
+
+AnyBlock = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
+Blocks = Annotated[str | list[AnyBlock], BeforeValidator(_known), few(MAX_PARTS)]
+
+
+class AnthropicMessage(Options):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: Blocks
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        """The chat messages that it means: results of calls are messages of their own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results: list[dict[str, Any]] = []
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for block in self.content:
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case Thinking():
+                    thoughts.append(block.thinking)
+                case ToolUse():
+                    arguments = json.dumps(block.input, ensure_ascii=False)
+                    function = {"name": block.name, "arguments": arguments}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+                case ToolResult():
+                    content = block.content or ""
+                    if isinstance(content, list):
+                        content = "".join(part.text for part in content)
+                    results.append(
+                        {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+                    )
+        message: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+        if calls:
+            message["tool_calls"] = calls
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        alone = bool(results) and not (texts or calls or thoughts)
+        return results if alone else [*results, message]
+
+
+class AnthropicTool(Options):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: Schema
+    cache_control: dict[str, Any] | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The tool of a chat request."""
+        function = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class AnthropicChoice(Options):
+    """Whether and what to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thoughts(Options):
+    """Whether to think: a variable of the chat template, `enable_thinking`."""
+
+    type: Literal["disabled", "adaptive"]
+
+
+class CountRequest(Options):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1), few(MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], few(MAX_PARTS)] | None = None
+    tools: Annotated[list[AnthropicTool], few(MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thoughts | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """Fields of the chat request that it means."""
+        messages = [part for message in self.messages for part in message.for_chat()]
+        system = self.system
+        if isinstance(system, list):
+            system = "".join(part.text for part in system)
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        if self.tools:
+            fields["tools"] = [tool.for_chat() for tool in self.tools]
+        choice = self.tool_choice
+        if choice is not None:
+            plain = {"auto": "auto", "none": "none", "any": "required"}
+            named = {"type": "function", "function": {"name": choice.name or ""}}
+            fields["tool_choice"] = plain.get(choice.type, named)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            enabled = self.thinking.type != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": enabled}
+        return fields
+
+
+class MessagesRequest(CountRequest):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stop_sequences: Annotated[list[Word] | None, few(MAX_STOPS)] = None
+    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(or_default(1.0))] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(or_default(1.0))] = 1.0
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
+    # Who is billed, and how.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    def chat(self) -> ChatRequest:
+        """The chat request that it means."""
+        return ChatRequest(
+            **self.for_chat(),
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences or [],
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stream=self.stream,
+        )

@@ -1,0 +1,1 @@
+"""`/v1/responses`: OpenAI's newer API, stored and chained."""

@@ -1,0 +1,128 @@
+"""`POST /v1/responses`, and `GET` and `DELETE /v1/responses/{response_id}`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from ed_esurge.server.blocks import Blocks, Change
+from ed_esurge.server.errors import client_gone
+from ed_esurge.server.responses.answer import Events, base, item, status_of, usage
+from ed_esurge.server.responses.request import ResponseRequest
+from ed_esurge.server.served import Served
+from ed_esurge.server.stream import answer, respond
+from ed_esurge.server.turn import Turn
+
+
+class _Response:
+    """A response that is being made.
+
+    Attributes:
+        fields: of the response so far.
+    """
+
+    def __init__(self, turn: Turn, body: ResponseRequest, before: list[dict[str, Any]]) -> None:
+        self._turn, self._body, self._before = turn, body, before
+        self.fields = base(turn, body)
+        self._blocks, self._finish = Blocks(), None
+
+    async def changes(self) -> AsyncGenerator[list[tuple[Change, str | None]]]:
+        """What happens to its items, step by step, each with the reason of the end, if it is."""
+        async with aclosing(self._turn.pieces()) as items:
+            async for pieces in items:
+                changes: list[tuple[Change, str | None]] = []
+                for piece in pieces:
+                    changes += [(change, None) for change in self._blocks.take(piece.events)]
+                    if piece.finish is not None:
+                        self._finish = piece.finish
+                        changes += [(change, piece.finish) for change in self._blocks.end()]
+                yield changes
+
+    async def end(self) -> dict[str, Any]:
+        """The whole response, which is kept if it is to be."""
+        turn, blocks, cut = self._turn, self._blocks.whole, self._finish == "length"
+        thoughts = "".join(block.text for block in blocks if block.kind == "thoughts")
+        encoded = [[]]
+        if thoughts:
+            encoded = await turn.served.prompts.encode([thoughts], add_special_tokens=False)
+        last = blocks[-1] if blocks else None
+        output = [
+            item(block, status_of(block, self._finish if block is last else None))
+            for block in blocks
+        ]
+        self.fields |= {
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": usage(turn, len(encoded[0])),
+        }
+        if self._body.store:
+            sent = [
+                one
+                for one in output
+                if one["status"] == "completed" or one["type"] != "function_call"
+            ]
+            follows = ResponseRequest(input=sent).messages() if sent else []  # type: ignore[arg-type]
+            messages = [*self._before, *self._body.messages(), *follows]
+            turn.served.responses.put(self.fields, messages)
+        return self.fields
+
+
+async def create(served: Served, body: ResponseRequest, request: Request) -> Response:
+    """Answer one request.
+
+    Raises:
+        APIError: 404, the response that it follows is not kept; else see `Turn.begin`.
+    """
+    before: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        known = served.responses.get(body.previous_response_id, param="previous_response_id")
+        before = known.messages
+    turn = await Turn.begin(served, body.chat(before), request, "resp")
+    response = _Response(turn, body, before)
+    if body.stream:
+        return await respond(turn.watch, _events(response), turn.request_id, names=True)
+
+    async def gather() -> dict[str, Any]:
+        async with aclosing(response.changes()) as items:
+            async for _ in items:
+                pass
+        return await response.end()
+
+    whole = await turn.watch.over(gather())
+    return client_gone() if whole is None else answer(whole, turn.request_id)
+
+
+async def _events(response: _Response) -> AsyncGenerator[str]:
+    write = Events()
+    begun = False
+    async with aclosing(response.changes()) as items:
+        async for changes in items:
+            events = []
+            if not begun:
+                begun = True
+                for kind in ("response.created", "response.in_progress"):
+                    events.append(write.event(kind, response=response.fields))
+            events += [write.changed(change, finish) for change, finish in changes]
+            if events:
+                yield "".join(events)
+    fields = await response.end()
+    yield write.event(f"response.{fields['status']}", response=fields)
+
+
+async def retrieve(served: Served, request: Request) -> Response:
+    """A response that was stored. Raises APIError: 404."""
+    return JSONResponse(served.responses.get(request.path_params["response_id"]).response)
+
+
+async def delete(served: Served, request: Request) -> Response:
+    """Forget a response. Raises APIError: 404."""
+    name = request.path_params["response_id"]
+    served.responses.delete(name)
+    return JSONResponse({"id": name, "object": "response", "deleted": True})

@@ -1,0 +1,254 @@
+"""Bodies of `POST /v1/responses`, and the chat request that each means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from ed_infra.options import Options
+from pydantic import BeforeValidator, Field, model_validator
+
+from ed_esurge.server.errors import Refusal
+from ed_esurge.server.fields import Schema, few, or_default, unsupported
+from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from ed_esurge.server.tools import MAX_TOOLS, Name
+
+Id = Annotated[str, Field(max_length=256)]
+
+
+class Part(Options):
+    """A part of a message, or of thoughts: text."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    text: str = ""
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _text_only(value: object) -> object:
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("input_image", "input_file", "input_audio"):
+            raise Refusal(f"a part of type {kind!r}: this model takes text only")
+    return value
+
+
+Parts = Annotated[list[Part], BeforeValidator(_text_only), few(MAX_PARTS)]
+
+
+class MessageItem(Options):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+    id: Id | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Options):
+    """A call of a function by the model."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: str
+    arguments: str
+    id: Id | None = None
+    status: str | None = None
+
+
+class ResultItem(Options):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: str | Parts
+    id: Id | None = None
+    status: str | None = None
+
+
+class ReasoningItem(Options):
+    """Thoughts, sent back."""
+
+    type: Literal["reasoning"]
+    id: Id | None = None
+    summary: Parts = Field(default_factory=list)
+    content: Parts | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+def _items(value: object) -> object:
+    """A message needs no type; and what clients say by null, they do not say."""
+    if not isinstance(value, list):
+        return value
+    return [{"type": "message", **said(item)} if isinstance(item, dict) else item for item in value]
+
+
+def said(item: dict[Any, Any]) -> dict[Any, Any]:
+    """An object without its nulls, of which clients' own models have many."""
+    return {key: value for key, value in item.items() if value is not None}
+
+
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1)]
+Input = Annotated[str | Items, BeforeValidator(_items), few(MAX_MESSAGES)]
+
+
+def text_of(content: str | list[Part]) -> str:
+    """The text of a message's content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class FunctionTool(Options):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Options):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(Options):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = "answer"
+    json_schema: Schema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+
+    def for_chat(self) -> dict[str, Any]:
+        """`response_format` of a chat request."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
+
+
+class TextOptions(Options):
+    """Options of the answer's text."""
+
+    format: TextFormat = TextFormat()
+    verbosity: unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
+
+
+class ResponseRequest(Options):
+    """Body of `POST /v1/responses`. What it leaves out is OpenAI's default."""
+
+    input: Input
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    store: Annotated[bool, BeforeValidator(or_default(True))] = True
+    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
+    max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(or_default(1.0))] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(or_default(1.0))] = 1.0
+    tools: Annotated[list[FunctionTool], BeforeValidator(or_default(())), few(MAX_TOOLS)] = Field(
+        default_factory=list
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
+    text: Annotated[TextOptions, BeforeValidator(or_default({}))] = TextOptions()
+    metadata: Annotated[dict[str, str] | None, few(16)] = None
+    user: str | None = None
+
+    # Extensions.
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    background: unsupported("background; stream the answer", False) = None  # type: ignore[valid-type]
+    conversation: unsupported("conversation; use previous_response_id") = None  # type: ignore[valid-type]
+    include: unsupported("include", []) = None  # type: ignore[valid-type]
+    max_tool_calls: unsupported("max_tool_calls: the client runs the tools") = None  # type: ignore[valid-type]
+    prompt: unsupported("stored prompts; send instructions") = None  # type: ignore[valid-type]
+    reasoning: unsupported("reasoning; use chat_template_kwargs") = None  # type: ignore[valid-type]
+    top_logprobs: unsupported("top_logprobs; use /v1/chat/completions", 0) = None  # type: ignore[valid-type]
+    truncation: unsupported("truncation; see truncate_mode of the engine", "disabled") = None  # type: ignore[valid-type]
+    # Harmless to ignore: who is billed, and how.
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponseRequest:
+        if self.text.format.type == "json_schema" and self.text.format.json_schema is None:
+            raise Refusal("is missing", "text.format.schema")
+        return self
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat messages of the input. Neighbouring items of the assistant are one message."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[dict[str, Any]] = []
+        for item in self.input:
+            match item:
+                case MessageItem(role="assistant"):
+                    _of_assistant(messages)["content"] += text_of(item.content)
+                case MessageItem():
+                    messages.append({"role": item.role, "content": text_of(item.content)})
+                case ReasoningItem():
+                    said = text_of(item.content or item.summary)
+                    message = _of_assistant(messages)
+                    message["reasoning_content"] = message.get("reasoning_content", "") + said
+                case CallItem():
+                    function = {"name": item.name, "arguments": item.arguments}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    _of_assistant(messages).setdefault("tool_calls", []).append(call)
+                case ResultItem():
+                    result = {"tool_call_id": item.call_id, "content": text_of(item.output)}
+                    messages.append({"role": "tool", **result})
+        return messages
+
+    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
+        """The chat request that it means.
+
+        Args:
+            before: messages of the responses that it follows.
+        """
+        system = [] if self.instructions is None else [_system(self.instructions)]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools
+        ]
+        return ChatRequest(
+            model=self.model,
+            messages=[*system, *before, *self.messages()],  # type: ignore[arg-type]
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tools=tools,  # type: ignore[arg-type]
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.text.format.for_chat(),  # type: ignore[arg-type]
+            top_k=self.top_k,
+            seed=self.seed,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end, which is begun if there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]

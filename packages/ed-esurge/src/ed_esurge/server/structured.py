@@ -1,0 +1,143 @@
+"""Structured output as clients ask for it: `response_format`, `guided_*`, and calls of tools that
+must be made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from ed_infra.errors import ConfigError
+from ed_infra.options import Options
+from pydantic import Field, model_validator
+
+from ed_esurge.sampling import StructuredOutputs
+from ed_esurge.server.errors import APIError, Refusal
+from ed_esurge.server.fields import Schema, few
+from ed_esurge.server.tools import NamedTool, Tool, ToolChoice
+
+MAX_CALLS = 64
+
+
+class JSONSchema(Options):
+    """The schema of an answer, which OpenAI spells `schema`. `strict` or not, it is kept to."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    json_schema: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Options):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise Refusal("belongs to the type json_schema, and to no other", "json_schema")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """JSON schema, as JSON text; None: text without a form."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.json_schema if self.json_schema is not None else None
+        return json.dumps({"type": "object"} if schema is None else schema)
+
+
+class Guided(Options):
+    """Extensions by vLLM's names; at most one."""
+
+    guided_json: Schema | Annotated[str, Field(max_length=2**17)] | None = None
+    guided_regex: Annotated[str, Field(max_length=2**16)] | None = None
+    guided_choice: Annotated[
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1)]
+        | None,
+        few(1024),
+    ] = None
+    guided_grammar: Annotated[str, Field(max_length=2**16)] | None = None
+
+    def outputs(self) -> dict[str, StructuredOutputs]:
+        """What is asked for, by the field that asks."""
+        result: dict[str, StructuredOutputs] = {}
+        schema = self.guided_json
+        if schema is not None:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            result["guided_json"] = StructuredOutputs(json_schema=text)
+        if self.guided_regex is not None:
+            result["guided_regex"] = StructuredOutputs(regex=self.guided_regex)
+        if self.guided_choice is not None:
+            result["guided_choice"] = StructuredOutputs(choice=tuple(self.guided_choice))
+        if self.guided_grammar is not None:
+            result["guided_grammar"] = StructuredOutputs(grammar=self.guided_grammar)
+        return result
+
+
+def of_tools(
+    tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool
+) -> StructuredOutputs | None:
+    """What a reply must be whose calls are asked for; None: it may call or not."""
+    if not tools or choice in (None, "none", "auto"):
+        return None
+    if isinstance(choice, NamedTool):
+        (tool,) = [tool for tool in tools if tool.function.name == choice.function.name]
+        return StructuredOutputs(json_schema=json.dumps(tool.function.schema_of_arguments))
+    shared: dict[str, Any] = {}
+    options = []
+    for number, tool in enumerate(tools):
+        arguments = _moved(tool.function.schema_of_arguments, f"t{number}_")
+        for key in ("$defs", "definitions"):
+            for name, schema in arguments.pop(key, {}).items():
+                shared[f"t{number}_{name}"] = schema
+        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+        options.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    most = MAX_CALLS if parallel else 1
+    calls = {"type": "array", "items": {"anyOf": options}, "minItems": 1, "maxItems": most}
+    return StructuredOutputs(json_schema=json.dumps({**calls, "$defs": shared}))
+
+
+def _moved(schema: Any, prefix: str) -> Any:
+    """A schema whose references are to definitions with a prefix, in another schema."""
+    if isinstance(schema, Mapping):
+        moved = {key: _moved(value, prefix) for key, value in schema.items()}
+        reference = schema.get("$ref")
+        for place in ("#/$defs/", "#/definitions/"):
+            if isinstance(reference, str) and reference.startswith(place):
+                moved["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(place)}"
+        return moved
+    return [_moved(item, prefix) for item in schema] if isinstance(schema, list) else schema
+
+
+async def one_of(engine: Any, wanted: Mapping[str, StructuredOutputs]) -> StructuredOutputs | None:
+    """The one thing that is asked for, compiled beside the event loop.
+
+    Raises:
+        APIError: 400, for two, or for what is no grammar.
+    """
+    if not wanted:
+        return None
+    (field, output), *others = wanted.items()
+    if others:
+        raise APIError(
+            f"contradicts {field}: an answer follows one grammar, so drop one of the two",
+            param=others[0][0],
+        )
+    try:
+        await asyncio.to_thread(engine.check_structured, output)
+    except ConfigError as error:
+        raise APIError(str(error), param=field, code="invalid_value") from None
+    return output

@@ -1,0 +1,146 @@
+"""The command line: flags, a conversation, load on a server; and a server from a directory."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ed_esurge.command.bench import Answer, figures, percentile
+from ed_esurge.command.chat import Conversation
+from ed_esurge.command.flags import add_options, documented, options_of, plain
+from ed_esurge.command.main import BAD_INPUT, main
+from ed_esurge.config import EngineConfig
+from ed_esurge.sampling import SamplingParams
+from ed_esurge.server.launch import background
+from ed_infra.errors import ConfigError, EasyDeLError
+
+
+@pytest.fixture(scope="module")
+def directory(llama, tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    llama.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def parsed(*flags: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig, "engine")
+    return options_of(parser.parse_args(flags), EngineConfig)
+
+
+def test_every_option_of_the_engine_is_a_flag_with_its_text() -> None:
+    docs = documented(EngineConfig)
+    assert set(docs) == set(EngineConfig.model_fields)
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig, "engine")
+    assert docs["page_size"] in " ".join(parser.format_help().split())
+
+
+def test_values_of_flags() -> None:
+    config = parsed("--max-model-len", "64", "--strict-context", "true", "--extra-stops", "a,b")
+    assert (config.max_model_len, config.strict_context, config.extra_stops) == (
+        64,
+        True,
+        ("a", "b"),
+    )
+    buckets = parsed("--max-num-seqs", "4", "--max-num-seq-buckets", "1,2,4").max_num_seq_buckets
+    assert buckets == (1, 2, 4)
+    assert [plain(text) for text in ("1.5", "null", "False", "left")] == [1.5, None, False, "left"]
+    with pytest.raises(ConfigError, match="--page-size: Input should be greater than 0"):
+        parsed("--page-size", "0")
+    with pytest.raises(ConfigError, match="reserve_tokens 9 leaves no room"):
+        parsed("--reserve-tokens", "9", "--max-model-len", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "./nowhere"], "not there"),
+        (["serve", "x", "--config-kwargs", "[1]"], "--config-kwargs is a JSON object"),
+        (["serve", "x", "--sharding-axis-dims", "a"], "--sharding-axis-dims"),
+        (["bench"], "give a MODEL"),
+        (["bench", "--url", "http://127.0.0.1:9/v1"], "cannot be read"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == BAD_INPUT
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: ") and message in line
+
+
+def test_a_conversation(surge, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(surge, SamplingParams(max_tokens=4, temperature=0.0), "be kind")
+    talk.take("hi")
+    asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    expected = surge.chat(asked, SamplingParams(max_tokens=4, temperature=0.0)).outputs[0].text
+    assert capsys.readouterr().out == expected + "\n"
+    assert talk.messages == [asked[1], {"role": "assistant", "content": expected}]
+    talk.take("/undo")
+    assert talk.messages == []
+    talk.take("/nothing")
+    assert "no such command" in capsys.readouterr().err
+    talk.take("/system")
+    assert talk.system is None
+
+
+def test_chat_from_a_directory(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["hello", ""])
+
+    def read(prompt: str = "") -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", read)
+    flags = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
+    assert main(["chat", str(directory), "--max-tokens", "3", *flags]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_load_on_a_server(surge, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--clients", "1", "3", "--requests", "4", "--prompt-words", "5", "--max-tokens", "6"]
+    with background(surge) as url:
+        assert main(["bench", "--url", url, "--json", *load]) == 0
+    rows: list[dict[str, Any]] = [json.loads(li) for li in capsys.readouterr().out.splitlines()]
+    assert [(row["clients"], row["requests"], row["errors"]) for row in rows] == [
+        (1, 4, 0),
+        (3, 4, 0),
+    ]
+    for row in rows:
+        assert row["tokens"] == 6
+        assert 0 < row["ttft_p50_ms"] <= row["e2e_p50_ms"] <= row["e2e_p99_ms"]
+
+
+def test_figures() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (50, 90, 99)] == [2.0, 4.0, 4.0]
+    good = Answer(10.0, [10.5, 10.7, 11.1], prompt_tokens=7, tokens=3)
+    row = figures(1, [good, Answer(10.0, error="500")], 2.0)
+    assert (row["errors"], row["tokens_per_second"], row["prompt_tokens"]) == (1, 1.5, 7)
+    assert row["ttft_p50_ms"] == pytest.approx(500)
+    assert row["itl_p99_ms"] == pytest.approx(400)
+    with pytest.raises(EasyDeLError, match="the first failed so: 500"):
+        figures(1, [Answer(10.0, error="500")], 1.0)
+
+
+@pytest.mark.nightly
+def test_a_server_from_a_directory(directory: Path) -> None:
+    flags = "--max-model-len 64 --page-size 8 --max-num-seqs 4"
+    load = ["--clients", "2", "--requests", "4", "--prompt-words", "5", "--max-tokens", "6"]
+    command = [sys.executable, "-m", "ed_esurge", "bench", str(directory), "--json", *load]
+    done = subprocess.run(
+        [*command, "--serve-flags", flags], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["errors"] == 0

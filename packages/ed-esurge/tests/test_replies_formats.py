@@ -1,0 +1,278 @@
+"""Every format of calls and thoughts, in any pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from ed_esurge.replies.events import CallArguments, Reply
+from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS, by_name, detect
+from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_infra.errors import ConfigError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TEXT = {"type": "string"}
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": TEXT, "days": {"type": "integer"}, "tags": {"type": "array"}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+CITY = 'Zürich "old" {town}'
+PARIS = ("weather", {"city": CITY, "days": 3})
+NOW = ("now", {})
+BOTH = [PARIS, NOW]
+J = json.dumps({"city": CITY, "days": 3}, ensure_ascii=False)
+TAGGED = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\n{c}\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+).replace("{c}", CITY)
+PYTHON = f"weather(city={CITY!r}, days=3)"
+
+# format -> what a model writes, which calls `BOTH`.
+EXAMPLES = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {J}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": f'{{"name": "weather", "parameters": {J}}}; '
+    '{"name": "now", "parameters": {}}',
+    "llama4_pythonic": f"<|python_start|>[{PYTHON}, now()]<|python_end|>",
+    "pythonic": f"[{PYTHON}, now()]",
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{J}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
+    "qwen3_coder": TAGGED,
+    "qwen3_xml": TAGGED,
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    f"```json\n{J}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{J}"
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "glm45": f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{J}<|tool_call_end|><|tool_call_begin|>functions.now:1"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
+    f'{CITY}</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n'
+    "</invoke>\n</minimax:tool_call>",
+    "gpt_oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    f"{J}<|call|><|start|>assistant<|channel|>commentary to=functions.now json<|message|>{{}}"
+    "<|call|>",
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {J}}}, {{"arguments": {{}}, '
+    '"name": "now"}]',
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {J}}}'
+    '<|action_end|><|action_start|><|plugin|>{"name": "now", "parameters": {}}<|action_end|>',
+    "jamba": f'<tool_calls>[\n{{"name": "weather", "arguments": {J}}},\n{{"name": "now"}}\n]'
+    "</tool_calls>",
+    "phi4_mini_json": f'functools[{{"name": "weather", "arguments": {J}}}, {{"name": "now"}}]',
+    "olmo3": f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>",
+    "functiongemma": f"<start_function_call>call:weather{{city:<escape>{CITY}<escape>,days:3}}"
+    "<end_function_call><start_function_call>call:now{}<end_function_call>",
+}
+# Replies without whole calls: all of them is content.
+BROKEN = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": oops}}\n</tool_call>',
+    "llama3_json": '{"name": "Paris", "parameters": {}}',
+    "llama4_pythonic": "[1] according to weather(city=1)",
+    "pythonic": '[weather("Paris")] is what I would do',
+    "mistral": "[TOOL_CALLS]weather of today",
+    "qwen3_coder": "<tool_call>\n<function=storm>\n</function>\n</tool_call>",
+    "qwen3_xml": "<tool_call>weather</tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>weather",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{city}",
+    "glm45": "<tool_call>weather<arg_key>a</arg_key>b</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>weather<|tool_call_end|>",
+    "minimax_m2": "<minimax:tool_call>weather</minimax:tool_call>",
+    "gpt_oss": "<|channel|>commentary to=functions.storm<|message|>{}<|call|>",
+    "granite": "<|tool_call|>[]",
+    "internlm": "<|action_start|><|plugin|>{}",
+    "jamba": '<tool_calls>[{"name": "now", "name": "now"}]</tool_calls>',
+    "phi4_mini_json": 'functools[{"name": "now", "arguments": []}]',
+    "olmo3": "<function_calls>\nweather(city=open(1))\n</function_calls>",
+    "functiongemma": "<start_function_call>call:weather{city}<end_function_call>",
+}
+
+
+def reply(text, cuts=(), *, cut=False, **options):
+    """A text in pieces, parsed and put together; also the number of pieces of arguments."""
+    parser = ReplyParser(**options)
+    whole, edges, events = Reply(), [0, *sorted(cuts), len(text)], []
+    for start, stop in itertools.pairwise(edges):
+        events += parser.feed(text[start:stop])
+    events += parser.close(cut=cut)
+    whole.add(events)
+    return whole, sum(isinstance(event, CallArguments) for event in events)
+
+
+def calls_of(whole):
+    return [(call.name, json.loads(call.arguments)) for call in whole.calls.values()]
+
+
+def test_every_format_has_its_examples():
+    assert EXAMPLES.keys() == BROKEN.keys() == TOOL_FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_calls(name):
+    text, calls = EXAMPLES[name], Calls(TOOL_FORMATS[name], TOOLS)
+    whole, _ = reply(text, calls=calls)
+    assert calls_of(whole) == BOTH
+    assert whole.content == ""
+    each = range(1, len(text))
+    letters, pieces = reply(text, each, calls=calls)
+    assert calls_of(letters) == BOTH
+    assert letters.content == ""
+    assert pieces > 3  # arguments come while they are written
+    if not TOOL_FORMATS[name].starts:
+        spoken, _ = reply(f"I look.\n\n{text}\n", each, calls=calls)
+        assert (calls_of(spoken), spoken.content) == (BOTH, "I look.")
+    one, _ = reply(text, each, calls=Calls(TOOL_FORMATS[name], TOOLS, most=1))
+    assert (calls_of(one), one.content) == ([PARIS], "")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_call_is_content(name):
+    calls = Calls(TOOL_FORMATS[name], TOOLS)
+    for text in (BROKEN[name], BROKEN[name] + " and more", "First: " + BROKEN[name]):
+        for cuts in ((), range(1, len(text))):
+            whole, _ = reply(text, cuts, calls=calls)
+            assert (whole.content, whole.calls) == (text, {})
+    plain = "Nothing [is] {called} <here>, f(x) = 1.\n"
+    whole, _ = reply(plain, calls=calls)
+    assert (whole.content, whole.calls) == (plain, {})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_any_split_gives_the_same(name):
+    rng, calls = random.Random(0), Calls(TOOL_FORMATS[name], TOOLS)
+    sources = [EXAMPLES[name], BROKEN[name], "a " + EXAMPLES[name] + BROKEN[name] + EXAMPLES[name]]
+    for _ in range(60):
+        text = rng.choice(sources)
+        for _ in range(rng.randrange(3)):  # a letter changes
+            place = rng.randrange(len(text))
+            text = text[:place] + rng.choice(['"', "<", "}", "x", "", " "]) + text[place + 1 :]
+        text = text[: rng.randrange(len(text) // 2, len(text)) + 1]
+        cut = rng.random() < 0.5
+        expected, _ = reply(text, calls=calls, cut=cut)
+        cuts = rng.sample(range(1, len(text)), min(len(text) - 1, rng.randrange(1, 30)))
+        got, _ = reply(text, cuts, calls=calls, cut=cut)
+        assert _plain(got) == _plain(expected), (text, cuts)
+        if not cut:
+            calls_of(got)  # arguments are always JSON
+
+
+def _plain(whole):
+    return whole.content, whole.reasoning, [(c.name, c.arguments) for c in whole.calls.values()]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES, st.lists(st.integers(1, 400), max_size=12), st.booleans())
+def test_any_json_arguments(value, cuts, ascii_):
+    arguments = json.dumps({"tags": value}, ensure_ascii=ascii_)
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    calls = Calls(TOOL_FORMATS["hermes"], TOOLS)
+    whole, _ = reply(text, [cut for cut in set(cuts) if cut < len(text)], calls=calls)
+    assert calls_of(whole) == [("weather", {"tags": value})]
+    assert whole.calls[0].arguments == arguments
+
+
+def test_a_reply_that_was_cut_keeps_what_there_is():
+    text = EXAMPLES["hermes"][:60]
+    calls = Calls(TOOL_FORMATS["hermes"], TOOLS)
+    whole, _ = reply(text, cut=True, calls=calls)
+    assert J.startswith(whole.calls[0].arguments)
+    assert whole.content == ""
+    ended, _ = reply(text, calls=calls)
+    assert (ended.content, ended.calls) == (text, {})
+
+
+THOUGHTS = {name: (form.opens[0], form.closes[0]) for name, form in REASONING_FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_thoughts(name):
+    form, (open_, close) = REASONING_FORMATS[name], THOUGHTS[name]
+    rest = "\n\nIt is 4 < 5.\n"
+    for text, inside in (
+        (f"{open_}\nTwo <b>\nlines\n{close}{rest}", False),
+        (f"Two <b>\nlines{close}{rest}", True),
+    ):
+        for cuts in ((), range(1, len(text))):
+            whole, _ = reply(text, cuts, reasoning=form, inside=inside)
+            assert whole.reasoning == "Two <b>\nlines"
+            assert whole.content == "It is 4 < 5.\n"
+    whole, _ = reply("No thought.", reasoning=form)
+    assert (whole.content, whole.reasoning) == ("No thought.", "")
+    whole, _ = reply("never ends", reasoning=form, inside=True, cut=True)
+    assert (whole.content, whole.reasoning) == ("", "never ends")
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "tools"),
+    [("qwen3", "hermes"), ("gpt_oss", "gpt_oss"), ("kimi_k2", "kimi_k2"), ("mistral", "mistral"),
+     ("glm45", "glm45"), ("minimax_m2", "minimax_m2"), ("granite", "granite"), ("olmo3", "olmo3"),
+     ("deepseek_r1", "llama3_json"), ("qwen3", "pythonic")],
+)  # fmt: skip
+def test_thoughts_before_calls(thoughts, tools):
+    open_, close = THOUGHTS[thoughts]
+    text = f"{open_}I look it up: now().{close}\n{EXAMPLES[tools]}"
+    options = {"reasoning": REASONING_FORMATS[thoughts], "calls": Calls(TOOL_FORMATS[tools], TOOLS)}
+    for cuts in ((), range(1, len(text))):
+        whole, _ = reply(text, cuts, **options)
+        assert (whole.reasoning, whole.content) == ("I look it up: now().", "")
+        assert calls_of(whole) == BOTH
+    if not TOOL_FORMATS[tools].starts:  # thoughts that were never ended
+        whole, _ = reply(f"Hm.{EXAMPLES[tools]}", inside=True, **options)
+        assert (whole.reasoning, calls_of(whole)) == ("Hm.", BOTH)
+
+
+def test_harmony_channels():
+    text = (
+        "<|channel|>analysis<|message|>I greet.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Hello!<|return|>"
+    )
+    whole, _ = reply(text, range(1, len(text)), reasoning=REASONING_FORMATS["gpt_oss"])
+    assert (whole.reasoning, whole.content) == ("I greet.", "Hello!")
+
+
+def test_names_and_signs():
+    assert by_name(TOOL_FORMATS, "glm45", "tool_parser_name") is TOOL_FORMATS["glm45"]
+    with pytest.raises(ConfigError, match=r"hermez.*did you mean 'hermes'"):
+        by_name(TOOL_FORMATS, "hermez", "tool_parser_name")
+    for template, name in {
+        "{{ '<tool_call>' }}": "hermes",
+        "<tool_call> <function=f> </tool_call>": "qwen3_coder",
+        "<tool_call>{name}<arg_key>": "glm45",
+        "'<｜tool▁call▁begin｜>function<｜tool▁sep｜>'": "deepseek_v3",
+        "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'": "deepseek_v31",
+        "[AVAILABLE_TOOLS] [TOOL_CALLS]": "mistral",
+        "plain": None,
+    }.items():
+        assert detect(TOOL_FORMATS, template) == name
+    assert detect(TOOL_FORMATS, "plain", {"<|python_tag|>"}) == "llama3_json"
+    assert detect(REASONING_FORMATS, "a <think> b") == "deepseek_r1"
+
+
+def test_long_calls_take_time_in_proportion():
+    import time
+
+    def seconds(size):
+        text = '<tool_call>{"name": "now", "arguments": {"a": "' + "x" * size + '"}}</tool_call>'
+        start = time.perf_counter()
+        whole, _ = reply(text, range(4, len(text), 4), calls=Calls(TOOL_FORMATS["hermes"], TOOLS))
+        assert len(whole.calls[0].arguments) > size
+        return time.perf_counter() - start
+
+    seconds(1000)
+    assert seconds(80_000) < 4.0

@@ -1,0 +1,198 @@
+"""`/v1/responses` through the official client: items, events, and what is kept."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from ed_esurge.server.launch import background
+from ed_esurge.server.responses.answer import ResponseAnswer
+from ed_esurge.testing import (
+    TOOL_REPLIES,
+    TOOL_TEMPLATE,
+    NamedReplies,
+    ScriptedEngine,
+    byte_tokenizer,
+)
+
+TOOLS = [
+    {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": None,
+    },
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+WEATHER = '{"city": "Zürich", "days": 3}'
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return NamedReplies(tokenizer=byte_tokenizer(TOOL_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with background(engine) as url:
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def plain(response):
+    """A response without what is new every time."""
+    fields = response.model_dump(exclude_none=True)
+    for name in ("id", "created_at", "completed_at", "parsed_arguments"):
+        fields.pop(name, None)
+    for item in fields["output"]:
+        for name in ("id", "call_id", "parsed_arguments"):
+            item.pop(name, None)
+        for part in item.get("content") or []:
+            part.pop("parsed", None)
+    return fields
+
+
+@pytest.mark.parametrize("name", ["call", "only", "plain", "broken"])
+def test_streamed_and_not(client, name):
+    options = {"model": "scripted", "input": f"say {name}", "tools": TOOLS}
+    whole = client.responses.create(**options)
+    ResponseAnswer.model_validate(whole.model_dump(exclude_unset=True))
+    assert whole.status == "completed"
+    kinds = [item.type for item in whole.output]
+    if name == "call":
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        assert whole.output[0].content[0].text == "I look it up."
+        assert whole.output_text == "One moment."
+        assert whole.usage.output_tokens_details.reasoning_tokens == len("I look it up.")
+    elif name == "only":
+        assert kinds == ["function_call"] * 2
+        assert [item.arguments for item in whole.output] == [WEATHER, "{}"]
+    else:
+        assert whole.output_text == TOOL_REPLIES[name]
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+
+    numbers, texts, items = [], {}, {}
+    for event in client.responses.create(**options, stream=True):
+        numbers.append(event.sequence_number)
+        if event.type.endswith(".delta"):
+            texts[event.output_index] = texts.get(event.output_index, "") + event.delta
+        if event.type == "response.output_item.done":
+            items[event.output_index] = event.item
+            last = event
+        if event.type == "response.completed":
+            streamed = event.response
+    assert numbers == list(range(len(numbers)))
+    assert plain(streamed) == plain(whole)
+    for index, item in items.items():
+        said = item.arguments if item.type == "function_call" else item.content[0].text
+        assert said == texts.get(index, "")
+    assert last.item.status == "completed"
+    if name != "broken":  # whose call the client has begun to gather
+        with client.responses.stream(**options) as stream:
+            for _ in stream:
+                pass
+            assert plain(stream.get_final_response())["output"] == plain(whole)["output"]
+
+
+def test_a_chain_of_responses(client, engine):
+    first = client.responses.create(
+        model="scripted", input="say call", tools=TOOLS, instructions="Be kind."
+    )
+    assert '"role": "system"' in engine.prompts[-1]
+    call = next(item for item in first.output if item.type == "function_call")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 °C"}
+    second = client.responses.create(
+        model="scripted",
+        input=[result, {"role": "user", "content": "say plain"}],
+        previous_response_id=first.id,
+        tools=TOOLS,
+    )
+    prompt = engine.prompts[-1]
+    assert "Be kind." not in prompt  # instructions are of one response
+    lines = [line for line in prompt.split("\n") if line.startswith(("<|", "<tools>"))]
+    messages = [json.loads(line[line.rindex("|>{") + 2 :]) for line in lines if "|>{" in line]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "user"]
+    assert messages[1]["content"] == "One moment."
+    assert messages[1]["reasoning_content"] == "I look it up."
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == json.loads(WEATHER)
+    third = client.responses.create(
+        model="scripted", input="say only", previous_response_id=second.id, stream=True
+    )
+    *_, end = third
+    assert engine.prompts[-1].count('"role": "user"') == 3
+    assert client.responses.retrieve(end.response.id).output_text
+    # The items of an answer can be sent back as they are.
+    sent = [{"role": "user", "content": "say plain"}, *[item.model_dump() for item in first.output]]
+    client.responses.create(model="scripted", input=[*sent, result])
+
+
+def test_what_is_kept(client):
+    kept = client.responses.create(model="scripted", input="say plain")
+    again = client.responses.retrieve(kept.id)
+    assert again.model_dump() == kept.model_dump()
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError) as error:
+        client.responses.retrieve(kept.id)
+    assert error.value.body["code"] == "response_not_found"
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.create(model="scripted", input="a", previous_response_id=kept.id)
+    loose = client.responses.create(model="scripted", input="say plain", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(loose.id)
+
+
+def test_the_oldest_make_room():
+    engine = ScriptedEngine(max_model_len=4096)
+    with background(engine, limits={"max_stored_responses": 2}) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        ids = [client.responses.create(model="scripted", input="a").id for _ in range(3)]
+        assert client.responses.retrieve(ids[1]).id == ids[1]
+        with pytest.raises(openai.NotFoundError, match="last 2"):
+            client.responses.retrieve(ids[0])
+
+
+def test_a_cut_response_is_incomplete(client):
+    options = {"model": "scripted", "tools": TOOLS, "max_output_tokens": 60}
+    for name, kind in (("only", "function_call"), ("plain", "message")):
+        options["max_output_tokens"] = 60 if name == "only" else 3
+        whole = client.responses.create(**options, input=f"say {name}")
+        assert whole.status == "incomplete"
+        assert whole.incomplete_details.reason == "max_output_tokens"
+        assert (whole.output[-1].type, whole.output[-1].status) == (kind, "incomplete")
+        *_, last = client.responses.create(**options, input=f"say {name}", stream=True)
+        assert last.type == "response.incomplete"
+        assert plain(last.response) == plain(whole)
+        client.responses.create(model="scripted", input="say plain", previous_response_id=whole.id)
+
+
+NO_SCHEMA = {"format": {"type": "json_schema"}}
+PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "item_reference"),
+        ({"input": "a", "background": True}, "background", "stream"),
+        ({"input": "a", "conversation": "c"}, "conversation", "previous_response_id"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "a", "text": NO_SCHEMA}, "text.format.schema", "missing"),
+        ({"input": "a", "modle": "x"}, "modle", "did you mean 'model'"),
+        ({"input": [PICTURE]}, "input", "text only"),
+    ],
+)
+def test_refusals(client, body, param, says):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.post("/responses", body=body, cast_to=object)
+    assert error.value.body["param"].startswith(param)
+    assert says in error.value.body["message"]
+
+
+def test_an_engine_that_dies_ends_the_stream_with_an_error():
+    engine = ScriptedEngine(fail_after=3, max_model_len=4096)
+    with background(engine) as url:
+        text = httpx.post(f"{url}/responses", json={"input": "a", "stream": True}).text
+    assert text.rstrip().rsplit("\n\n", 1)[-1].startswith("event: error\ndata: {")

@@ -1,0 +1,39 @@
+"""Requests made from the OpenAPI document, right and wrong: never a 5xx, never a hang."""
+
+from __future__ import annotations
+
+import pytest
+from ed_esurge.server import openapi
+from ed_esurge.server.launch import background
+from ed_esurge.testing import TOOL_TEMPLATE, ScriptedEngine, byte_tokenizer
+from hypothesis import HealthCheck, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+BODIES = [one.path for one in openapi.ENDPOINTS if one.takes is not None]
+
+
+@pytest.fixture(scope="module")
+def root():
+    engine = ScriptedEngine(tokenizer=byte_tokenizer(TOOL_TEMPLATE), max_model_len=4096)
+    with background(engine) as url:
+        yield url.removesuffix("/v1")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", BODIES)
+def test_no_request_is_too_much(root, path):
+    schema = schemathesis.openapi.from_url(f"{root}/openapi.json")
+    operation = schema[path]["POST"]
+    for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+
+        @settings(
+            max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        )
+        @given(operation.as_strategy(generation_mode=mode))
+        def ask(case):
+            answer = case.call(base_url=root, timeout=20)
+            assert answer.status_code in (200, 400, 404), answer.text
+            if answer.status_code != 200:
+                assert answer.json()["error"]["message"]
+
+        ask()

@@ -1,0 +1,186 @@
+"""Structured output over HTTP, by the real engine: the answer of a random model is what was asked
+for."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import openai
+import pytest
+from ed_esurge import eSurge
+from ed_esurge.server.launch import background
+from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from pydantic import BaseModel, Field
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}{{ m.content }}\n"
+    "{% endfor %}{% if think %}<think>{% endif %}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "of": {"$ref": "#/$defs/kind"}},
+    "required": ["ok", "of"],
+    "additionalProperties": False,
+    "$defs": {"kind": {"enum": ["a", "b"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "first", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "second"}},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.add_tokens(["</think>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def client(llama, tokenizer):
+    engine = eSurge(
+        llama,
+        tokenizer,
+        model_name="tiny",
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_seq_buckets=(4,),
+        max_num_batched_tokens=64,
+        page_size=16,
+        extra_eos_token_ids=(257,),
+        compile_runner=False,
+        silent_mode=True,
+    )
+    with background(engine, reasoning_parser="deepseek_r1") as url:
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def ask(client, **options):
+    messages = [{"role": "user", "content": "hi"}]
+    return client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=120, seed=3, **options
+    )
+
+
+def json_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def test_response_format(client):
+    for format_ in (json_schema(SCHEMA), {"type": "text"}):
+        answer = ask(client, response_format=format_, n=3)
+        if format_["type"] == "text":
+            continue
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            value = json.loads(choice.message.content)
+            assert value.keys() == {"ok", "of"}
+            assert value["of"] in ("a", "b")
+    text = ask(client, response_format={"type": "json_object"}).choices[0].message.content
+    assert text.startswith("{")
+
+
+class Answer(BaseModel):
+    yes: bool
+    pair: list[bool] = Field(min_length=2, max_length=2)
+
+
+def test_the_clients_own_parser(client):
+    messages = [{"role": "user", "content": "hi"}]
+    answer = client.chat.completions.parse(
+        model="tiny", messages=messages, response_format=Answer, max_tokens=120
+    )
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+@pytest.mark.parametrize(
+    ("guided", "pattern"),
+    [
+        ({"guided_regex": "[ab]{2}c"}, "[ab]{2}c"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "x" ("y" | "z")'}, "x[yz]"),
+        ({"guided_json": {"enum": [1, "two"]}}, '1|"two"'),
+        ({"guided_json": '{"const": true}'}, "true"),
+    ],
+)
+def test_guided(client, guided, pattern):
+    text = ask(client, extra_body=guided).choices[0].message.content
+    assert re.fullmatch(pattern, text)
+    whole = client.completions.create(model="tiny", prompt=["a", "b"], extra_body=guided, n=2)
+    assert all(re.fullmatch(pattern, choice.text) for choice in whole.choices)
+
+
+def test_calls_that_must_be_made(client):
+    for parallel in (False, True):
+        answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
+        (choice,) = answer.choices
+        calls = choice.message.tool_calls
+        assert choice.message.content is None
+        if choice.finish_reason == "tool_calls":
+            assert parallel or len(calls) == 1
+            for call in calls:
+                arguments = json.loads(call.function.arguments)
+                assert call.function.name in ("first", "second")
+                assert call.function.name == "second" or arguments["of"] in ("a", "b")
+    named = {"type": "function", "function": {"name": "first"}}
+    whole = ask(client, tools=TOOLS, tool_choice=named).choices[0]
+    assert whole.finish_reason == "stop"
+    (call,) = whole.message.tool_calls
+    assert json.loads(call.function.arguments)["of"] in ("a", "b")
+    streamed = ["", ""]
+    for chunk in ask(client, tools=TOOLS, tool_choice=named, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            streamed[0] += part.function.name or ""
+            streamed[1] += part.function.arguments or ""
+    assert streamed == [call.function.name, call.function.arguments]
+
+
+def test_thoughts_are_free(client, tokenizer):
+    bias = {str(tokenizer.convert_tokens_to_ids("</think>")): 4}
+    answer = ask(
+        client,
+        response_format=json_schema(SCHEMA),
+        logit_bias=bias,
+        extra_body={"chat_template_kwargs": {"think": True}},
+    )
+    message = answer.choices[0].message
+    assert message.model_extra["reasoning_content"]
+    assert json.loads(message.content)["of"] in ("a", "b")
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    with background(ScriptedEngine(max_model_len=4096)) as url:
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "belongs"),
+        ({"response_format": json_schema({"type": "thing"})}, "response_format", "thing"),
+        ({"guided_regex": "("}, "guided_regex", "structured output"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_choice": ["a"] * 2000}, "guided_choice", "1024"),
+        ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar", "contradicts"),
+        ({"guided_regex": "a", "min_tokens": 3}, None, "drop one"),
+    ],
+)
+def test_refusals(scripted, body, param, says):
+    body = {"messages": [{"role": "user", "content": "a"}], **body}
+    with pytest.raises(openai.BadRequestError) as error:
+        scripted.post("/chat/completions", body=body, cast_to=object)
+    assert error.value.body["param"] == param
+    assert says in error.value.body["message"]
+
+
+def test_deep_schemas_are_refused(scripted):
+    schema = {"type": "object"}
+    for _ in range(40):
+        schema = {"type": "array", "items": schema}
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "response_format": json_schema(schema)}
+    with pytest.raises(openai.BadRequestError, match="deeper"):
+        scripted.post("/chat/completions", body=body, cast_to=object)

@@ -1,0 +1,257 @@
+"""Named arrays in a directory: written by orbax with checksums, read onto any mesh and storage.
+
+Arrays are named by storage path, its parts joined by `/`. What was written from stacked layers can
+be read into separate ones and the other way round, and parameters stored below float32 from those
+stored in float32 and back, through the masters of the optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from ed_infra.errors import CheckpointError
+from ed_infra.paths import canonical, is_stacked, normalize
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ed_trainers.library_log import hushed
+
+T = TypeVar("T")
+Wanted = Mapping[str, jax.ShapeDtypeStruct]
+
+# Where the state of a run has its parameters, and their float32 masters.
+_PARAMETERS = "graphstate."
+_MASTER = re.compile(r"opt_state\.(?:inner\.)*masters\.(?P<parameter>.+)")
+
+
+class Stored(Protocol):
+    """What a checkpoint says about one of its arrays."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        ...
+
+
+def leaf_names(tree: object) -> list[str]:
+    """Name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by `/`."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return ["/".join(str(part) for part in normalize(path)) for path in paths]
+
+
+def flat_arrays(tree: object) -> dict[str, jax.Array]:
+    """Return the leaves by name: the form in which they are saved, free of any class."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def flat_abstract(tree: object) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape, dtype and sharding of each leaf by name."""
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for name, leaf in flat_arrays(tree).items()
+    }
+
+
+def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
+    """Put arrays, by name, into the structure of `template`."""
+    leaves = [arrays[name] for name in leaf_names(template)]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def size_of(arrays: Iterable[jax.Array]) -> int:
+    """Bytes of arrays, each counted once whatever its copies on devices."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+
+
+def stored_arrays(directory: Path) -> dict[str, Stored]:
+    """Return shape and dtype of each array in a directory that orbax wrote.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    with hushed(), ocp.StandardCheckpointer() as checkpointer:
+        metadata: Any = checkpointer.metadata(directory).item_metadata
+    if metadata is None:
+        raise CheckpointError(f"{directory} holds no arrays of a checkpoint")
+    return dict(metadata.tree)
+
+
+def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
+    """Read arrays in the shapes, dtypes and shardings that are wanted.
+
+    Args:
+        directory: what orbax wrote.
+        wanted: names in the reader's own storage; see `check_fit` for those that can be had.
+    """
+    plan = _plan(wanted, stored_arrays(directory))
+    args = ocp.args.PyTreeRestore(
+        item=plan.reads,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(plan.reads),
+        partial_restore=True,  # the others are not read
+    )
+    with hushed(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        raw = dict(checkpointer.restore(directory, args=args))
+    # The last reader of an array lets go of it: both storages never exist as a whole.
+    last = {piece.stored: name for name, pieces in plan.pieces.items() for piece in pieces}
+    arrays = {}
+    for name, pieces in plan.pieces.items():
+        arrays[name] = _assembled(wanted[name], pieces, raw)
+        for stored in {piece.stored for piece in pieces}:
+            if last[stored] == name:
+                del raw[stored]
+    return arrays
+
+
+def check_fit(
+    wanted: Wanted, saved: Mapping[str, Stored], where: str, *, dtypes: bool = False
+) -> None:
+    """Compare names and shapes, and dtypes if asked, of what is wanted with what was saved.
+
+    Stacked and separate layers fit each other. Of the dtypes, a parameter's may differ where one of
+    the two runs keeps a float32 master of it.
+
+    Raises:
+        CheckpointError: naming the first few differences.
+    """
+    plan = _plan(wanted, saved)
+    problems = [f"{name} is missing" for name in plan.missing]
+    problems += [f"{name} is not in the model" for name in plan.unused]
+    for name, pieces in plan.pieces.items():
+        leaf, stacked = wanted[name], is_stacked(name.split("/"))
+        for piece in pieces[:1]:
+            there = saved[piece.stored]
+            own = tuple(there.shape[1:] if piece.entry is not None else there.shape)
+            if own != tuple(leaf.shape[1:] if stacked else leaf.shape):
+                shapes = f"{tuple(there.shape)}, the model wants {tuple(leaf.shape)}"
+                problems.append(f"{name} has shape {shapes}")
+            elif dtypes and there.dtype != leaf.dtype and not plan.through_masters(name):
+                problems.append(f"{name} is {there.dtype}, the model wants {leaf.dtype}")
+    if problems:
+        listing = "; ".join(problems[:3])
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{where} does not fit this model and optimizer: {listing}{more}")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stored array, or the entry of one that is stacked."""
+
+    stored: str
+    entry: int | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which stored arrays to read, and how those that are wanted are put together from them."""
+
+    reads: dict[str, jax.ShapeDtypeStruct]
+    pieces: dict[str, list[_Piece]]
+    missing: list[str]
+    unused: list[str]
+    mastered: frozenset[str]
+
+    def through_masters(self, name: str) -> bool:
+        """Whether a parameter comes from a master, or its master from it."""
+        return all(one in self.mastered for one in canonical(name.split("/")))
+
+
+def _plan(wanted: Wanted, saved: Mapping[str, Stored]) -> _Plan:
+    there: dict[str, _Piece] = {}
+    for name in saved:
+        path = name.split("/")
+        entries = range(len(canonical(path))) if is_stacked(path) else [None]
+        for one, entry in zip(canonical(path), entries, strict=True):
+            there[one] = _Piece(name, entry)
+    here = _masters(one for name in wanted for one in canonical(name.split("/")))
+    masters = _masters(there)
+
+    def source(one: str) -> str:
+        """The canonical name under which an array was saved."""
+        of = _MASTER.fullmatch(one)
+        if of is not None and one not in there:
+            return _PARAMETERS + of["parameter"]
+        return one if one in here else masters.get(one, one)
+
+    pieces, missing, reads, used, mastered = {}, [], {}, set(), set()
+    for name, leaf in wanted.items():
+        path = name.split("/")
+        sources = {one: source(one) for one in canonical(path)}
+        if any(origin not in there for origin in sources.values()):
+            missing.append(name)
+            continue
+        used.update(sources.values())
+        mastered |= {
+            one for one in sources if sources[one] != one or (one in here) != (one in masters)
+        }
+        pieces[name] = [there[origin] for origin in sources.values()]
+        for piece in pieces[name]:
+            sharding = _restacked(leaf.sharding, is_stacked(path), piece.entry is not None)
+            known = reads.get(piece.stored, leaf)
+            reads[piece.stored] = jax.ShapeDtypeStruct(
+                tuple(saved[piece.stored].shape),
+                jnp.promote_types(known.dtype, leaf.dtype),
+                sharding=sharding,
+            )
+    # A float32 run has no use for the rounded parameters beside the masters that it reads.
+    used |= {parameter for parameter, master in masters.items() if master in used}
+    unused = [name for name in saved if not used.issuperset(canonical(name.split("/")))]
+    return _Plan(reads, pieces, missing, unused, frozenset(mastered))
+
+
+def _masters(names: Iterable[str]) -> dict[str, str]:
+    """Canonical names of parameters, and of their masters, among those of a state."""
+    matches = [match for match in map(_MASTER.fullmatch, names) if match is not None]
+    return {_PARAMETERS + match["parameter"]: match[0] for match in matches}
+
+
+def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
+    """The sharding of an array as it is stored, from that of the one that it becomes."""
+    if stacked == stored_stacked or not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = tuple(sharding.spec)
+    spec = spec[1:] if stacked else (None, *spec)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def _assembled(
+    leaf: jax.ShapeDtypeStruct, pieces: list[_Piece], raw: Mapping[str, jax.Array]
+) -> jax.Array:
+    stored = [raw[piece.stored] for piece in pieces]
+    whole = len({piece.stored for piece in pieces}) == 1 and stored[0].shape == leaf.shape
+    if whole and [piece.entry for piece in pieces] in ([None], list(range(len(pieces)))):
+        same = stored[0].dtype == leaf.dtype and stored[0].sharding == leaf.sharding
+        return stored[0] if same else _cast(leaf.sharding, leaf.dtype)(stored[0])
+    layers = [
+        array if piece.entry is None else _entry(array, piece.entry)
+        for array, piece in zip(stored, pieces, strict=True)
+    ]
+    if len(leaf.shape) == layers[0].ndim:
+        return _cast(leaf.sharding, leaf.dtype)(layers[0])
+    return _stack(leaf.sharding, leaf.dtype)(layers)
+
+
+@jax.jit
+def _entry(array: jax.Array, entry: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, entry, 0, keepdims=False)
+
+
+@lru_cache(maxsize=256)
+def _cast(sharding: Sharding | None, dtype: Any) -> Any:
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=256)
+def _stack(sharding: Sharding | None, dtype: Any) -> Any:
+    return jax.jit(lambda xs: jnp.stack(xs).astype(dtype), out_shardings=sharding)

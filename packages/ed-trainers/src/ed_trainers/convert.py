@@ -1,0 +1,146 @@
+"""Turn a checkpoint into a model directory of Hugging Face, or such a directory into a saved state.
+
+    python -m ed_trainers.convert runs/mine/checkpoints/100 model-100
+    python -m ed_trainers.convert meta-llama/Llama-3.2-1B states
+
+Checkpoints of a run, and what `save_state` and `CheckpointManager` wrote, become a directory that
+`transformers` loads; anything else is loaded as a model and saved by `CheckpointManager`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ed_infra import registry, sharding
+from ed_infra.errors import CheckpointError, EasyDeLError
+from ed_infra.paths import canonical
+from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
+from ed_models.module import EasyDeLBaseModule
+from flax import nnx
+
+from ed_trainers import checksums
+from ed_trainers.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
+from ed_trainers.manager import CheckpointManager
+from ed_trainers.saved import check_format
+
+# Where a state has its variables; a module that was saved alone has them at the top.
+_PLACES = ("graphstate/", "graphother/", "")
+
+
+def model_of(directory: str | Path) -> EasyDeLBaseModule:
+    """Read the model in a checkpoint, in the dtype that it was trained in.
+
+    Args:
+        directory: of a checkpoint of a run, or of a saved state.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it holds only a part of a model.
+    """
+    path = Path(directory).absolute()
+    facts = _facts(path)
+    wrong = checksums.damage(path)
+    if wrong is not None:
+        raise CheckpointError(f"{path} is damaged: {wrong}; take another one")
+    there = {
+        one: stored.dtype
+        for name, stored in stored_arrays(path / "arrays").items()
+        for one in canonical(name.split("/"))
+    }
+    graphdef, state = _empty(facts, path)
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    places: dict[str, str] = {}
+    for name, leaf in flat_abstract(state).items():
+        for place in _PLACES:
+            first = canonical((place + name).split("/"))[0]
+            if first in there:
+                places[name] = place + name
+                wanted[place + name] = leaf.update(dtype=there[first])
+                break
+        else:
+            raise CheckpointError(
+                f"{path} has no {name}: it holds what learned, over frozen weights. Run the "
+                "training again: at its end it writes the whole model, and adapters alone"
+            )
+    arrays = read_arrays(path / "arrays", wanted)
+    filled = from_flat(state, {name: arrays[place] for name, place in places.items()})
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(graphdef, filled)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    for name in ("state.json", "run/metadata"):
+        if (path / name).is_file():
+            facts = json.loads((path / name).read_text())
+            check_format(facts, str(path))
+            if facts.get("model") is None:
+                raise CheckpointError(f"{path} holds arrays, but not the configuration of a model")
+            return facts["model"]
+    raise CheckpointError(f"{path} is neither a checkpoint nor a saved state")
+
+
+def _empty(facts: dict[str, Any], path: Path) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure, shapes and placement of a checkpoint's model, on the devices that are here."""
+    model_type = facts["config"]["model_type"]
+    modules = [registry.get_module(task, model_type) for task in registry.tasks_of(model_type)]
+    module = next((one for one in modules if one.__name__ == facts["class"]), None)
+    if module is None:
+        raise CheckpointError(f"{path} holds a {facts['class']}, which is not installed here")
+    config = registry.get_config(model_type).from_dict(facts["config"])
+    config = config.replace(sharding_axis_dims=(1, -1, 1, 1, 1))
+    with nnx.use_eager_sharding(False):
+        empty = nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(empty)
+    placement = jax.tree.leaves(sharding.shardings(state, config))
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        for leaf, place in zip(jax.tree.leaves(state), placement, strict=True)
+    ]
+    return graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def convert(source: str | Path, target: str | Path) -> Path:
+    """Convert in the direction that the source calls for; see the head of this module.
+
+    Args:
+        source: a checkpoint, a saved state, a directory of Hugging Face or the name of one on the
+            hub.
+        target: what to write.
+
+    Returns:
+        The directory that was written.
+
+    Raises:
+        CheckpointError: the source is damaged, or holds only a part of a model.
+    """
+    if (Path(source) / "arrays").is_dir():
+        model_of(source).save_pretrained(target)
+        return Path(target)
+    config = AutoEasyDeLConfig.from_pretrained(source)
+    dtype = getattr(config, "dtype", None) or "float32"  # that of the files
+    name = str(dtype).removeprefix("torch.")
+    model = AutoEasyDeLModelForCausalLM.from_pretrained(source, param_dtype=jnp.dtype(name))
+    return CheckpointManager(target).save(model)
+
+
+def main() -> int:
+    """Convert, and print what was written."""
+    parser = argparse.ArgumentParser(prog="python -m ed_trainers.convert", description=__doc__)
+    parser.add_argument("source", help="checkpoint, saved state, or directory of Hugging Face")
+    parser.add_argument("target", help="directory to write")
+    options = parser.parse_args()
+    try:
+        print(convert(options.source, options.target))
+    except EasyDeLError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Model FLOPs utilization: how much of the devices' peak the arithmetic of a run takes.
+
+The formula is that of PaLM (Chowdhery et al. 2022, appendix B): two FLOPs for each parameter of a
+matrix and each token forward, two for the gradient of the input, two for that of the parameter
+where it learns; and 12 for each layer, feature of the heads and token of the row for attention.
+What is computed again in the backward pass does not count.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from ed_infra.paths import canonical, normalize, parse_run
+from ed_layers.quantization import QuantParam
+from flax import nnx
+
+from ed_trainers.optimizers.per_array import EXPERT, logical_axes
+from ed_trainers.state import EasyDeLState
+
+#: Peak of one device in dense bfloat16, FLOP/s, by the beginning of jax's `device_kind`; the
+#: longest that fits. From the vendors' data sheets.
+PEAKS = {
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+class Utilization(NamedTuple):
+    """What turns tokens a second into a share of the peak.
+
+    Attributes:
+        per_token: FLOPs of a token.
+        peak: FLOP/s of all devices together.
+        formula: the same in words, with its numbers.
+    """
+
+    per_token: float
+    peak: float
+    formula: str
+
+    def of(self, tokens_per_second: float) -> float:
+        """The share of the peak, 0 to 1."""
+        return tokens_per_second * self.per_token / self.peak
+
+
+def utilization(
+    state: EasyDeLState, config: Any, *, length: int, peak: float | None
+) -> Utilization | None:
+    """Count the FLOPs of a token, where the peak of the devices is known.
+
+    Args:
+        state: the parameters, those that learn and the frozen ones.
+        config: the model's; gives mesh, layers and heads.
+        length: tokens of a row.
+        peak: FLOP/s of one device; None takes the known figure of its kind.
+    """
+    device = config.mesh.devices.flat[0]
+    peak = known_peak(device.device_kind) if peak is None else peak
+    if peak is None:
+        return None
+    count = config.mesh.size
+    learning, frozen = matrix_parameters(state, config)
+    width = attention_width(config)
+    per_token = 6.0 * learning + 4.0 * frozen + 12.0 * width * length
+    parts = [f"6 x {learning:,.0f} parameters that learn"]
+    parts += [f"4 x {frozen:,.0f} frozen ones"] if frozen else []
+    parts += [f"12 x {width:,} features of heads x {length:,} tokens"] if width else []
+    formula = (
+        f"mfu = ({' + '.join(parts)}) FLOP/token x tokens_per_second / "
+        f"({count} x {peak:.3g} FLOP/s of {device.device_kind})"
+    )
+    return Utilization(per_token, peak * count, formula)
+
+
+def known_peak(device_kind: str) -> float | None:
+    """Peak of a device, FLOP/s; None for a kind that is not in the table."""
+    fits = [name for name in PEAKS if device_kind.startswith(name)]
+    return PEAKS[max(fits, key=len)] if fits else None
+
+
+def matrix_parameters(state: EasyDeLState, config: Any) -> tuple[float, float]:
+    """Return how many parameters of matrices a token meets: those that learn, and the frozen ones.
+
+    Of experts it meets `num_experts_per_tok`. A table that tokens are looked up in is no matrix,
+    unless it is the head too.
+    """
+    trees = (state.graphstate, state.graphother)
+    counts = [_counted(tree, config) for tree in trees]
+    has_head = any(heads for _, _, heads in counts)
+    sums = [matrices + (0.0 if has_head else tables) for matrices, tables, _ in counts]
+    return sums[0], sums[1]
+
+
+def _counted(tree: nnx.State, config: Any) -> tuple[float, float, int]:
+    """Parameters of matrices, of tables of the vocabulary, and the number of heads."""
+    matrices, tables, heads = 0.0, 0.0, 0
+    flat = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )[0]
+    for path, variable in flat:
+        shape = getattr(variable.get_value(), "shape", ())
+        axes = logical_axes(variable)
+        layers = sum(parse_run(key) is not None for key in normalize(path))
+        experts = axes[:1] == (EXPERT,)
+        if not isinstance(variable, nnx.Param | QuantParam) or len(shape) - layers - experts < 2:
+            continue
+        size = 1.0
+        for n in shape:
+            size *= n
+        if experts:
+            size *= min(
+                getattr(config, "num_experts_per_tok", None) or shape[layers], shape[layers]
+            )
+            size /= shape[layers]
+        name = canonical(path)[0]
+        if axes[:1] == ("vocab",) or name.endswith("embedding"):
+            tables += size
+            continue
+        heads += axes[-1:] == ("vocab",)
+        matrices += size
+    return matrices, tables, heads
+
+
+def attention_width(config: Any) -> int:
+    """Features of all heads of all layers; 0 where the configuration does not say."""
+    layers = getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not layers or not heads:
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(layers * heads * size)

@@ -1,0 +1,139 @@
+"""`CheckpointManager`: saved states in one directory, for a loop of one's own.
+
+    manager = CheckpointManager("checkpoints")
+    manager.save(state)
+    state = manager.load(state)
+
+The trainers have checkpoints of their own, which also hold the position in the data.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import jax
+from ed_infra import logging
+from ed_infra.errors import CheckpointError
+from flax import nnx
+
+from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
+from ed_trainers.saved import load, model_facts, save, saved_facts
+from ed_trainers.state import EasyDeLState
+
+log = logging.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+class CheckpointManager:
+    """Saves states by number, and loads the newest that is whole.
+
+    Arrays are written and read shard by shard, each process its own, with checksums; the mesh and
+    the storage of layers may be others when they are read. A state appears under its number only
+    when it is complete.
+
+    Args:
+        directory: where they are; created when the first is written.
+        save_total_limit: how many of the newest to keep; None keeps all.
+    """
+
+    def __init__(self, directory: str | Path, *, save_total_limit: int | None = None):
+        self.directory = Path(directory).absolute()
+        self._keep = save_total_limit
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the saved states, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdigit())
+
+    def save(self, state: object, step: int | None = None) -> Path:
+        """Write a state; returns its directory when it is complete.
+
+        Args:
+            state: an `EasyDeLState`, a module, or any tree of arrays.
+            step: its number; default: the state's own `step`, else one more than the newest.
+
+        Raises:
+            CheckpointError: the number is taken, or the disk is full.
+        """
+        if step is None:
+            own = getattr(state, "step", None)
+            step = int(own) if own is not None else max(self.steps(), default=-1) + 1
+        target = self.directory / str(step)
+        if target.exists():
+            raise CheckpointError(f"{target} exists: save under another step, or remove it")
+        part = self.directory / f".{step}.part"
+        if jax.process_index() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        model = state.model if isinstance(state, EasyDeLState) else state
+        facts = {"step": step, "model": model_facts(model)}
+        save(part, flat_arrays(_tree(state)), facts)
+        if jax.process_index() == 0:
+            part.rename(target)
+            if self._keep is not None:
+                for old in self.steps()[: -self._keep]:
+                    shutil.rmtree(self.directory / str(old))
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices(f"saved {step}")
+        return target
+
+    @overload
+    def load(self, like: None = None, step: int | None = None) -> dict[str, Any]: ...
+
+    @overload
+    def load(self, like: T, step: int | None = None) -> T: ...
+
+    def load(self, like: Any = None, step: int | None = None) -> Any:
+        """Read a state.
+
+        Args:
+            like: what it is to look like: structure, shapes, dtypes and shardings are taken from
+                it. None gives nested dicts of arrays on the default device.
+            step: which one; default: the newest that is not damaged.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or does not fit.
+        """
+        steps = self.steps() if step is None else [step]
+        if not steps:
+            raise CheckpointError(f"there is no saved state in {self.directory}")
+        for number in reversed(steps):
+            directory = self.directory / str(number)
+            try:
+                saved_facts(directory)
+                wanted = None if like is None else flat_abstract(_tree(like))
+                arrays = load(directory, wanted)
+            except CheckpointError as error:
+                if "damaged" not in str(error) or number == steps[0]:
+                    raise
+                log.warning("%s; the one before it is used", error)
+                continue
+            return _nested(arrays) if like is None else _like(like, arrays)
+        raise AssertionError("a state was returned or an error raised")
+
+
+def _tree(state: object) -> object:
+    return nnx.state(state) if isinstance(state, nnx.Module) else state
+
+
+def _like(like: Any, arrays: dict[str, jax.Array]) -> Any:
+    if isinstance(like, nnx.Module):
+        graphdef, state = nnx.split(like)
+        return nnx.merge(graphdef, from_flat(state, arrays))
+    return from_flat(like, arrays)
+
+
+def _nested(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in arrays.items():
+        *parents, last = name.split("/")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = leaf
+    return tree

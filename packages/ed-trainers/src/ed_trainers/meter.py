@@ -1,0 +1,138 @@
+"""Where the time of a run goes, and how fast it is: tokens, MFU, waiting, memory, goodput."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import jax
+
+from ed_trainers.flops import Utilization
+
+#: What the seconds of a run are spent on beside steps that bring it on. `restart` is all that
+#: comes before the first step: making the state, or reading it from a checkpoint.
+Spent = Literal["compile", "data", "checkpoint", "evaluation", "restart"]
+KINDS: tuple[Spent, ...] = ("compile", "data", "checkpoint", "evaluation", "restart")
+
+_GIB = 2.0**30
+
+
+class Meter:
+    """Counts tokens and seconds of a run, on the host alone: nothing waits for a device.
+
+    Attributes:
+        utilization: turns tokens a second into MFU; None where that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.utilization: Utilization | None = None
+        self._began = time.monotonic()
+        self._spent = dict.fromkeys(KINDS, 0.0)
+        self._clock: float | None = None  # when the last step was seen to end
+        self._window = [0.0, 0.0]  # tokens and seconds since the last row
+        self._whole = [0.0, 0.0]  # and since the beginning
+        self._waited, self._steps = 0.0, 0  # for data, since the last row
+
+    def ready(self) -> None:
+        """Everything before the first step is done."""
+        self._spent["restart"] += time.monotonic() - self._began
+
+    @contextmanager
+    def spending(self, kind: Spent) -> Iterator[None]:
+        """Count the seconds of a block as spent on something other than steps."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._spent[kind] += now - began
+            if self._clock is not None:
+                self._clock = now
+
+    @contextmanager
+    def fetching(self, idle: Callable[[], bool]) -> Iterator[None]:
+        """Count the seconds of a block as waiting for data, where the devices ran dry in it.
+
+        Args:
+            idle: tells, after the block, whether the devices have nothing left to do.
+        """
+        began = time.monotonic()
+        yield
+        if idle():
+            waited = time.monotonic() - began
+            self._spent["data"] += waited
+            self._waited += waited
+
+    def stepped(self, tokens: int) -> None:
+        """A step of so many tokens was seen to end."""
+        now = time.monotonic()
+        self._steps += 1
+        if self._clock is not None:  # the first step compiles: its time says nothing
+            for sums in (self._window, self._whole):
+                sums[0] += tokens
+                sums[1] += now - self._clock
+        self._clock = now
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Since the last row; None before the second step."""
+        return self._window[0] / self._window[1] if self._window[1] else None
+
+    def row(self) -> dict[str, float]:
+        """Return the figures since the last row, and begin anew.
+
+        `tokens_per_second`; `mfu`, a share; `data_wait`, seconds a step; `goodput`, the share of
+        all seconds so far that went into steps; `peak_memory_gib` of the fullest device.
+        """
+        rate = self.tokens_per_second
+        row = {} if rate is None else {"tokens_per_second": rate}
+        if rate is not None and self.utilization is not None:
+            row["mfu"] = self.utilization.of(rate)
+        row["data_wait"] = self._waited / max(self._steps, 1)
+        row["goodput"] = self.seconds()["productive"] / self._elapsed()
+        memory = peak_memory()
+        if memory is not None:
+            row["peak_memory_gib"] = memory / _GIB
+        self._window, self._waited, self._steps = [0.0, 0.0], 0.0, 0
+        return row
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by what they went into; `productive` is what remains."""
+        rest = self._elapsed() - sum(self._spent.values())
+        return {"productive": max(rest, 0.0), **self._spent}
+
+    def summary(self) -> dict[str, float]:
+        """The figures of the whole run so far, for its outcome."""
+        seconds = self.seconds()
+        summary = {f"{kind}_seconds": value for kind, value in seconds.items()}
+        summary["goodput"] = seconds["productive"] / self._elapsed()
+        if self._whole[1]:
+            summary["tokens_per_second"] = self._whole[0] / self._whole[1]
+            if self.utilization is not None:
+                summary["mfu"] = self.utilization.of(summary["tokens_per_second"])
+        return summary
+
+    def _elapsed(self) -> float:
+        return max(time.monotonic() - self._began, 1e-9)
+
+
+def peak_memory() -> float | None:
+    """Bytes in use at most so far, of the fullest device of this process; on a CPU of the process.
+
+    None where neither is known.
+    """
+    peaks = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+    ]
+    known = [peak for peak in peaks if peak is not None]
+    if known:
+        return float(max(known))
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(largest if sys.platform == "darwin" else largest * 1024)

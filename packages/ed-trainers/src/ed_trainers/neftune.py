@@ -1,0 +1,76 @@
+"""NEFTune: noise on the embeddings of training tokens (Jain et al. 2023, arXiv 2310.05914).
+
+Legend: b sequences, s positions, d hidden.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Protocol, cast
+
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from ed_models.protocol import LanguageModel
+from jaxtyping import Array, Float, Int
+
+from ed_trainers.contract import Batch
+
+
+class Embeds(Protocol):
+    """The table of tokens of a model's body."""
+
+    def __call__(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        """Look tokens up."""
+        ...
+
+
+def noisy_embeddings(
+    model: LanguageModel, batch: Batch, key: jax.Array, *, alpha: float
+) -> Float[Array, "b s d"]:
+    """Return the embeddings of a batch with uniform noise of the size `alpha / sqrt(n d)`.
+
+    n is the number of tokens of a position's own segment, so that packed documents get the noise
+    that they get alone. Padding gets none.
+
+    Args:
+        model: its body has a table `embed_tokens`.
+        batch: `input_ids`, `segment_ids` [b, s].
+        key: of the noise of this microbatch.
+        alpha: the paper's; 5 to 15.
+
+    Raises:
+        ConfigError: the model has no such table.
+    """
+    embeds = token_table(model)(batch["input_ids"])
+    own = jax.random.fold_in(key, zlib.crc32(b"neftune"))
+    # A key for each row, so that the noise of a row does not depend on how many there are.
+    rows = jax.vmap(lambda row: jax.random.fold_in(own, row))(jnp.arange(embeds.shape[0]))
+    noise = jax.vmap(lambda k: jax.random.uniform(k, embeds.shape[1:], minval=-1.0))(rows)
+    lengths = segment_lengths(batch["segment_ids"])
+    size = alpha / jnp.sqrt(jnp.maximum(lengths, 1) * embeds.shape[-1])
+    size = jnp.where(lengths > 0, size, 0.0)
+    return embeds + (noise * size[..., None]).astype(embeds.dtype)
+
+
+def segment_lengths(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
+    """Return the number of tokens of each position's segment; 0 in padding."""
+    rows = jnp.arange(segment_ids.shape[0])[:, None]
+    counts = jnp.zeros((segment_ids.shape[0], segment_ids.shape[1] + 1), jnp.int32)
+    counts = counts.at[rows, segment_ids].add(1, mode="drop")
+    return jnp.where(segment_ids > 0, jnp.take_along_axis(counts, segment_ids, axis=1), 0)
+
+
+def token_table(model: LanguageModel) -> Embeds:
+    """Return the table of tokens, `model.model.embed_tokens`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    table = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not callable(table):
+        raise ConfigError(
+            f"neftune_noise_alpha adds noise to model.embed_tokens, which {type(model).__name__} "
+            "has not: leave neftune_noise_alpha out"
+        )
+    return cast(Embeds, table)

@@ -1,0 +1,204 @@
+"""Optimizers and schedulers by name, with the settings of each. Imports neither jax nor flax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from ed_infra.errors import did_you_mean
+from ed_infra.options import Count, Options, Positive
+from pydantic import Field, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+# The share of a running mean that stays.
+Share = Annotated[float, Field(ge=0, lt=1)]
+Flag = Annotated[bool, Field(strict=True)]
+# No run is longer: a larger number is a slip of the hand.
+LONGEST = 100_000_000
+Steps = Annotated[int, Field(gt=0, le=LONGEST)]
+
+
+class AdamWSettings(Options):
+    """What `optimizer_kwargs` may set for adamw."""
+
+    b1: Share = 0.9
+    b2: Share = 0.999
+    eps: Positive = 1e-8
+    nesterov: Flag = False
+
+
+class AdamW8bitSettings(AdamWSettings):
+    """What `optimizer_kwargs` may set for adamw_8bit."""
+
+    block_size: Count = 256
+    """Numbers of a row of a parameter that share a scale."""
+
+
+class LionSettings(Options):
+    """What `optimizer_kwargs` may set for lion."""
+
+    b1: Share = 0.9
+    b2: Share = 0.99
+
+
+class Lion8bitSettings(LionSettings):
+    """What `optimizer_kwargs` may set for lion_8bit."""
+
+    block_size: Count = 256
+    """Numbers of a row of a parameter that share a scale."""
+
+
+class AdafactorSettings(Options):
+    """What `optimizer_kwargs` may set for adafactor."""
+
+    decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
+    clipping_threshold: Positive | None = 1.0
+    min_dim_size_to_factor: Count = 128
+    multiply_by_parameter_scale: Flag = True
+
+
+class RmspropSettings(Options):
+    """What `optimizer_kwargs` may set for rmsprop."""
+
+    decay: Share = 0.9
+    eps: Positive = 1e-8
+    momentum: Share | None = None
+
+
+class SgdSettings(Options):
+    """What `optimizer_kwargs` may set for sgd."""
+
+    momentum: Share | None = None
+    nesterov: Flag = False
+
+
+class MuonSettings(Options):
+    """What `optimizer_kwargs` may set for muon; `adam_...` are of what is no matrix of a layer."""
+
+    momentum: Share = 0.95
+    nesterov: Flag = True
+    ns_steps: Annotated[int, Field(gt=0, le=100)] = 5
+    eps: Positive = 1e-7
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """`original`: times the root of max(1, out / in); `match_rms_adamw`: times 0.2 and the root of
+    max(in, out), so that learning rates of AdamW fit."""
+    adam_b1: Share = 0.9
+    adam_b2: Share = 0.999
+    adam_eps: Positive = 1e-8
+    adam_learning_rate: Positive | None = None
+    """Highest learning rate of AdamW's parameters; None means `learning_rate`."""
+
+
+class MarsSettings(Options):
+    """What `optimizer_kwargs` may set for mars."""
+
+    b1: Share = 0.95
+    b2: Share = 0.99
+    eps: Positive = 1e-8
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.025
+    """How much of the gradient's variance is taken off; 0 leaves AdamW with clipping."""
+    max_grad_norm: Positive = 1.0
+    """Largest norm of each parameter's corrected gradient."""
+
+
+class ScheduleFreeAdamWSettings(Options):
+    """What `optimizer_kwargs` may set for schedule_free_adamw."""
+
+    b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    b2: Share = 0.999
+    eps: Positive = 1e-8
+    weight_lr_power: Annotated[float, Field(ge=0, le=10)] = 2.0
+    """Power of the learning rate that weighs an iterate in the average."""
+
+
+class PolynomialSettings(Options):
+    """What `scheduler_kwargs` may set for polynomial."""
+
+    power: Positive = 1.0
+
+
+class WSDSettings(Options):
+    """What `scheduler_kwargs` may set for wsd: warm-up, a stable part, a decay."""
+
+    num_decay_steps: Steps | None = None
+    """Steps of the decay, at the end of the run; None means a tenth of the run."""
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
+
+
+class NoSettings(Options):
+    """A scheduler without settings."""
+
+
+#: Optimizers, with the settings that `optimizer_kwargs` may give: names, kinds, bounds, defaults.
+OPTIMIZERS: dict[str, type[Options]] = {
+    "adamw": AdamWSettings,
+    "adamw_8bit": AdamW8bitSettings,
+    "lion": LionSettings,
+    "lion_8bit": Lion8bitSettings,
+    "adafactor": AdafactorSettings,
+    "muon": MuonSettings,
+    "rmsprop": RmspropSettings,
+    "sgd": SgdSettings,
+    "mars": MarsSettings,
+    "schedule_free_adamw": ScheduleFreeAdamWSettings,
+}
+
+#: Courses of the learning rate, with the settings that `scheduler_kwargs` may give.
+SCHEDULERS: dict[str, type[Options]] = {
+    "none": NoSettings,
+    "constant": NoSettings,
+    "linear": NoSettings,
+    "cosine": NoSettings,
+    "polynomial": PolynomialSettings,
+    "wsd": WSDSettings,
+}
+DECAYING = ("linear", "cosine", "polynomial", "wsd")
+
+#: The optimizers that keep a first moment whose dtype can be chosen.
+WITH_MU = ("adamw", "lion")
+
+
+def optimizer_settings(optimizer: str, settings: Mapping[str, Any]) -> Options:
+    """Return the settings of an optimizer, defaults filled in."""
+    return OPTIMIZERS[optimizer](**settings)
+
+
+def scheduler_settings(scheduler: str, settings: Mapping[str, Any]) -> Options:
+    """Return the settings of a scheduler, defaults filled in."""
+    return SCHEDULERS[scheduler](**settings)
+
+
+def checked_settings(
+    name: str, settings: dict[str, Any], classes: Mapping[str, type[Options]]
+) -> dict[str, Any]:
+    """Return settings of `name` as its class reads them; only those that were set.
+
+    Raises:
+        ValidationError: a setting is unknown or of the wrong kind, at its key.
+    """
+    cls = classes[name]
+    known = ", ".join(cls.model_fields) or "none"
+    unknown = [
+        problem(
+            key,
+            value,
+            f"unknown setting of {name} {key!r}{did_you_mean(key, cls.model_fields)} "
+            f"(known: {known})",
+        )
+        for key, value in settings.items()
+        if key not in cls.model_fields
+    ]
+    if unknown:
+        raise ValidationError.from_exception_data(cls.__name__, unknown)
+    checked = cls(**settings)  # its errors keep the place of their key
+    return {key: getattr(checked, key) for key in settings}
+
+
+def conflict(message: str) -> PydanticCustomError:
+    """The error of a validator, for a value that contradicts another or the world."""
+    return PydanticCustomError("conflict", "{message}", {"message": message})
+
+
+def problem(key: str | int, value: object, message: str) -> InitErrorDetails:
+    """A problem at a key below the field that is being checked."""
+    return InitErrorDetails(type=conflict(message), loc=(key,), input=value)

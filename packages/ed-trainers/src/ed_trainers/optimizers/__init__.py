@@ -1,0 +1,33 @@
+"""Optimizers: what updates parameters from their gradients, one file an idea.
+
+    schedule = build_schedule(arguments, total_steps)
+    tx = build_optimizer(arguments, schedule)
+
+`build_optimizer` joins, from the inside out: a direction (`DIRECTIONS`), decay and learning rates
+by rules over canonical names, a running mean of the parameters, float32 masters, clipping, and
+skipped steps.
+"""
+
+from __future__ import annotations
+
+from ed_trainers.optimizers.build import build_optimizer, check_rules, global_norm
+from ed_trainers.optimizers.ema import averaged
+from ed_trainers.optimizers.groups import decays
+from ed_trainers.optimizers.masters import apply_updates, with_masters
+from ed_trainers.optimizers.schedule_free import gradient_point
+from ed_trainers.optimizers.schedules import Schedule, build_schedule
+from ed_trainers.optimizers.skip import was_skipped
+
+__all__ = [
+    "Schedule",
+    "apply_updates",
+    "averaged",
+    "build_optimizer",
+    "build_schedule",
+    "check_rules",
+    "decays",
+    "global_norm",
+    "gradient_point",
+    "was_skipped",
+    "with_masters",
+]

@@ -1,0 +1,55 @@
+"""Weight decay and learning rates of groups of parameters, by rules over canonical names.
+
+Parameters are told apart by canonical name (`model.layers.3.input_layernorm.weight`), never by
+rank: a norm's weight has rank two when its layers are stacked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import jax
+import optax
+from ed_infra.paths import canonical
+from ed_infra.rules import Rules
+
+from ed_trainers.base_arguments import TrainingArguments
+
+#: Parameters that weight decay leaves alone: biases, whatever a norm holds, and the rates, steps,
+#: skips and mixtures of a recurrence (Mamba, RG-LRU, RWKV).
+_OWN = r"bias|A_log|D|dt_bias|\w+_gate_bias|recurrent_param|time_(decay|first|mix_\w+)"
+NO_DECAY = re.compile(rf"(^|\.)({_OWN})$|norm[^.]*(\.(weight|scale|bias))?$", re.IGNORECASE)
+
+#: A tree like the parameters with one number for each.
+Numbers = optax.Params
+
+
+def decays(path: Sequence[object]) -> bool:
+    """Tell whether weight decay applies, without any rule, to the parameter stored at a path."""
+    return not NO_DECAY.search(canonical(path)[0])
+
+
+def weight_decays(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
+    """Return the weight decay of each parameter.
+
+    Raises:
+        ConfigError: a rule matches no parameter.
+    """
+    rules = Rules(arguments.weight_decay_rules, kind="weight decay rule")
+
+    def decay(path: Sequence[object], _: jax.Array) -> float:
+        return rules.at(path, arguments.weight_decay if decays(path) else 0.0)
+
+    numbers = jax.tree_util.tree_map_with_path(decay, params)
+    rules.check_used()
+    return numbers
+
+
+def learning_rate_factors(arguments: TrainingArguments, params: optax.Params | None) -> Numbers:
+    """Return the factor on the learning rate of each parameter.
+
+    Raises:
+        ConfigError: a rule matches no parameter.
+    """
+    return Rules(arguments.learning_rate_rules, kind="learning rate rule").tree(params, 1.0)

@@ -1,0 +1,107 @@
+"""Float32 masters of parameters that are stored below float32."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+S = TypeVar("S")
+P = TypeVar("P")
+
+
+class MasterState(NamedTuple):
+    """State of `with_masters`.
+
+    Attributes:
+        masters: float32 copies; `optax.MaskedNode` where the parameter itself is float32.
+        inner: state of the optimizer that updates them.
+    """
+
+    masters: optax.Params
+    inner: optax.OptState
+
+
+def state_of(opt_state: optax.OptState, kind: type[S]) -> S | None:
+    """Return the part of an optimizer's state that is of a class, if there is one."""
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    return next((part for part in parts if isinstance(part, kind)), None)
+
+
+def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Run an optimizer on float32 copies of the parameters that are stored below float32.
+
+    The updates that come out are float32; `apply_updates` turns the new masters into the new
+    parameters. Without such parameters the state is that of `inner` behind an empty tuple.
+    """
+
+    def init(params: optax.Params) -> MasterState:
+        masters = jax.tree.map(
+            lambda p: p.astype(jnp.float32) if _is_low(p) else optax.MaskedNode(), params
+        )
+        return MasterState(masters, inner.init(_merged(masters, params)))
+
+    def update(
+        updates: optax.Updates, state: MasterState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MasterState]:
+        updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
+        updates, inner_state = inner.update(updates, state.inner, _merged(state.masters, params))
+        masters = jax.tree.map(
+            lambda m, u: m if _masked(m) else m + u, state.masters, updates, is_leaf=_masked
+        )
+        return updates, MasterState(masters, inner_state)
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def in_parameter_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Keep the state's dtypes what `init` made them: float32 gradients would widen the moments."""
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+        updates, new = inner.update(updates, state, params)
+        return updates, jax.tree.map(lambda n, o: n.astype(o.dtype), new, state)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def with_float32(params: P, opt_state: optax.OptState) -> P:
+    """Return the parameters with their masters in the place of those that have one."""
+    state = state_of(opt_state, MasterState)
+    return params if state is None else _merged(state.masters, params)
+
+
+def apply_updates(
+    params: optax.Params, updates: optax.Updates, opt_state: optax.OptState
+) -> optax.Params:
+    """Add the updates; a parameter that has a master becomes that master, rounded once.
+
+    Args:
+        params: the parameters before the step.
+        updates: what the optimizer returned for them.
+        opt_state: the optimizer's state *after* the step.
+    """
+    state = state_of(opt_state, MasterState)
+    if state is None:
+        return optax.apply_updates(params, updates)
+
+    def new(master: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+        return (param + update if _masked(master) else master).astype(param.dtype)
+
+    return jax.tree.map(new, state.masters, params, updates, is_leaf=_masked)
+
+
+def _merged(masters: optax.Params, params: P) -> P:
+    return jax.tree.map(lambda m, p: p if _masked(m) else m, masters, params, is_leaf=_masked)
+
+
+def _is_low(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
+
+
+def _masked(leaf: object) -> bool:
+    return isinstance(leaf, optax.MaskedNode)

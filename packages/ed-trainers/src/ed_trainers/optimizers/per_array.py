@@ -1,0 +1,122 @@
+"""Optimizers that look at shapes, over arrays that hold several layers or experts.
+
+A scanned run of layers stores its parameters as [layers, ...], a layer with experts its own as
+[experts, in, out]. What an optimizer computes from a shape (factored moments, a norm, a matrix to
+make orthogonal) belongs to one layer and one expert. `per_array` lets a transformation of one array
+run on each of them: it never sees the leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from ed_infra.paths import normalize, parse_run
+from flax import nnx
+
+#: Logical axis of experts: the first axis of their parameters.
+EXPERT = "expert"
+
+
+def logical_axes(node: object) -> tuple[str | None, ...]:
+    """Logical axes that a parameter declares, of one layer; empty where it declares none."""
+    return tuple(node.get_metadata().get("axes") or ()) if isinstance(node, nnx.Variable) else ()
+
+
+def map_parameters(
+    function: Callable[[Sequence[object], Any], Any], params: optax.Params | None
+) -> Any:
+    """Put `function(path, parameter)` in the place of each array of a tree of parameters.
+
+    Args:
+        function: gets the storage path and the `nnx.Variable`, or the array where there is none.
+        params: a tree of parameters; absent ones (`optax.MaskedNode`) stay absent.
+    """
+
+    def at(path: Sequence[object], node: Any) -> Any:
+        value = function(path, node)
+        return jax.tree.map(lambda _: value, node)
+
+    return jax.tree_util.tree_map_with_path(at, params, is_leaf=_is_variable)
+
+
+def stacked_axes(path: Sequence[object], node: object) -> int:
+    """Number of leading axes over which a parameter is many arrays: its layers, its experts."""
+    layers = sum(parse_run(key) is not None for key in normalize(path))
+    return layers + (logical_axes(node)[:1] == (EXPERT,))
+
+
+def own_shapes(params: optax.Params) -> Any:
+    """Return the parameters with the shape of one array in the place of each leaf."""
+
+    def shape(path: Sequence[object], node: Any) -> jax.ShapeDtypeStruct:
+        leaf = jax.tree.leaves(node)
+        whole = leaf[0].shape if leaf else ()
+        return jax.ShapeDtypeStruct(whole[stacked_axes(path, node) :], "float32")
+
+    return map_parameters(shape, params)
+
+
+def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Run a transformation of one array on each array of a tree, layers and experts apart.
+
+    Args:
+        inner: `init` and `update` take single arrays. The structure of its state must not depend on
+            the array.
+
+    Returns:
+        A transformation of trees. Each leaf of the inner state is a tree like the parameters; a
+        leaf of a stacked parameter has the leading axes of the parameter, counters too.
+    """
+    structure = jax.tree.structure(
+        jax.eval_shape(inner.init, jax.ShapeDtypeStruct((2, 2), "float32"))
+    )
+
+    def lifted(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+        for _ in range(count):
+            function = jax.vmap(function)
+        return function
+
+    def counts(params: optax.Params) -> list[int]:
+        return jax.tree.leaves(map_parameters(stacked_axes, params))
+
+    def init(params: optax.Params) -> optax.OptState:
+        leaves, treedef = jax.tree.flatten(params)
+        states = [lifted(inner.init, n)(p) for p, n in zip(leaves, counts(params), strict=True)]
+        return _columns(structure, treedef, states)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        assert params is not None
+        treedef = jax.tree.structure(updates)
+        columns = [jax.tree.leaves(column) for column in structure.flatten_up_to(state)]
+        results = [
+            lifted(inner.update, n)(u, structure.unflatten(own), p)
+            for u, p, n, *own in zip(
+                jax.tree.leaves(updates),
+                jax.tree.leaves(params),
+                counts(params),
+                *columns,
+                strict=True,
+            )
+        ]
+        new = jax.tree.unflatten(treedef, [result[0] for result in results])
+        return new, _columns(structure, treedef, [result[1] for result in results])
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def _columns(structure: Any, treedef: Any, states: list[optax.OptState]) -> optax.OptState:
+    """Turn a state for each array into one state whose leaves are trees of arrays."""
+    rows = [structure.flatten_up_to(state) for state in states]
+    trees = [
+        jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(structure.num_leaves)
+    ]
+    return structure.unflatten(trees)
+
+
+def _is_variable(node: object) -> bool:
+    return isinstance(node, nnx.Variable)

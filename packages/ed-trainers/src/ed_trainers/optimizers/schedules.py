@@ -1,0 +1,65 @@
+"""Learning rate by step: warm-up, then a course."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.optimizer_arguments import PolynomialSettings, WSDSettings, scheduler_settings
+
+Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+
+
+def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
+    """Make the function from the number of updates already done to the next learning rate.
+
+    The first update uses `learning_rate / warmup_steps`, not zero, and the last one the value just
+    above `learning_rate_end`: no step is spent on a learning rate of zero.
+
+    Args:
+        arguments: `learning_rate`, `learning_rate_end`, `scheduler`, `scheduler_kwargs`,
+            `warmup_steps`.
+        total_steps: updates of the whole run; the decay ends there.
+
+    Returns:
+        A function of an integer scalar, traceable, that gives a float32 scalar.
+    """
+    peak = arguments.learning_rate
+    end = arguments.learning_rate_end or 0.0
+    warmup = arguments.warmup_steps
+    begin, course = _course(arguments, total_steps)
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        count = jnp.asarray(count, jnp.float32)
+        done = jnp.clip((count - begin) / max(total_steps - begin, 1), 0.0, 1.0)
+        rate = end + (peak - end) * course(done)
+        if warmup:
+            rate = jnp.where(count < warmup, peak * (count + 1) / warmup, rate)
+        return rate
+
+    return schedule
+
+
+def _course(
+    arguments: TrainingArguments, total_steps: int
+) -> tuple[int, Callable[[jax.Array], jax.Array]]:
+    """The step at which the decay begins, and what remains of it, 1 to 0, by the part done."""
+    settings = scheduler_settings(arguments.scheduler, arguments.scheduler_kwargs)
+    begin = arguments.warmup_steps
+    match settings:
+        case PolynomialSettings():
+            return begin, lambda done: (1.0 - done) ** settings.power
+        case WSDSettings():
+            steps = settings.num_decay_steps or max(round(total_steps / 10), 1)
+            return max(total_steps - steps, begin), _DECAYS[settings.decay_type]
+    return begin, _DECAYS.get(arguments.scheduler, jnp.ones_like)
+
+
+_DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
+    "1-sqrt": lambda done: 1.0 - jnp.sqrt(done),
+}

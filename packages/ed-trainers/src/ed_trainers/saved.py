@@ -1,0 +1,115 @@
+"""A directory of arrays with a few facts: what `save_state` and `CheckpointManager` write.
+
+`arrays` is written by orbax, `state.json` holds the facts and comes last, before the checksums of
+all files: a directory without either is incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from ed_infra.errors import CheckpointError
+
+from ed_trainers import checksums, disk
+from ed_trainers.arrays import Wanted, check_fit, read_arrays, size_of, stored_arrays
+
+#: Of the layout of checkpoints; a reader refuses those of a later one.
+FORMAT = 2
+
+_ARRAYS, _FACTS = "arrays", "state.json"
+
+
+def save(directory: Path, arrays: Mapping[str, jax.Array], facts: Mapping[str, Any]) -> None:
+    """Write arrays by name, and facts in JSON values; returns when they are on the disk.
+
+    With several processes all must call this.
+
+    Raises:
+        CheckpointError: the directory already holds something, or the disk is full.
+    """
+    directory = directory.absolute()
+    if directory.exists() and any(directory.iterdir()):
+        raise CheckpointError(f"{directory} is not empty: save into a new directory")
+    first = jax.process_index() == 0
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(directory / _ARRAYS, dict(arrays), force=True)
+            checkpointer.wait_until_finished()
+        if first:
+            text = json.dumps({"format": FORMAT, **facts}) + "\n"
+            (directory / _FACTS).write_text(text)
+            checksums.write_checksums(directory)
+    except Exception as error:
+        if first:
+            shutil.rmtree(directory, ignore_errors=True)
+        if disk.is_full(error):
+            room = disk.room(directory, size_of(arrays.values()))
+            raise CheckpointError(f"{directory} could not be written: {room}") from error
+        raise
+
+
+def saved_facts(directory: Path) -> dict[str, Any]:
+    """Return the facts of a directory that `save` wrote.
+
+    Raises:
+        CheckpointError: it is none, or of a later version.
+    """
+    try:
+        facts = json.loads((directory / _FACTS).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory} holds no complete saved state ({error})") from error
+    check_format(facts, str(directory))
+    return facts
+
+
+def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
+    """Read what `save` wrote, after its checksums.
+
+    Args:
+        directory: where it is.
+        wanted: shapes, dtypes and shardings by name; None = as written, on the default device.
+
+    Raises:
+        CheckpointError: a file changed since it was written, or the arrays do not fit.
+    """
+    directory = directory.absolute()
+    wrong = checksums.damage(directory)
+    if wrong is not None:
+        raise CheckpointError(f"{directory} is damaged: {wrong}; restore it from a copy")
+    there = stored_arrays(directory / _ARRAYS)
+    if wanted is None:
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = {
+            name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=default)
+            for name, leaf in there.items()
+        }
+    check_fit(wanted, there, str(directory))
+    return read_arrays(directory / _ARRAYS, wanted)
+
+
+def model_facts(model: object) -> dict[str, Any] | None:
+    """Return what `ed_trainers.convert` makes a model from: its class's name and configuration."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    return {"class": type(model).__name__, "config": json.loads(config.to_json_string())}
+
+
+def check_format(facts: Mapping[str, Any], where: str) -> None:
+    """Refuse what this version cannot read.
+
+    Raises:
+        CheckpointError: it was written in another format.
+    """
+    written = facts.get("format", 1)
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{where} is in format {written}, this version of ed-trainers reads format {FORMAT}: "
+            f"take the version that wrote it, or another save_directory"
+        )

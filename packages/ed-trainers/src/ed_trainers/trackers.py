@@ -1,0 +1,166 @@
+"""Trackers of runs: weights & biases, trackio, mlflow; each is an extra of this package."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from ed_infra.errors import ConfigError
+
+from ed_trainers.metrics import Row, curves
+
+
+class About(NamedTuple):
+    """What a tracker is told of a run."""
+
+    project: str
+    name: str
+    settings: dict[str, Any]
+
+
+class Tracker(ABC):
+    """A run of a tracker; a sink of metrics.
+
+    A file in the directory holds the tracker's number of the run, so that a run that resumes goes
+    on under it. What was logged after its checkpoint stays as it was: no tracker can cut.
+
+    Args:
+        directory: of the run.
+        about: the run.
+
+    Raises:
+        ConfigError: the tracker is not installed.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, directory: Path, about: About):
+        try:
+            self.module: Any = self.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"report_to: {self.name} is not installed: pip install 'ed-trainers[{self.name}]', "
+                "or leave it out of report_to"
+            ) from error
+        self.directory, self.about = directory, about
+
+    @staticmethod
+    @abstractmethod
+    def load() -> object:
+        """Import the tracker's module."""
+
+    @abstractmethod
+    def begin(self, known: str | None) -> str:
+        """Begin a run, or go on with a known one; return its number."""
+
+    @abstractmethod
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        """Log the numbers of a step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the run."""
+
+    def restart(self, rows: list[Row]) -> None:
+        """Begin a run, or go on with the one of the earlier rows."""
+        number = self.directory / f"{self.name}.run"
+        known = number.read_text().strip() if rows and number.exists() else None
+        text = self.begin(known)
+        number.parent.mkdir(parents=True, exist_ok=True)
+        number.write_text(text)
+
+    def write(self, row: Row) -> None:
+        """Log the numbers of a row."""
+        self.log(curves(row), row["step"])
+
+    def flush(self) -> None:
+        """Nothing to do: trackers send on their own."""
+        return
+
+
+class WandB(Tracker):
+    """Weights & biases."""
+
+    name = "wandb"
+
+    @staticmethod
+    def load() -> object:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        return wandb
+
+    def begin(self, known: str | None) -> str:
+        number = known or uuid.uuid4().hex[:12]
+        self.run = self.module.init(
+            project=self.about.project,
+            name=self.about.name,
+            config=self.about.settings,
+            id=number,
+            resume="allow",
+            dir=str(self.directory),
+        )
+        return number
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio(Tracker):
+    """Trackio, which knows a run by its name."""
+
+    name = "trackio"
+
+    @staticmethod
+    def load() -> object:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        return trackio
+
+    def begin(self, known: str | None) -> str:
+        number = known or f"{self.about.name}-{uuid.uuid4().hex[:6]}"
+        self.module.init(
+            project=self.about.project, name=number, config=self.about.settings, resume="allow"
+        )
+        return number
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.module.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.module.finish()
+
+
+class MLflow(Tracker):
+    """MLflow; a project is an experiment there."""
+
+    name = "mlflow"
+
+    @staticmethod
+    def load() -> object:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        return mlflow
+
+    def begin(self, known: str | None) -> str:
+        self.module.set_experiment(self.about.project)
+        run = self.module.start_run(run_id=known, run_name=None if known else self.about.name)
+        if known is None:
+            self.module.log_params(self.about.settings)
+        self.number = run.info.run_id
+        return self.number
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        # By its number: the active run of mlflow is one of the thread that began it.
+        self.module.log_metrics(numbers, step=step, run_id=self.number)
+
+    def close(self) -> None:
+        self.module.end_run()
+
+
+#: Trackers by the name that `report_to` gives them.
+TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in (WandB, Trackio, MLflow)}

@@ -1,0 +1,190 @@
+"""Faults of the disk under a checkpoint: flipped bits, lost and cut files, no room."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import subprocess
+import time
+
+import jax.numpy as jnp
+import optax
+import pytest
+from ed_infra.errors import CheckpointError
+from ed_trainers import Callback, SFTArguments, SFTTrainer, checksums, disk
+from ed_trainers.checkpoint import Checkpoints
+from ed_trainers.metrics import read_rows
+from ed_trainers.run_record import describe_run
+from ed_trainers.state import EasyDeLState
+
+RUN = describe_run(SFTArguments(), total_steps=10, loader={}, fingerprint="x")
+
+
+def state_of(toy, seed=0):
+    return EasyDeLState.create(
+        model=toy.model(seed=seed), tx=optax.adamw(1e-2), init_opt_state=True
+    )
+
+
+def written(toy, directory, steps=(1, 2)):
+    checkpoints = Checkpoints(directory, keep=None, say=lambda message: None)
+    state = state_of(toy)
+    for step in steps:
+        checkpoints.save(step, state.replace(step=jnp.int32(step)), run=RUN)
+    checkpoints.close()
+
+
+def restored(toy, directory):
+    said = []
+    checkpoints = Checkpoints(directory, keep=None, say=said.append)
+    step, state, _ = checkpoints.restore_newest(state_of(toy, seed=1), run=RUN)
+    checkpoints.close()
+    return step, state, said
+
+
+def flip(file, bit):
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def test_a_bit_flipped_at_any_of_200_places_is_seen(toy, tmp_path):
+    written(toy, tmp_path)
+    step = tmp_path / "2"
+    files = [file for file in step.rglob("*") if file.is_file()]
+    arrays = [file for file in files if file.parent.name == "d"]
+    others = [file for file in files if file.parent != step and file not in arrays]
+    for group, count in ((arrays, 200), (others, 50)):
+        places = [(file, bit) for file in group for bit in range(8 * file.stat().st_size)]
+        for file, bit in random.Random(0).sample(places, count):
+            flip(file, bit)
+            name = file.relative_to(step).as_posix()
+            assert (checksums.damage(step) or "").startswith(f"{name} has the checksum")
+            flip(file, bit)
+    assert checksums.damage(step) is None
+
+
+def test_a_flipped_bit_in_the_arrays_falls_back_and_says_so_in_one_line(toy, tmp_path):
+    written(toy, tmp_path)
+    file = max((tmp_path / "2/arrays").rglob("*"), key=lambda f: f.stat().st_size)
+    flip(file, 4 * file.stat().st_size)
+    step, state, said = restored(toy, tmp_path)
+    assert step == int(state.step) == 1
+    assert len(said) == 1
+    name = file.relative_to(tmp_path / "2").as_posix()
+    assert f"checkpoint 2 cannot be read and is skipped ({name} has the checksum" in said[0]
+    assert said[0].endswith(": checkpoint 1 is used")
+
+
+@pytest.mark.parametrize("act", ["flip", "remove", "empty"])
+def test_damage_to_the_checksums_themselves_is_damage(toy, tmp_path, act):
+    written(toy, tmp_path)
+    file = tmp_path / "2" / checksums.FILE
+    if act == "flip":
+        text = file.read_text()
+        flip(file, 8 * (text.rindex('"') - 1))
+    elif act == "remove":
+        file.unlink()
+    else:
+        file.write_text("")
+    assert restored(toy, tmp_path)[0] == 1
+
+
+def test_another_format_is_refused(toy, tmp_path):
+    written(toy, tmp_path, steps=(1,))
+    metadata = next((tmp_path / "1/run").rglob("metadata"))
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "format": 99}))
+    checksums.write_checksums(tmp_path / "1")
+    with pytest.raises(CheckpointError, match=r"is in format 99, this version .* reads format 2"):
+        restored(toy, tmp_path)
+
+
+def test_a_saved_state_is_checked_too(toy, tmp_path):
+    state = state_of(toy)
+    state.save_state(tmp_path / "s")
+    file = max((tmp_path / "s/arrays").rglob("*"), key=lambda f: f.stat().st_size)
+    flip(file, 100)
+    with pytest.raises(CheckpointError, match=r"is damaged: arrays/.* has the checksum"):
+        state.load_state(tmp_path / "s")
+
+
+def test_what_a_full_disk_is():
+    full = OSError(errno.ENOSPC, "No space left on device")
+    library = ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
+    wrapped = RuntimeError("in the background")
+    wrapped.__cause__ = full
+    assert all(map(disk.is_full, (full, library, wrapped)))
+    assert not disk.is_full(ValueError("no such thing"))
+    assert [disk.in_bytes(n) for n in (812, 3.44e6, 2e12)] == ["812 B", "3.4 MB", "2.0 TB"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+class Disk(Callback):
+    """Fills the disk after the checkpoint of one step, and empties it before that of another."""
+
+    def __init__(self, folder, full, free):
+        self.file, self.full, self.free = folder / "filler", full, free
+
+    def on_log(self, trainer, row):
+        if row["step"] == self.full + 1:
+            while not (self.file.parent / f"run/checkpoints/{self.full}").exists():
+                time.sleep(0.01)
+            left = shutil.disk_usage(self.file.parent).free
+            self.file.write_bytes(b"x" * (left - 16384))
+        if row["step"] == self.free:
+            self.file.unlink()
+
+
+def run(toy, folder, callbacks=(), **given):
+    settings = {
+        "save_directory": str(folder / "run"),
+        "total_batch_size": 8,
+        "max_training_steps": 12,
+        "save_steps": 3,
+        "save_total_limit": 2,
+        "log_steps": 1,
+        "use_tensorboard": False,
+        **given,
+    }
+    trainer = SFTTrainer(SFTArguments(**settings), toy.model(), toy.loader(), callbacks=callbacks)
+    return trainer.train()
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on_to_the_next_save(toy, small_disk, capsys):
+    output = run(toy, small_disk, [Disk(small_disk, full=3, free=8)])
+    out = capsys.readouterr().out
+    assert out.count("could not be written: the disk of") == 1
+    line = next(line for line in out.splitlines() if "could not" in line)
+    assert line.startswith("checkpoint 6 could not be written")
+    assert " kB are needed, " in line
+    assert "free some, or lower save_total_limit; checkpoint 3 is intact" in line
+    assert output.checkpoint_path.name == "12"
+    folder = small_disk / "run" / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"9", "12"}
+    assert [row["step"] for row in read_rows(small_disk / "run/metrics.jsonl")] == list(
+        range(1, 13)
+    )
+
+
+def test_a_disk_that_stays_full_ends_in_a_message_and_a_run_that_can_go_on(toy, small_disk):
+    filler = Disk(small_disk, full=6, free=None)
+    with pytest.raises(CheckpointError, match=r"checkpoint 12 could not be written.*checkpoint 6"):
+        run(toy, small_disk, [filler], do_last_save=True)
+    filler.file.unlink()
+    output = run(toy, small_disk)
+    assert output.checkpoint_path.name == "12"
+    assert output.metrics["steps"] == 12
