@@ -15,8 +15,13 @@ from pathlib import Path
 Run = Callable[[], object]
 
 
-def take_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, float]:
-    """Median seconds of each contender.
+def take_turns(
+    contenders: dict[str, Run],
+    *,
+    rounds: int,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Median seconds of each contender, or another summary `of` its rounds.
 
     Every round runs each of them once, so that a slow moment of the machine meets all; the first
     round warms up and does not count. A contender returns when its work is done.
@@ -29,7 +34,7 @@ def take_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, float]:
             run()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return {name: of(times) for name, times in seconds.items()}
 
 
 def peak_growth(run: Run) -> int:

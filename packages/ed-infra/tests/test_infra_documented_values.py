@@ -58,6 +58,8 @@ def next_value(default: Any) -> Any:
 
 
 OTHER: dict[str, Any] = {
+    "blocksize_q": 64,
+    "blocksize_k": 64,
     "sharding_axis_dims": (8, 1, 1, 1, 1),
     "sharding_dcn_axis_dims": (2, 1, 1, 1, 1),
     "sharding_axis_names": ("a", "b", "c", "d", "e"),

@@ -32,8 +32,8 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     easy_method: Literal["train", "serve", "convert"]
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None
-    blocksize_q: int
-    blocksize_k: int
+    blocksize_q: int | None
+    blocksize_k: int | None
     blocksize_b: int
     attn_dtype: str | None
     attn_softmax_dtype: str

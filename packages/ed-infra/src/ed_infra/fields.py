@@ -87,8 +87,8 @@ class ExecutionFields:
         "attention mechanism that reads the cache of generate; None = attn_mechanism for prompts, "
         "vanilla or (long, split or quantized rows) autoregressive_decodeattn for single tokens",
     )
-    blocksize_q: Count = option(128, "query block of attention kernels, in positions")
-    blocksize_k: Count = option(128, "key block of attention kernels, in positions")
+    blocksize_q: Count | None = option(None, "query block of attention kernels; None = theirs")
+    blocksize_k: Count | None = option(None, "key block of attention kernels; None = theirs")
     blocksize_b: Count = option(
         1,
         "batch block of attention kernels, in sequences; flash_attn2 on TPUs reads it",

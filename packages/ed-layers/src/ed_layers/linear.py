@@ -5,6 +5,7 @@ Legend: i in features, o out features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
+from ed_layers.matmul import matmul
 
 Initializer = jax.nn.initializers.Initializer
 Axes = tuple[str | None, ...]
@@ -32,6 +34,27 @@ class Product(Protocol):
         ...
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Transposed:
+    """The matrix `rows.T`, read as it lies: an embedding that is the head, too.
+
+    Attributes:
+        rows: [o, i].
+    """
+
+    rows: Float[Array, "o i"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(i, o)."""
+        return self.rows.shape[::-1]
+
+    def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
+        """Return `x @ self`, [..., o], in the dtype of `x`."""
+        return matmul(x, self.rows, transposed=True, precision=precision)
+
+
 #: What a contraction takes as its right side.
 Weight = jax.Array | Product
 
@@ -45,7 +68,7 @@ def dot(
     """Contract the last axis of `x` with the first of `w`; the result has the dtype of `x`."""
     if isinstance(w, Product):
         return w.product(x, precision=precision)
-    return jnp.matmul(x, w.astype(x.dtype), precision=precision)
+    return matmul(x, w, precision=precision)
 
 
 class Linear(nnx.Module):

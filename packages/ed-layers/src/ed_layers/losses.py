@@ -20,7 +20,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ed_layers.head import Head
-from ed_layers.linear import Product, Weight, dot
+from ed_layers.linear import Product, Transposed, Weight
+from ed_layers.matmul import gradient_of_matrix, matmul
 
 # Tokens whose logits exist at the same time. 1024 x 128k float32 logits are 512 MiB.
 DEFAULT_CHUNK = 1024
@@ -131,10 +132,12 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
         total, sums = carry
         h, y, w = part
         logits, pull = logits_and_pullback(head, h)
-        logz = jax.nn.logsumexp(logits, axis=-1)
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        powers = jnp.exp(logits - top)
+        sums_of_powers = jnp.sum(powers, axis=-1, keepdims=True)
+        logz = (top + jnp.log(sums_of_powers))[:, 0]
         total = total + jnp.sum(w * loss.value(logits, logz, y))
-        softmax = jnp.exp(logits - logz[:, None])
-        d_head, d_h = pull(w[:, None] * loss.gradient(softmax, logz, y))
+        d_head, d_h = pull(w[:, None] * loss.gradient(powers / sums_of_powers, logz, y))
         grads = jax.tree.leaves(d_head)
         return (total, [s + grads[i] for s, i in zip(sums, learned, strict=True)]), d_h
 
@@ -169,9 +172,11 @@ def logits_and_pullback(
 
     A plain matrix gets its gradient summed over the chunk in float32, whatever its dtype is.
     """
-    if isinstance(head.weight, Product):
-        return jax.vjp(lambda head, h: head(h), head, hidden)
     weight, tail = head.weight, replace(head, weight=None)  # type: ignore[arg-type]
+    transposed = isinstance(weight, Transposed)
+    if isinstance(weight, Product) and not transposed:
+        return jax.vjp(lambda head, h: head(h), head, hidden)
+    matrix = weight.rows if transposed else weight
     logits, pull_tail = jax.vjp(
         lambda tail, scores: tail.finish(scores), tail, head.product(hidden)
     )
@@ -179,8 +184,10 @@ def logits_and_pullback(
     def pull(d_logits: jax.Array) -> tuple[Head, jax.Array]:
         d_tail, d_scores = pull_tail(d_logits)
         d_scores = d_scores.astype(hidden.dtype)
-        d_weight = jnp.matmul(hidden.T, d_scores, preferred_element_type=jnp.float32)
-        return replace(d_tail, weight=d_weight), dot(d_scores, weight.T)
+        d_matrix = gradient_of_matrix(hidden, d_scores, transposed=transposed)
+        d_weight = Transposed(d_matrix) if transposed else d_matrix
+        d_hidden = matmul(d_scores, matrix, transposed=not transposed)
+        return replace(d_tail, weight=d_weight), d_hidden
 
     return logits, pull
 

@@ -15,7 +15,7 @@ from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
 from ed_layers.cache import RaggedBatch
 from ed_layers.head import Head
-from ed_layers.linear import Weight
+from ed_layers.linear import Transposed, Weight
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.named import named
 from ed_layers.parts import Parts
@@ -126,7 +126,9 @@ class CausalLM(Headed):
     def head(self) -> Head:
         """The head as one value: what losses and scoring take."""
         if self.is_tied:
-            return Head(self.model.embed_tokens.table.T, precision=self.precision)
+            table = self.model.embed_tokens.table
+            weight = Transposed(table) if isinstance(table, jax.Array) else table.T
+            return Head(weight, precision=self.precision)
         bias = self.lm_head.bias.get_value() if self.head_bias else None
         return Head(self.lm_head.weight, bias, precision=self.precision)
 

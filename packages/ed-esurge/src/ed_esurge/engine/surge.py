@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from ed_layers import native
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
@@ -111,15 +112,14 @@ class eSurge(ServesAdapters):
     def describe(self) -> str:
         """One line on what was set up."""
         runner, limits = self.loop.runner, self.loop.scheduler.limits
-        pages = " and ".join(
-            f"{count} pages" if group == "full" else f"{count} pages of group {group}"
-            for group, count in runner.num_pages.items()
-        )
+        counts = runner.num_pages.items()
+        named = [f"{count} pages" + f" of group {g}" * (g != "full") for g, count in counts]
+        pages = " and ".join(named)
         return (
             f"{pages or 'no pages'} of {runner.page_size} tokens "
             f"({runner.cache_bytes() / 2**30:.2f} GiB), up to {limits.max_num_seqs} sequences of "
             f"{limits.max_model_len} tokens, {limits.token_budget} tokens a step, "
-            f"{len(runner.buckets.shapes)} shapes"
+            f"{len(runner.buckets.shapes)} shapes; {native.describe()}"
         )
 
     # ---- requests

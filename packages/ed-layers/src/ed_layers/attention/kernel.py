@@ -56,9 +56,9 @@ class Settings:
     platform: str | None = None
     own: bool = False
 
-    def blocks(self, s: int, t: int) -> tuple[int, int]:
+    def blocks(self, s: int, t: int, default: int = 128) -> tuple[int, int]:
         """Queries and keys per block, never more than there are."""
-        return min(self.block_q or 128, s), min(self.block_k or 128, t)
+        return min(self.block_q or default, s), min(self.block_k or default, t)
 
     def allow(self, language: str) -> bool:
         """Whether a kernel in this language may be used."""

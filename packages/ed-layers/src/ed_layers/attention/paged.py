@@ -21,6 +21,7 @@ from ed_layers.attention.scoring import heads_of
 from ed_layers.attention.softmax import Part, over_blocks
 from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.matmul import batched
 
 # Keys per block, and queries per block of a prefill.
 KEY_BLOCK = 128
@@ -94,7 +95,8 @@ class PageReader:
 
         def block(j: jax.Array):
             k, v = self.keys_values(rows, j, q.dtype)
-            scores = jnp.einsum("mxgrk,mygk->mgrxy", q, k).astype(scoring.softmax_dtype)
+            scores = batched(joined, k.swapaxes(1, 2), transposed=True, dtype=scoring.softmax_dtype)
+            scores = scores.reshape(m, groups, repeat, x, self.block)
             scores, _ = scoring.cap(scores)
             at = jnp.broadcast_to(j * self.block + jnp.arange(self.block), (m, self.block))
             info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at)
@@ -103,11 +105,16 @@ class PageReader:
                 scores = scores + bias.astype(scores.dtype)
             allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
             scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
-            return scores, lambda weights: jnp.einsum(
-                "mgrxy,mygk->mgrxk", weights.astype(v.dtype), v
-            )
+
+            def weighted_sum(weights: jax.Array) -> jax.Array:
+                weights = weights.astype(v.dtype).reshape(m, groups, repeat * x, self.block)
+                out = batched(weights, v.swapaxes(1, 2), dtype=scoring.softmax_dtype)
+                return out.reshape(m, groups, repeat, x, -1)
+
+            return scores, weighted_sum
 
         m, x, groups, repeat, _ = q.shape
+        joined = q.transpose(0, 2, 3, 1, 4).reshape(m, groups, repeat * x, -1)
         start = Part.empty((m, groups, repeat, x), self.value_dim, scoring.softmax_dtype)
         part = over_blocks(first_block, last_block, start, block)
         part = part if self.sinks is None else part.beside(self.sinks)

@@ -20,6 +20,7 @@ from ed_layers.attention.scoring import Scoring
 from ed_layers.attention.softmax import Bound, Part, over_blocks
 from ed_layers.cache.codes import Codes, Numbers, decode, map_slots
 from ed_layers.cache.storage import Layer
+from ed_layers.matmul import batched
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ def scores_of(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.A
     keys, scale = scale_apart(k, q.dtype)
 
     def matmul(q: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.einsum("bgrsk,bgpyk->bgrspy", q, k, preferred_element_type=dtype)
+        b, groups, repeat, s, _ = q.shape
+        joined, rows = (x.reshape(b, groups, -1, x.shape[-1]) for x in (q, k))
+        scores = batched(joined, rows, transposed=True, dtype=dtype)
+        return scores.reshape(b, groups, repeat, s, *k.shape[2:4])
 
     def multiply_and_sum(q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.sum(q[..., None, None, :] * k[:, :, None, None], axis=-1).astype(dtype)
@@ -155,9 +159,10 @@ def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> j
     scaled = weights if scale is None else weights * scale
 
     def matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "bgrspy,bgpyd->bgrspd", weights.astype(dtype), v, preferred_element_type=weights.dtype
-        )
+        b, groups, repeat, s, splits, _ = weights.shape
+        joined = weights.astype(dtype).reshape(b, groups, repeat * s, splits, -1)
+        sums = batched(joined.swapaxes(2, 3), v, dtype=weights.dtype)
+        return sums.swapaxes(2, 3).reshape(b, groups, repeat, s, splits, -1)
 
     def multiply_and_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sum(weights[..., None] * v[:, :, None, None], axis=-2)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Cached, Kernel, Projected
 from ed_layers.attention.scoring import Scoring, heads_of, kept, split_heads
+from ed_layers.matmul import batched
 
 KVOrder = Literal["btgk", "bgtk"]
 
@@ -103,7 +104,11 @@ def score(
     """q·k over the head dim: [b, g, r, s, t], never rounded to less than `dtype`."""
 
     def by_matmul(q: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.einsum(f"bsgrk,{kv_order}->bgrst", q, k, preferred_element_type=dtype)
+        b, s, groups, repeat, _ = q.shape
+        q, k = q.transpose(0, 2, 3, 1, 4), slots_last(k, kv_order)
+        joined = q.reshape(b, groups, repeat * s, -1)
+        scores = batched(joined, k, transposed=True, dtype=dtype)
+        return scores.reshape(b, groups, repeat, s, -1)
 
     def by_sum(q: jax.Array, k: jax.Array) -> jax.Array:
         q, k = q[:, 0, :, :, None, :].astype(dtype), k[:, :, None].astype(dtype)
@@ -118,7 +123,10 @@ def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: boo
     """Weighted sum of values: [b, s, g, r, k]."""
 
     def by_matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.einsum(f"bgrst,{kv_order}->bsgrk", weights, v)
+        b, groups, repeat, s, _ = weights.shape
+        joined, v = weights.reshape(b, groups, repeat * s, -1), slots_last(v, kv_order)
+        out = batched(joined, v, dtype=jnp.promote_types(v.dtype, jnp.float32)).astype(v.dtype)
+        return out.reshape(b, groups, repeat, s, -1).transpose(0, 3, 1, 2, 4)
 
     def by_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sum(weights[:, :, :, 0, :, None] * v[:, :, None], axis=3)[:, None]
@@ -126,6 +134,11 @@ def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: boo
     if one_by_sum and (weights.shape[0], weights.shape[3]) == (1, 1):
         return jax.lax.platform_dependent(weights, v, cpu=by_sum, default=by_matmul)
     return by_matmul(weights, v)
+
+
+def slots_last(x: jax.Array, kv_order: KVOrder) -> Float[Array, "b g t k"]:
+    """Keys or values with one matrix for each head."""
+    return x if kv_order == "bgtk" else x.swapaxes(1, 2)
 
 
 KERNELS = (

@@ -5,6 +5,7 @@ Legend: i in features, o out features, n groups along i, k values of a group, e 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ed_layers.native import products as native
+from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.stored import Stored, joined
 
 #: Values that are decoded at once on a CPU: 8 MB of float32, which caches hold. Larger matrices are
@@ -53,7 +56,22 @@ def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Arr
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(precision: Any, x: jax.Array, w: QArray) -> jax.Array:
     once = _whole_numbers if w.activations else partial(_decoded, precision)
-    return _in_blocks(once, x, w)
+    by_xla = partial(_in_blocks, once)
+    if w.activations or w.axis == -1:
+        return by_xla(x, w)
+    if not native.takes_codes(math.prod(x.shape[:-1]), x.dtype, w.codes):
+        return by_xla(x, w)
+    return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
+
+
+def _by_library(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+    """The product by the native library, which reads the codes as they are."""
+    scale, form = w.scales(), FORMATS[w.format]
+    zero = None if w.zero is None else w.zero.astype(jnp.float32)
+    zero = None if zero is None else jnp.broadcast_to(zero, scale.shape)
+    table = form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None
+    y = native.product_of_codes(x.reshape(-1, x.shape[-1]), w.codes, scale, zero, table)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _product_forward(precision: Any, x: jax.Array, w: QArray) -> tuple[jax.Array, QArray]:

@@ -1,0 +1,55 @@
+"""Puts the native library into wheels and editable installs where it can be compiled.
+
+Without a C++ compiler, or jaxlib's headers, the wheel is pure Python, and says so in one line.
+`ED_LAYERS_NATIVE=0` leaves the library out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class NativeHook(BuildHookInterface):
+    """Compiles `native/` with the package's own `build.py`."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before it collects files."""
+        if self.target_name != "wheel":
+            return
+        path = Path(self.root) / "src" / "ed_layers" / "native" / "build.py"
+        spec = importlib.util.spec_from_file_location("native_build", path)
+        assert spec is not None
+        assert spec.loader is not None
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        if os.environ.get("ED_LAYERS_NATIVE") == "0":
+            return
+        try:
+            library = native.build()
+        except native.CannotBuild as error:
+            print(f"ed-layers: without native kernels: {str(error).splitlines()[0]}")
+            return
+        if version == "editable":  # the package is used where it lies, the library in it
+            return
+        build_data["force_include"][str(library)] = f"ed_layers/native/{library.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag()}"
+
+
+def platform_tag() -> str:
+    """The platform of a wheel: on Linux by the C library that it was linked with."""
+    tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    name, version = platform.libc_ver()
+    if sys.platform == "linux" and name == "glibc":
+        return f"manylinux_{version.replace('.', '_')}_{platform.machine()}"
+    return tag

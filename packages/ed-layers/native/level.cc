@@ -1,0 +1,10 @@
+// The functions of one level of instructions. Compiled once for each, with ED_LEVEL and
+// ED_LEVEL_NAME and the compiler's flags of that level.
+#include "columns.h"
+#include "rows.h"
+
+namespace ed {
+
+const Level ED_LEVEL = {ED_LEVEL_NAME, columns, rows};
+
+}  // namespace ed

@@ -1,0 +1,136 @@
+"""Products of plain arrays, written the way the platform computes them fastest.
+
+XLA's CPU backend computes a product of bfloat16 numbers at twice the speed of float32 where it is
+asked for a float32 result, has two rows at least and the matrix as it lies in memory; in any other
+form it converts the matrix first, which takes two to ten times as long (measured on jaxlib 0.10
+and 0.12 by `tools.bench.products`). A single row is computed as two equal ones. Sums are float32 in
+every form, and the result is rounded once. Products of few rows go to the native library where it
+is built (`ed_layers.native`).
+
+Legend: i in features, o out features, n rows, m, k, x, y sizes of one matrix of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ed_layers.native import products as native
+
+
+def matmul(
+    x: Float[Array, "*rows i"],
+    w: jax.Array,
+    *,
+    transposed: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*rows o"]:
+    """Return `x @ w` in the dtype of `x`.
+
+    Args:
+        w: [i, o]; or [o, i] if `transposed`, read as it lies.
+    """
+    if not (on_cpu_in_halves(x) or goes_native(x, w)):
+        return plain(x, w, transposed, precision)
+    # A mesh of devices that are only compiled for may be of another platform than this process.
+    return jax.lax.platform_dependent(
+        x,
+        w,
+        cpu=partial(on_cpu, transposed),
+        default=partial(plain, transposed=transposed, precision=precision),
+    )
+
+
+def batched(a: jax.Array, b: jax.Array, *, transposed: bool = False, dtype: DTypeLike) -> jax.Array:
+    """The products of two stacks of matrices, summed and returned in `dtype`.
+
+    Written over one pair of matrices, with the rows of all else joined: XLA's CPU backend runs
+    other forms fourteen times slower, and of bfloat16 not at all.
+
+    Args:
+        a: [*lead, m, k].
+        b: [*lead, k, n]; or [*lead, n, k] if `transposed`.
+
+    Returns:
+        [*lead, m, n].
+    """
+    lead = tuple(range(a.ndim - 2))
+    contracted = ((a.ndim - 1,), (b.ndim - 1 if transposed else b.ndim - 2,))
+    rows = a.shape[-2]
+    if rows == 1 and on_cpu_in_halves(a):
+        a = jnp.concatenate([a, a], axis=-2)
+    out = jax.lax.dot_general(a, b, (contracted, (lead, lead)), preferred_element_type=dtype)
+    return out[..., :rows, :]
+
+
+def on_cpu_in_halves(x: jax.Array) -> bool:
+    """Whether a product is of bfloat16 and may run on a CPU."""
+    return x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+
+
+def goes_native(x: jax.Array, w: jax.Array) -> bool:
+    """Whether the native library computes a product."""
+    return native.takes(math.prod(x.shape[:-1]), x.dtype, w)
+
+
+def plain(
+    x: jax.Array, w: jax.Array, transposed: bool, precision: jax.lax.PrecisionLike
+) -> jax.Array:
+    """The product as XLA takes it."""
+    contracted = ((x.ndim - 1,), (1 if transposed else 0,))
+    return jax.lax.dot_general(x, w.astype(x.dtype), (contracted, ((), ())), precision=precision)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def on_cpu(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product on a CPU: native, or of bfloat16 numbers."""
+    rows = x.reshape(-1, x.shape[-1])
+    if goes_native(x, w):
+        y = native.product(rows, w, transposed=transposed)
+    else:
+        y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def on_cpu_forward(transposed: bool, x: jax.Array, w: jax.Array):
+    return on_cpu(transposed, x, w), (x, w)
+
+
+def on_cpu_backward(transposed: bool, saved: tuple[jax.Array, jax.Array], d_y: jax.Array):
+    x, w = saved
+    d_w = gradient_of_matrix(x, d_y, transposed=transposed)
+    return on_cpu(not transposed, d_y, w), d_w.astype(w.dtype)
+
+
+on_cpu.defvjp(on_cpu_forward, on_cpu_backward)
+
+
+def gradient_of_matrix(
+    x: Float[Array, "*rows i"], d_y: Float[Array, "*rows o"], *, transposed: bool = False
+) -> jax.Array:
+    """The float32 gradient of the matrix of `matmul`, in the matrix's own layout."""
+    x, d_y = (a.reshape(-1, a.shape[-1]) for a in (x, d_y))
+    left, right = (d_y, x) if transposed else (x, d_y)
+    left = left.T
+    if on_cpu_in_halves(left):
+        # Else XLA joins the transpose to the product, and takes the slow form for both.
+        left = jax.lax.optimization_barrier(left)
+    return jnp.matmul(left, right, preferred_element_type=jnp.float32)
+
+
+def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Array, "n o"]:
+    """The product of two matrices in float32, by XLA."""
+    rows = x.shape[0]
+    if rows == 1 and transposed:
+        # The one case in which a transpose of its own is right: a sum over each row of `w`.
+        return jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
+    if rows == 1:
+        x = jnp.concatenate([x, x])
+    axes = (((1,), (1 if transposed else 0,)), ((), ()))
+    y = jax.lax.dot_general(x, w, axes, preferred_element_type=jnp.float32)
+    return y[:rows]

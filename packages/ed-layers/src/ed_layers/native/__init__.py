@@ -1,0 +1,23 @@
+"""Kernels in C++ for CPUs: products of few rows, in every format of weights.
+
+`python -m ed_layers.native build` compiles them, `python -m ed_layers.native` says what is in use.
+Without them everything runs in plain XLA. `ED_LAYERS_NATIVE=0` turns them off.
+"""
+
+from typing import TYPE_CHECKING
+
+from ed_infra.lazy import attach
+
+if TYPE_CHECKING:
+    from ed_layers.native.library import describe as describe
+    from ed_layers.native.products import product as product
+    from ed_layers.native.products import product_of_codes as product_of_codes
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "describe": "ed_layers.native.library",
+        "product": "ed_layers.native.products",
+        "product_of_codes": "ed_layers.native.products",
+    },
+)

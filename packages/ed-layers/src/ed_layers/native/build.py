@@ -1,0 +1,92 @@
+"""Compile the C++ sources. Standard library only: the build of a wheel runs this file, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+#: Where the sources are: in the repository, or beside this file in a wheel.
+SOURCES = (HERE.parents[2] / "native", HERE / "source")
+#: What is compiled and loaded. The number is that of the interface between C++ and Python.
+LIBRARY = HERE / "libed_layers_1.so"
+
+COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+#: Levels of instructions by machine: the name in C++, the name for people, the compiler's flags.
+LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "x86_64": (
+        ("kBaseLevel", "base", ()),
+        ("kAvx2Level", "avx2", ("-mavx2", "-mfma")),
+        ("kAvx512Level", "avx512", AVX512),
+        ("kAvx512Bf16Level", "avx512_bf16", (*AVX512, "-mavx512bf16")),
+    )
+}
+
+
+class CannotBuild(RuntimeError):
+    """The library cannot be compiled here; the message says why."""
+
+
+def build(target: Path = LIBRARY, extra: tuple[str, ...] = ()) -> Path:
+    """Compile the library.
+
+    Args:
+        target: file to write; another process that has it loaded keeps the old one.
+        extra: more flags for the compiler ("-fsanitize=address").
+
+    Raises:
+        CannotBuild: no sources, no compiler, no headers of jaxlib, or the compiler failed.
+    """
+    sources = next((path for path in SOURCES if path.is_dir()), None)
+    if sources is None:
+        raise CannotBuild(f"no C++ sources in {' or '.join(map(str, SOURCES))}")
+    asked = os.environ.get("CXX")
+    compiler = asked or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if compiler is None or shutil.which(compiler) is None:
+        raise CannotBuild(f"no C++ compiler ({asked or 'g++'} is not there; CXX names one)")
+    machine = platform.machine().replace("AMD64", "x86_64")
+    levels = LEVELS.get(machine, (("kBaseLevel", "base", ()),))
+    with tempfile.TemporaryDirectory() as name:
+        directory, objects = Path(name), []
+        for symbol, level, flags in levels:
+            objects.append(str(directory / f"{level}.o"))
+            # GCC 12 warns of its own headers of AVX-512.
+            flags = ("-O3", "-Wno-maybe-uninitialized", *flags)
+            define = (f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{level}"')
+            source = str(sources / "level.cc")
+            run(compiler, *COMMON, *flags, *extra, *define, "-c", source, "-o", objects[-1])
+        objects.append(str(directory / "library.o"))
+        include = ("-isystem", str(headers()))
+        source = str(sources / "library.cc")
+        run(compiler, *COMMON, "-O2", *extra, *include, "-c", source, "-o", objects[-1])
+        strip = () if extra or sys.platform == "darwin" else ("-Wl,-s",)
+        made = directory / LIBRARY.name
+        run(compiler, "-shared", *extra, *strip, *objects, "-o", str(made))
+        # Moved into place in one step, so that nobody loads half a file.
+        beside = target.with_suffix(f".{os.getpid()}")
+        shutil.copy(made, beside)
+        beside.replace(target)
+    return target
+
+
+def headers() -> Path:
+    """XLA's headers, which come with jaxlib; found without importing it."""
+    spec = importlib.util.find_spec("jaxlib")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (include := Path(place) / "include").is_dir():
+            return include
+    raise CannotBuild("jaxlib, whose headers are needed, is not installed here")
+
+
+def run(*command: str) -> None:
+    """Run the compiler."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotBuild(f"{' '.join(command)} failed:\n{done.stderr.strip()}")

@@ -1,0 +1,75 @@
+"""The compiled library: loaded and made known to XLA when the first product asks for it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from functools import cache
+
+import jax
+from ed_infra.logging import get_logger, once
+
+from ed_layers.native.build import LIBRARY
+
+logger = get_logger(__name__)
+
+#: "0" turns the kernels off; "1" takes them on several devices, too, each of which then has whole
+#: arrays.
+VARIABLE = "ED_LAYERS_NATIVE"
+#: Functions that XLA calls. A cached program keeps the names: so they have the interface's number.
+TARGETS = {"ed_product": "ed_layers_product_1", "ed_product_of_codes": "ed_layers_codes_1"}
+
+
+def in_use() -> bool:
+    """Whether kernels are taken: there, not turned off, and on the one CPU device of a process."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "0" or jax.default_backend() != "cpu":
+        return False
+    # The partitioner cannot split a call of a library.
+    return (asked == "1" or jax.device_count() == 1) and level() is not None
+
+
+@cache
+def level() -> str | None:
+    """The level of instructions that the loaded library takes here; None without a library."""
+    if not LIBRARY.exists():
+        once(
+            logger,
+            "native kernels: not built, plain XLA computes every product; "
+            "python -m ed_layers.native build compiles them (some seconds, a C++ compiler)",
+            level=logging.INFO,
+        )
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        for symbol, target in TARGETS.items():
+            function = jax.ffi.pycapsule(getattr(library, symbol))
+            jax.ffi.register_ffi_target(target, function, platform="cpu")
+        library.ed_level.restype = ctypes.c_char_p
+        name = library.ed_level().decode()
+    except (OSError, AttributeError) as error:
+        once(
+            logger,
+            f"native kernels: {LIBRARY} cannot be loaded ({error}), plain XLA computes every "
+            "product; python -m ed_layers.native build compiles it again",
+            level=logging.WARNING,
+        )
+        return None
+    once(logger, f"native kernels: products of few rows, {name}", level=logging.INFO)
+    return name
+
+
+def describe() -> str:
+    """One line: which kernels are in use, or why none is."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "0":
+        return f"native kernels: turned off by {VARIABLE}=0"
+    if jax.default_backend() != "cpu":
+        return f"native kernels: none for {jax.default_backend()}"
+    name = level()
+    if name is None:
+        return "native kernels: not built (python -m ed_layers.native build)"
+    if not in_use():
+        return f"native kernels: {name}, not taken on {jax.device_count()} devices"
+    return f"native kernels: products of few rows, {name}"

@@ -1,0 +1,205 @@
+"""The native library against float64: any shape, dtype, format and level of instructions; sums that
+depend on nothing else; and plain XLA where the library is not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra.logging import forget_said
+from ed_layers.linear import Transposed, dot
+from ed_layers.native import library, products
+from ed_layers.native.build import CannotBuild, build
+from ed_layers.quantization import encode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+built = pytest.mark.skipif(
+    library.level() is None, reason="not built: python -m ed_layers.native build"
+)
+SIZES = st.integers(1, 150)
+DTYPES = st.sampled_from(["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' process has several devices."""
+    monkeypatch.setenv(library.VARIABLE, "1")
+
+
+def drawn(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def exact(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:
+    """Within rounding of float32 sums, and of the result where it is bfloat16."""
+    expected, sizes = x @ w, np.abs(x) @ np.abs(w)
+    rounded = 2**-8 * np.abs(expected) if y.dtype == jnp.bfloat16 else 0
+    assert (np.abs(exact(y) - expected) <= rounded + 2e-6 * sizes).all()
+
+
+@built
+@settings(max_examples=15, deadline=None)
+@given(n=SIZES, i=SIZES, o=SIZES, x_dtype=DTYPES, w_dtype=DTYPES, seed=st.integers(0, 99))
+def test_products_are_exact(n, i, o, x_dtype, w_dtype, seed) -> None:
+    x, w = drawn(seed, n, i, dtype=x_dtype), drawn(seed + 1, i, o, dtype=w_dtype)
+    for transposed in (False, True):
+        y = products.product(x, jnp.array(w.T) if transposed else w, transposed=transposed)
+        assert (y.shape, y.dtype) == ((n, o), x.dtype)
+        near(y, exact(x), exact(w))
+
+
+@built
+@settings(max_examples=15, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    group=st.sampled_from([2, 6, 16, 32]),
+    groups=st.integers(1, 5),
+    o=SIZES,
+    bits=st.sampled_from([4, 8]),
+    offset=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_products_of_codes_are_exact(n, group, groups, o, bits, offset, dtype, seed) -> None:
+    rng = np.random.default_rng(seed)
+    i = group * groups
+    x = drawn(seed, n, i, dtype=dtype)
+    scale = rng.uniform(0.5, 2, (groups, o)).astype(np.float32)
+    zero = rng.integers(-8, 8, (groups, o)).astype(np.float32) if offset else None
+    table = rng.normal(size=16).astype(np.float32) if bits == 4 else None
+    if table is None:
+        codes = rng.integers(-128, 128, (i, o)).astype(np.int8)
+        values = codes.astype(np.float64)
+    else:
+        whole = rng.integers(0, 16, (i, o)).astype(np.uint8)
+        codes, values = whole[::2] | whole[1::2] << 4, table[whole].astype(np.float64)
+    w = values - np.repeat(0 if zero is None else zero, group, 0) if offset else values
+    w = w * np.repeat(scale, group, 0)
+    optional = [None if a is None else jnp.asarray(a) for a in (zero, table)]
+    near(
+        products.product_of_codes(x, jnp.asarray(codes), jnp.asarray(scale), *optional), exact(x), w
+    )
+
+
+@built
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_does_not_depend_on_its_company(transposed, dtype) -> None:
+    x, w = drawn(0, 200, 130, dtype=dtype), drawn(1, 130, 333, dtype=dtype)
+    w = jnp.array(w.T) if transposed else w
+    whole = np.asarray(products.product(x, w, transposed=transposed))
+    for first, last in ((0, 1), (3, 5), (7, 16), (100, 170)):
+        part = products.product(x[first:last], w, transposed=transposed)
+        np.testing.assert_array_equal(np.asarray(part), whole[first:last])
+
+
+@built
+def test_the_model_s_products_take_it_and_have_gradients() -> None:
+    x, w = drawn(0, 2, 3, 256), drawn(1, 256, 384)
+    for weight in (w, Transposed(jnp.array(w.T)), w.astype(jnp.bfloat16)):
+        assert "ed_layers_product" in str(jax.make_jaxpr(dot)(x, weight))
+        expected, pull = jax.vjp(lambda x, w: x @ w, x, w)
+        y, pull_ours = jax.vjp(dot, x, weight)
+        d_x, d_w = pull_ours(y)
+        slack = 0.1 if weight is not w and not isinstance(weight, Transposed) else 1e-3
+        np.testing.assert_allclose(y, expected, atol=slack * 10)
+        assert d_x.shape == x.shape
+        assert jax.tree.map(jnp.shape, d_w) == jax.tree.map(jnp.shape, weight)
+        if weight is w:
+            for ours, other in zip((d_x, d_w), pull(y), strict=True):
+                np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-3)
+
+
+@built
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4"])
+def test_quantized_matrices_take_it(form, dtype, monkeypatch) -> None:
+    x, w = drawn(0, 3, 256, dtype=dtype), encode(drawn(1, 256, 128), form)
+    assert "ed_layers_codes" in str(jax.make_jaxpr(dot)(x, w))
+    near(dot(x, w), exact(x), exact(w.dense()))
+    d_x = jax.grad(lambda x: jnp.sum(dot(x, w).astype(jnp.float32)))(x)
+    expected = exact(w.dense()).sum(1)
+    np.testing.assert_allclose(exact(d_x)[0], expected, rtol=2e-2, atol=2e-2 * abs(expected).max())
+
+
+@built
+def test_many_matrices_at_once() -> None:
+    x, w = drawn(0, 3, 2, 128), drawn(1, 3, 128, 128)
+    np.testing.assert_allclose(jax.vmap(dot)(x, w), x @ w, atol=1e-4)
+
+
+@built
+@pytest.mark.parametrize("setting", [{"ED_LAYERS_NATIVE_LEVEL": "base"}, {}, {"threads": "1"}])
+def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
+    """One level gives the same bits on one thread and on all of them."""
+    environment = {**os.environ, **setting, "XLA_FLAGS": ""}
+    if "threads" in setting:
+        environment["NPROC"] = "1"
+    code = (
+        "import jax.numpy as jnp, json, numpy as np;"
+        "from ed_layers.native import library, products;"
+        "library.level(); r = np.random.default_rng(0);"
+        "x, w = (jnp.asarray(r.normal(size=s), 'float32') for s in ((9, 300), (300, 700)));"
+        "y = np.asarray(products.product(x, w)); z = np.asarray(x, float) @ np.asarray(w, float);"
+        "print(json.dumps([library.level(), float(abs(y - z).max()), y.tobytes().hex()[:4000]]))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    name, apart, bits = json.loads(done.stdout.splitlines()[-1])
+    assert apart <= 1e-4
+    if "threads" in setting:
+        x, w = (jnp.asarray(r, jnp.float32) for r in _same_arrays())
+        here = np.asarray(products.product(x, w)).tobytes().hex()[:4000]
+        assert (name, bits) == (library.level(), here)
+    else:
+        assert name == setting.get("ED_LAYERS_NATIVE_LEVEL", library.level())
+
+
+def _same_arrays() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape) for shape in ((9, 300), (300, 700))]
+
+
+@pytest.mark.parametrize("state", ["off", "deleted", "damaged"])
+def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, caplog) -> None:
+    path = tmp_path / library.LIBRARY.name
+    if state == "off":
+        monkeypatch.setenv(library.VARIABLE, "0")
+    else:
+        monkeypatch.setattr(library, "LIBRARY", path)
+    if state == "damaged":
+        path.write_bytes(b"no library")
+    library.level.cache_clear()
+    forget_said()
+    x, w = drawn(0, 4, 256), drawn(1, 256, 256)
+    try:
+        with caplog.at_level(logging.INFO, logger="easydel"):
+            for _ in range(2):
+                np.testing.assert_allclose(dot(x, w), x @ w, atol=1e-4)
+        assert "ffi_call" not in str(jax.make_jaxpr(dot)(x, w))
+        said = [r.getMessage() for r in caplog.records if "native kernels" in r.getMessage()]
+        assert len(said) == (0 if state == "off" else 1), "said once"
+        words = {"off": "turned off by ED_LAYERS_NATIVE=0"}.get(state, "not built")
+        assert words in library.describe()
+    finally:
+        library.level.cache_clear()
+
+
+def test_what_is_missing_for_a_build_is_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CannotBuild, match="no-such-compiler is not there; CXX names one"):
+        build(tmp_path / "library.so")
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,127 @@
+"""Forms of a matrix product on a CPU: plain XLA, what `ed_layers.matmul` writes, and native.
+
+uv run python -m tools.bench.products
+uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
+
+Times are minima over rounds in which all forms take turns: other load on the machine only adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+
+import numpy as np
+
+from tools.bench.measure import Run, machine, table, take_turns
+
+
+def attention_forms(rows: int, slots: int) -> dict[str, Run]:
+    """Weights times values of one decode step: 3 key heads of 64, 9 query heads, float32."""
+    import jax
+    import jax.numpy as jnp
+    from ed_layers.attention.vanilla import combine
+
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(rows, 3, 3, 1, slots)), jnp.float32)
+    values = jnp.asarray(rng.normal(size=(rows, 3, slots, 64)), jnp.float32)
+    forms = {
+        "einsum": lambda w, v: jnp.einsum("bgrst,bgtk->bsgrk", w, v),
+        "joined rows": lambda w, v: combine(w, v, "bgtk", False),
+    }
+    return {name: ready(jax.jit(form), weights, values) for name, form in forms.items()}
+
+
+def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[str, Run]:
+    """A product as jnp.matmul writes it, as `ed_layers.matmul` writes it for XLA, and native.
+
+    Args:
+        tied: the matrix lies transposed, as an embedding does.
+    """
+    import jax
+    import jax.numpy as jnp
+    from ed_layers.linear import dot
+    from ed_layers.matmul import wide
+    from ed_layers.native import products
+    from ed_layers.native.library import level
+    from ed_layers.quantization import encode
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32)
+    shape = (outputs, inputs) if tied else (inputs, outputs)
+    w = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    halves = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+
+    def plain(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x, w.T if tied else w)
+
+    def ours(x: jax.Array, w: jax.Array) -> jax.Array:
+        return wide(x, w, transposed=tied).astype(x.dtype)
+
+    native = jax.jit(partial(products.product, transposed=tied))
+    runs = {
+        "float32": ready(jax.jit(plain), x, w),
+        "bfloat16": ready(jax.jit(plain), *halves),
+        "bfloat16, ours": ready(jax.jit(ours), *halves),
+    }
+    if level() is not None:
+        runs["native float32"] = ready(native, x, w)
+        runs["native bfloat16"] = ready(native, *halves)
+        for name in () if tied else ("int8", "nf4"):
+            runs[f"native {name}"] = ready(jax.jit(dot), halves[0], encode(w, name))
+    return runs
+
+
+def ready(function, *arguments) -> Run:
+    """A run of a compiled function."""
+    function(*arguments).block_until_ready()
+    return lambda: function(*arguments).block_until_ready()
+
+
+def measured(cases: dict[str, dict[str, Run]], rounds: int) -> str:
+    """A table of milliseconds: a row for each case, a column for each form."""
+    rows = []
+    for label, runs in cases.items():
+        seconds = take_turns(runs, rounds=rounds, of=min)
+        rows.append([label, *(f"{taken * 1e3:.3f}" for taken in seconds.values())])
+    forms = next(iter(cases.values()))
+    return table(["ms", *forms], rows)
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    os.environ["ED_LAYERS_NATIVE"] = "1"
+    from ed_layers.native import describe
+
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.products",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 256])
+    add("--shape", type=int, nargs=2, default=[576, 1536], metavar=("IN", "OUT"))
+    add("--vocab", type=int, default=16384)
+    add("--slots", type=int, default=256)
+    add("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    inputs, outputs = options.shape
+    print(f"{machine()}\n{describe()}")
+    cases = {
+        f"{n} x {inputs} x {outputs}": product_forms(n, inputs, outputs, tied=False)
+        for n in options.rows
+    }
+    print(f"\n{measured(cases, options.rounds)}\n\ntied head\n")
+    vocab = options.vocab
+    cases = {
+        f"{n} x {inputs} x {vocab}": product_forms(n, inputs, vocab, tied=True)
+        for n in options.rows
+    }
+    print(f"{measured(cases, options.rounds)}\n\nvalues of {options.slots} slots\n")
+    cases = {f"batch {n}": attention_forms(n, options.slots) for n in options.rows if n <= 32}
+    print(measured(cases, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
