@@ -235,7 +235,8 @@ class TestEmbedders:
         "mode", ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
     )
     def test_packed_texts_are_pooled_each_by_itself(self, hidden, mode):
-        real = [np.asarray(row)[np.asarray(mask) > 0] for row, mask in zip(hidden, MASK, strict=True)]
+        pairs = zip(hidden, MASK, strict=True)
+        real = [np.asarray(row)[np.asarray(mask) > 0] for row, mask in pairs]
         packed = np.concatenate([*real, np.full((2, 16), 9.0)])[None]
         ids = np.repeat([1, 2, 3, 0], [*map(len, real), 2])[None]
         pooling = Pooling.of(mode, True)

@@ -151,12 +151,13 @@ class EngineConfig(Options):
                 f"{self.num_pages * self.page_size} tokens; a pool holds fewer than 2**31: lower "
                 "num_pages"
             )
-        unused = {"max_lora_rank", "lora_targets"} & self.model_fields_set
-        if not self.max_loras and unused:
-            raise ValueError(
-                f"{sorted(unused)[0]} is for adapters that are loaded, and max_loras is 0: set it "
-                "to how many there can be"
-            )
+        for name in ("max_lora_rank", "lora_targets"):
+            default = type(self).model_fields[name].default
+            if not self.max_loras and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is for adapters that are loaded, and max_loras is 0: set it to how "
+                    "many there can be"
+                )
         if (self.reserve_tokens or 0) >= self.max_model_len:
             raise ValueError(
                 f"reserve_tokens {self.reserve_tokens} leaves no room for a prompt "
