@@ -218,7 +218,9 @@ def test_every_float8_has_its_value():
 @pytest.mark.parametrize("name", [*FORMATS, "double"])
 def test_tables_give_rows_and_multiply_as_heads(name):
     double, table = name == "double", matrix().T
-    w = encode(matrix(), "nf4" if double else name, 16 if double else None, double=double).T
+    w = encode(
+        matrix(), "nf4" if double else name, 16 if double else None, double=double
+    ).transposed()
     assert w.shape == (OUT, IN)
     rows = np.array([[3, 0], [39, 3]])
     np.testing.assert_array_equal(w.take(rows), np.asarray(w.dense())[rows])
