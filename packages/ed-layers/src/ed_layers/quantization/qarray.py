@@ -87,9 +87,7 @@ def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Arr
 def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
     if isinstance(w, Turned):
         whole = w.table.activations
-        once = (
-            (lambda x, w: _whole_numbers(x, w.turned())) if whole else partial(_turned, precision)
-        )
+        once = _turned_whole_numbers if whole else partial(_turned, precision)
     else:
         once = _whole_numbers if w.activations else partial(_decoded, precision)
     return _in_blocks(once, x, w)
