@@ -376,7 +376,8 @@ VALID: dict[str, str] = {
     "zero": (
         "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
         "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
-        "actions.serve.drain_seconds "
+        "actions.serve.drain_seconds actions.serve.enable_function_calling "
+        "actions.serve.oai_like_processor "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "
         "base_config.values.scan_layers esurge.auto_cap_new_tokens esurge.auto_truncate_prompt "

@@ -12,6 +12,7 @@ from ed_elarge.errors import InputError
 from ed_elarge.normalize import normalize
 from ed_elarge.run_config import RunConfig
 from ed_elarge.table import look
+from ed_trainers.options.optimizers import OPTIMIZERS
 from run_files import GOOD, with_changes
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -342,7 +343,7 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  5 |   learning_ratee: 1",
         "    |   ^^^^^^^^^^^^^^",
         "f:6:14: trainer.optimizer: unknown optimizer 'adamww'; did you mean 'adamw'? "
-        "(known: adamw, lion, adafactor, rmsprop, sgd)",
+        f"(known: {', '.join(OPTIMIZERS)})",
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "

@@ -218,7 +218,9 @@ def test_every_float8_has_its_value():
 @pytest.mark.parametrize("name", [*FORMATS, "double"])
 def test_tables_give_rows_and_multiply_as_heads(name):
     double, table = name == "double", matrix().T
-    w = encode(matrix(), "nf4" if double else name, 16 if double else None, double=double).T
+    w = encode(
+        matrix(), "nf4" if double else name, 16 if double else None, double=double
+    ).transposed()
     assert w.shape == (OUT, IN)
     rows = np.array([[3, 0], [39, 3]])
     np.testing.assert_array_equal(w.take(rows), np.asarray(w.dense())[rows])
@@ -246,6 +248,20 @@ def test_quantized_activations_multiply_whole_numbers(name, group):
     np.testing.assert_allclose(
         dx, np.ones((3, OUT)) @ np.asarray(w.dense()).T, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("block", [10**9, 7 * IN])
+@pytest.mark.parametrize(("name", "activations"), [("nf4", False), ("fp8", False), ("int4", True)])
+def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations, block):
+    """Whole, and by blocks of the table's rows."""
+    monkeypatch.setattr(qarray, "BLOCK", block)
+    w = encode(matrix(), name, 16, activations=activations)
+    x = np.random.default_rng(1).normal(size=(3, IN)).astype(F32)
+    both = lambda x, w: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dot(x, w))))(x)  # noqa: E731
+    value, dx = jax.jit(lambda x: both(x, w))(x)
+    got, dgot = jax.jit(lambda x: both(x, w.transposed().T))(x)
+    np.testing.assert_allclose(got, value, rtol=1e-5)
+    np.testing.assert_allclose(dgot, dx, atol=2e-5 * np.abs(dx).max())
 
 
 def test_leading_dimensions_are_batches():

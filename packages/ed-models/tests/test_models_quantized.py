@@ -89,11 +89,8 @@ def test_adapters_learn_through_codes_and_nothing_else_does():
 def test_the_matrices_of_a_scanned_model_are_decoded_layer_by_layer():
     """Neither forward nor backward holds the plain matrices of two layers."""
     fields = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
-    model = (
-        build(**fields, scan_layers=True).quantize({"dtype": "nf4"}).apply_lora(LoraSpec(rank=2))
-    )
-    lowered = jax.jit(jax.grad(lambda p: loss_of(model, p))).lower(model.graphstate)
-    text = lowered.compile().as_text()
+    model = build(**fields, scan_layers=True).quantize({"dtype": "nf4"})
+    text = gradients(model.apply_lora(LoraSpec(rank=2)), lower=True).compile().as_text()
     assert "u8[8,64,512]" in text, "codes of all layers"
     assert "f32[8,128,512]" not in text
     assert "f32[8,64,512]" not in text

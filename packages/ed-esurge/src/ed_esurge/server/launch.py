@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import FastAPI
+from uvicorn.logging import AccessFormatter, DefaultFormatter
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.app import create_app
@@ -160,7 +162,8 @@ def serve(
     if host not in LOOPBACK and not api_key:
         logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
     try:
-        server.run(sockets=[listener])
+        with _logs():
+            server.run(sockets=[listener])
     except KeyboardInterrupt:  # a second Ctrl-C
         return
     finally:
@@ -189,9 +192,12 @@ def background(
         tls=(None, None),
         options=options,
     )
-    thread = threading.Thread(
-        target=server.run, kwargs={"sockets": [listener]}, name="ed-esurge-server", daemon=True
-    )
+
+    def run() -> None:
+        with _logs():
+            server.run(sockets=[listener])
+
+    thread = threading.Thread(target=run, name="ed-esurge-server", daemon=True)
     thread.start()
     try:
         while not ready.wait(0.05):
@@ -204,6 +210,30 @@ def background(
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(0.1)
         listener.close()
+
+
+@contextmanager
+def _logs() -> Iterator[None]:
+    """Show uvicorn's messages on standard error and its requests on standard output meanwhile."""
+    shown = {
+        "uvicorn": (sys.stderr, DefaultFormatter("%(levelprefix)s %(message)s")),
+        "uvicorn.access": (
+            sys.stdout,
+            AccessFormatter('%(levelprefix)s %(client_addr)s - "%(request_line)s" %(status_code)s'),
+        ),
+    }
+    added: list[tuple[logging.Logger, logging.Handler]] = []
+    for name, (stream, formatter) in shown.items():
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(formatter)
+        added.append((logging.getLogger(name), handler))
+        added[-1][0].addHandler(handler)
+        added[-1][0].propagate = False
+    try:
+        yield
+    finally:
+        for log, handler in added:
+            log.removeHandler(handler)
 
 
 def _prepare(
@@ -226,6 +256,8 @@ def _prepare(
     config = uvicorn.Config(
         app,
         http=connection_class(app.state.served.limits),
+        # Its own configuration would close every handler of the process, whoever made it.
+        log_config=None,
         log_level=log_level,
         access_log=log_level in ("info", "debug", "trace"),
         # Clients keep connections in pools; uvicorn's 5 s would cut them just before reuse.

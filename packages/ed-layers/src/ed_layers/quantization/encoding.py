@@ -75,7 +75,7 @@ def encoded(
         double=spec.double_quantization,
         activations=spec.quantizes_activations and not absorbed,
     )
-    return w.T if rows else w
+    return w.transposed() if rows else w
 
 
 #: Scales that share a scale, in double quantization.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.native import products as native
@@ -41,9 +42,41 @@ class QArray(Stored):
         return _grouped(precision, rows, self, counts)
 
     @property
+    def T(self) -> Turned:
+        """The matrix [d, v] of a table [v, d]."""
+        return Turned(self)
+
+    @property
     def factors_out(self) -> bool:
         """Whether a product can be scaled after it, column by column."""
         return self.axis == -2 and self.groups == 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Turned:
+    """The matrix [d, v] of a table [v, d]: that of a head which is tied to an embedding."""
+
+    table: QArray
+
+    @property
+    def T(self) -> QArray:
+        """The table."""
+        return self.table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(d, v)."""
+        *lead, v, d = self.table.shape
+        return (*lead, d, v)
+
+    def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """The matrix as a plain array."""
+        return self.table.dense(dtype).mT
+
+    def product(self, x: Float[Array, "*rows d"], *, precision: Any = None) -> jax.Array:
+        """Return `x @ self`, [..., v], in the dtype of `x`."""
+        return _product(precision, x, self)
 
 
 def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
@@ -54,7 +87,10 @@ def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Arr
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: Any, x: jax.Array, w: QArray) -> jax.Array:
+def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
+    if isinstance(w, Turned):
+        whole = w.table.activations
+        return _in_blocks(_turned_whole_numbers if whole else partial(_turned, precision), x, w)
     once = _whole_numbers if w.activations else partial(_decoded, precision)
     by_xla = partial(_in_blocks, once)
     if w.activations or w.axis == -1:
@@ -74,13 +110,16 @@ def _by_library(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _product_forward(precision: Any, x: jax.Array, w: QArray) -> tuple[jax.Array, QArray]:
+def _product_forward(
+    precision: Any, x: jax.Array, w: QArray | Turned
+) -> tuple[jax.Array, QArray | Turned]:
     # Codes are kept for the backward pass, never the matrix.
     return _product(precision, x, w), w
 
 
-def _product_backward(precision: Any, w: QArray, g: jax.Array) -> tuple[jax.Array, None]:
-    return _in_blocks(partial(_back, precision), g, w, summed=True), None
+def _product_backward(precision: Any, w: QArray | Turned, g: jax.Array) -> tuple[jax.Array, None]:
+    back = partial(_turned_back if isinstance(w, Turned) else _back, precision)
+    return _in_blocks(back, g, w, summed=True), None
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -109,6 +148,26 @@ def _back(precision: Any, g: Float[Array, "*rows o"], w: QArray) -> Float[Array,
     return joined([dot(g, w.values(codes).astype(g.dtype).mT) for codes in w.halves()], -1)
 
 
+def _turned(precision: Any, x: Float[Array, "*rows d"], w: Turned) -> Float[Array, "*rows v"]:
+    """As `_decoded`, of a table: values are turned and not codes, which the product does itself."""
+    halves, table = w.table.halves(), w.table
+    dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+    parts = [x[..., i :: len(halves)] for i in range(len(halves))]
+    decoded = (table.values(codes).astype(x.dtype).mT for codes in halves)
+    first, *rest = (dot(part, values) for part, values in zip(parts, decoded, strict=True))
+    return sum(rest, first).astype(x.dtype)
+
+
+def _turned_whole_numbers(x: Float[Array, "*rows d"], w: Turned) -> Float[Array, "*rows v"]:
+    return _whole_numbers(x, w.table.transposed())
+
+
+def _turned_back(precision: Any, g: Float[Array, "*rows v"], w: Turned) -> Float[Array, "*rows d"]:
+    dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+    halves = [dot(g, w.table.values(codes).astype(g.dtype)) for codes in w.table.halves()]
+    return joined(halves, -1)
+
+
 def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
     """The product of whole numbers: of 8 bits by 8 bits, summed in 32, group by group."""
     assert w.axis == -2, "groups of a product lie along the contracted dimension"
@@ -132,7 +191,10 @@ def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows
 
 
 def _in_blocks(
-    product: Callable[[jax.Array, QArray], jax.Array], x: jax.Array, w: QArray, summed: bool = False
+    product: Callable[[jax.Array, Any], jax.Array],
+    x: jax.Array,
+    w: QArray | Turned,
+    summed: bool = False,
 ) -> jax.Array:
     """A product, on a CPU by blocks of columns: the whole matrix is never decoded there.
 
@@ -142,33 +204,40 @@ def _in_blocks(
     """
     inputs, columns = w.shape[-2:]
     count = -(-inputs * columns // BLOCK)
-    # A transpose has its pairs, and groups, along the columns.
-    if count == 1 or w.axis == -1:
+    # Groups that lie along the columns are not cut.
+    if count == 1 or (isinstance(w, QArray) and w.axis == -1):
         return product(x, w).astype(x.dtype)
     size = -(-columns // count)
+    axis = -2 if isinstance(w, Turned) else -1  # of the columns, as they are stored
 
-    def blocks(x: jax.Array, w: QArray) -> jax.Array:
-        codes = w.codes
+    def blocks(x: jax.Array, w: QArray | Turned) -> jax.Array:
+        stored = w.table if isinstance(w, Turned) else w
+        codes = stored.codes
         if jnp.issubdtype(codes.dtype, jnp.floating):  # a slice of which would make a wide copy
             codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-        w = replace(w, codes=codes, scale=w.scales())
+        stored = replace(stored, codes=codes, scale=stored.scales())
+
+        def cut(leaf: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+            if leaf.shape[axis] == 1:
+                return leaf
+            return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
 
         def step(i: jax.Array, out: jax.Array) -> jax.Array:
             # The last block begins earlier, so that all have one size.
             start = jnp.minimum(i * size, columns - size)
-            cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
-            part = jax.tree.map(lambda leaf: leaf if leaf.shape[-1] == 1 else cut(leaf), w)
+            part: Any = jax.tree.map(lambda leaf: cut(leaf, start, axis), stored)
+            part = Turned(part) if isinstance(w, Turned) else part
             if not summed:
                 y = product(x, part)
                 return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=-1)
             fresh = start + jnp.arange(size) >= i * size
-            return out + product(jnp.where(fresh, cut(x), 0), part)
+            return out + product(jnp.where(fresh, cut(x, start, -1), 0), part)
 
         shape = (*x.shape[:-1], inputs if summed else columns)
         start = jnp.zeros(shape, jnp.float32 if summed else x.dtype)
         return jax.lax.fori_loop(0, count, step, start).astype(x.dtype)
 
-    def whole(x: jax.Array, w: QArray) -> jax.Array:
+    def whole(x: jax.Array, w: QArray | Turned) -> jax.Array:
         return product(x, w).astype(x.dtype)
 
     return jax.lax.platform_dependent(x, w, cpu=blocks, default=whole)

@@ -118,9 +118,8 @@ class Stored:
         """Of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
-    @property
-    def T(self) -> Self:
-        """The transpose [.., o, i], of the same bytes."""
+    def transposed(self) -> Self:
+        """The transpose [.., o, i], each array turned."""
         swapped: Self = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, -1, -2), self)
         return replace(swapped, axis=-3 - self.axis)
 

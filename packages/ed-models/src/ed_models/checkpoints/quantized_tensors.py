@@ -57,7 +57,7 @@ def encoded_as(matrix: jax.Array, form: QArray) -> QArray:
         double=isinstance(form.scale, Scales),
         activations=form.activations,
     )
-    return w.T if form.axis == -1 else w
+    return w.transposed() if form.axis == -1 else w
 
 
 def stored_rules(
