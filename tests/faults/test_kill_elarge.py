@@ -15,7 +15,7 @@ import sys
 import time
 
 import pytest
-from ed_trainers.metrics import CLOCKED
+from ed_trainers.figures.metrics import CLOCKED
 
 ELARGE = pathlib.Path(sys.executable).with_name("elarge")
 STEPS, SAVE_EVERY = 40, 8

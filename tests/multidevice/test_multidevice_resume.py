@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_infra.testing import run_processes
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
 
 from tests.multidevice.resuming_processes import train, write
 

@@ -11,7 +11,7 @@ import pytest
 from ed_infra import registry
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
 from jax.sharding import PartitionSpec
 
 from tests.seeds.my_model import register

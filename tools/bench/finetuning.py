@@ -18,8 +18,8 @@ import numpy as np
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.arguments import SFTArguments
+from ed_trainers.methods.sft import SFTTrainer
 from ed_trainers.optimizers import build_optimizer, build_schedule
-from ed_trainers.sft import SFTTrainer
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import build_train_step
 

@@ -59,8 +59,8 @@ def jax_step(fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
     import jax
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
     from ed_trainers.arguments import SFTArguments
+    from ed_trainers.methods.sft import SFTTrainer
     from ed_trainers.optimizers import build_optimizer, build_schedule
-    from ed_trainers.sft import SFTTrainer
     from ed_trainers.state import EasyDeLState
     from ed_trainers.step import build_train_step
 
@@ -131,7 +131,7 @@ def work(name: str, fields: dict[str, Any], rows: int, length: int) -> None:
         import jax
 
         jax.numpy.ones(8).block_until_ready()
-        import ed_trainers.sft  # noqa: F401
+        import ed_trainers.methods.sft  # noqa: F401
     else:
         import transformers.models.llama.modeling_llama  # noqa: F401
     idle = status("VmRSS")

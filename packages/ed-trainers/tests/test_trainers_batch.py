@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.masks import segment_index
+from ed_trainers.losses.next_token import next_token_batch, places_in_segments
 from ed_trainers.placement import microbatches, pad_rows
-from ed_trainers.sft import next_token_batch, places_in_segments
 
 
 def test_targets_do_not_cross_segments_or_padding():

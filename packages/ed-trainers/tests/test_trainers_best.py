@@ -12,9 +12,9 @@ import optax
 import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer
-from ed_trainers.best import Best
-from ed_trainers.checkpoint import Checkpoints
-from ed_trainers.metrics import CLOCKED, read_rows
+from ed_trainers.checkpoints.best import Best
+from ed_trainers.checkpoints.checkpoint import Checkpoints
+from ed_trainers.figures.metrics import CLOCKED, read_rows
 from ed_trainers.optimizers import averaged, build_optimizer, build_schedule
 from ed_trainers.optimizers.ema import EmaState
 from pydantic import ValidationError

@@ -9,8 +9,8 @@ import optax
 import pytest
 from ed_infra.errors import CheckpointError
 from ed_trainers.arguments import SFTArguments
-from ed_trainers.checkpoint import Checkpoints
-from ed_trainers.run_record import describe_run
+from ed_trainers.checkpoints.checkpoint import Checkpoints
+from ed_trainers.checkpoints.run_record import describe_run
 from ed_trainers.state import EasyDeLState
 
 RUN = describe_run(SFTArguments(), total_steps=10, loader={}, fingerprint="x")

@@ -12,13 +12,13 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_layers.updated import Updated
 from ed_trainers import Callback, Loss, Models, SFTArguments, SFTTrainer, Trainer
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.token_loss import token_logprobs
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
-from ed_trainers.sft import next_token_batch
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import build_eval_step, build_train_step
-from ed_trainers.token_loss import token_logprobs
 from flax import nnx
 
 EXPERTS, COEFFICIENT, RATE = 4, 0.5, 1e-3

@@ -14,9 +14,9 @@ import optax
 import pytest
 from ed_infra.errors import CheckpointError
 from ed_trainers import Callback, SFTArguments, SFTTrainer, checksums, disk
-from ed_trainers.checkpoint import Checkpoints
-from ed_trainers.metrics import read_rows
-from ed_trainers.run_record import describe_run
+from ed_trainers.checkpoints.checkpoint import Checkpoints
+from ed_trainers.checkpoints.run_record import describe_run
+from ed_trainers.figures.metrics import read_rows
 from ed_trainers.state import EasyDeLState
 
 RUN = describe_run(SFTArguments(), total_steps=10, loader={}, fingerprint="x")

@@ -10,9 +10,9 @@ from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import DPOArguments, trainer_class
 from ed_trainers.arguments import idle_options
-from ed_trainers.metrics import read_rows
-from ed_trainers.pairs import pair_batch
-from ed_trainers.reference_cache import FILE
+from ed_trainers.figures.metrics import read_rows
+from ed_trainers.losses.pairs import pair_batch
+from ed_trainers.methods.reference_cache import FILE
 from flax import nnx
 from method_runs import Pairs, apart, near, near_reports, one_step
 from pydantic import ValidationError

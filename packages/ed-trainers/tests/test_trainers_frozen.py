@@ -13,9 +13,9 @@ from ed_infra.errors import CheckpointError
 from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.arrays import flat_arrays, stored_arrays
-from ed_trainers.fingerprint import fingerprint
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
+from ed_trainers.stored.arrays import flat_arrays, stored_arrays
+from ed_trainers.stored.fingerprint import fingerprint
 
 SETTINGS = {
     "vocab_size": 64,

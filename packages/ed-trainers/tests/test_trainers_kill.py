@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ed_trainers.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_rows
 
 TARGET = Path(__file__).parent / "kill_target.py"
 STEPS = 24

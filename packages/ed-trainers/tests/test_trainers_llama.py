@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
 
 
 class Packed:

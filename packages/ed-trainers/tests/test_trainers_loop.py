@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer, TrainingDiverged
-from ed_trainers.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_rows
 
 SETTINGS = {
     "total_batch_size": 8,

@@ -8,7 +8,7 @@ import pytest
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
 from flax import nnx
 
 

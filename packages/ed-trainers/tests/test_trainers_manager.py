@@ -96,7 +96,7 @@ def test_what_a_crash_leaves_is_no_state(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ed_trainers.checksums.write_checksums", crash)
+        patch.setattr("ed_trainers.stored.checksums.write_checksums", crash)
         with pytest.raises(KeyboardInterrupt):
             manager.save({"a": jnp.ones(3)})
     assert manager.steps() == []

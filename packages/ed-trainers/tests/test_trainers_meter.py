@@ -14,10 +14,10 @@ from ed_layers.quantization import quantize
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
-from ed_trainers.flops import PEAKS, known_peak, matrix_parameters, utilization
-from ed_trainers.meter import KINDS, Meter, peak_memory
-from ed_trainers.metrics import read_rows
-from ed_trainers.sinks import Buffered
+from ed_trainers.figures.flops import PEAKS, known_peak, matrix_parameters, utilization
+from ed_trainers.figures.meter import KINDS, Meter, peak_memory
+from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.sinks import Buffered
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ class Slow:
 
 
 def test_a_slow_sink_delays_nobody(monkeypatch):
-    monkeypatch.setattr("ed_trainers.sinks._INTERVAL", 0.01)
+    monkeypatch.setattr("ed_trainers.figures.sinks._INTERVAL", 0.01)
     slow = Slow()
     sink = Buffered(slow, print)
     sink.restart([{"step": 0}])

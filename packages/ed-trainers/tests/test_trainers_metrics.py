@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from ed_trainers.metrics import MetricsLog, read_rows
-from ed_trainers.sinks import TensorBoard
+from ed_trainers.figures.metrics import MetricsLog, read_rows
+from ed_trainers.figures.sinks import TensorBoard
 
 
 def row(step, loss=1.0):

@@ -9,8 +9,8 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.metrics import read_rows
-from ed_trainers.saved import load, save
+from ed_trainers.figures.metrics import read_rows
+from ed_trainers.stored.saved import load, save
 
 STEPS = 6
 

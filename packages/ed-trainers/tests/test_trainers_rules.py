@@ -11,8 +11,8 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_layers.updated import Updated
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
-from ed_trainers.arrays import flat_arrays, leaf_names
 from ed_trainers.optimizers import apply_updates, build_optimizer, build_schedule
+from ed_trainers.stored.arrays import flat_arrays, leaf_names
 from flax import nnx
 
 BODY = [["embed_tokens", False], ["norm|bias", False], ["", True]]

@@ -9,7 +9,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models, SFTArguments, SFTTrainer
-from ed_trainers.neftune import noisy_embeddings, segment_lengths
+from ed_trainers.losses.neftune import noisy_embeddings, segment_lengths
 
 KEY = jax.random.key(3)
 

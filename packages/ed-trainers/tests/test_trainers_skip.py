@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_trainers import SFTArguments, SFTTrainer, TrainingDiverged
-from ed_trainers.metrics import read_rows
+from ed_trainers.figures.metrics import read_rows
 from ed_trainers.optimizers import apply_updates, build_optimizer, build_schedule, was_skipped
 
 

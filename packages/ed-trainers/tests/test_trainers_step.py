@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from ed_trainers.arguments import SFTArguments
 from ed_trainers.contract import Method, Models
+from ed_trainers.methods.sft import SFTTrainer
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
-from ed_trainers.sft import SFTTrainer
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import build_train_step
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ed_infra.mesh import create_mesh
 from ed_layers.head import Head
+from ed_trainers.losses.token_loss import token_cross_entropy, token_logprobs
 from ed_trainers.placement import Placement
-from ed_trainers.token_loss import token_cross_entropy, token_logprobs
 from jax.sharding import NamedSharding, PartitionSpec
 
 B, S, D, V = 8, 16, 24, 88  # V / tp is no other size

@@ -13,7 +13,7 @@ _NAMES = {
     "TrainingArguments": "ed_trainers.arguments",
     "arguments_class": "ed_trainers.arguments",
     "Callback": "ed_trainers.callbacks",
-    "CheckpointManager": "ed_trainers.manager",
+    "CheckpointManager": "ed_trainers.checkpoints.manager",
     "create_optimizer": "ed_trainers.create_optimizer",
     "TrainingDiverged": "ed_trainers.diverged",
     "Loss": "ed_trainers.contract",
@@ -21,7 +21,7 @@ _NAMES = {
     "Rollout": "ed_trainers.rollout",
     "Sampled": "ed_trainers.rollout",
     "Weights": "ed_trainers.rollout",
-    "SFTTrainer": "ed_trainers.sft",
+    "SFTTrainer": "ed_trainers.methods.sft",
     "EasyDeLState": "ed_trainers.state",
     "Trainer": "ed_trainers.trainer",
     "TrainerOutput": "ed_trainers.trainer",
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from ed_trainers.arguments import TrainingArguments as TrainingArguments
     from ed_trainers.arguments import arguments_class as arguments_class
     from ed_trainers.callbacks import Callback as Callback
+    from ed_trainers.checkpoints.manager import CheckpointManager as CheckpointManager
     from ed_trainers.contract import Loss as Loss
     from ed_trainers.contract import Models as Models
     from ed_trainers.create_optimizer import create_optimizer as create_optimizer
     from ed_trainers.diverged import TrainingDiverged as TrainingDiverged
-    from ed_trainers.manager import CheckpointManager as CheckpointManager
     from ed_trainers.methods import trainer_class as trainer_class
+    from ed_trainers.methods.sft import SFTTrainer as SFTTrainer
     from ed_trainers.rollout import Rollout as Rollout
     from ed_trainers.rollout import Sampled as Sampled
     from ed_trainers.rollout import Weights as Weights
-    from ed_trainers.sft import SFTTrainer as SFTTrainer
     from ed_trainers.state import EasyDeLState as EasyDeLState
     from ed_trainers.trainer import Trainer as Trainer
     from ed_trainers.trainer import TrainerOutput as TrainerOutput

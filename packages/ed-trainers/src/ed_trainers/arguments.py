@@ -12,11 +12,11 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import unknown_name
 from ed_infra.options import Count, NotNegative, Positive
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.optimizer_arguments import DECAYING, OPTIMIZERS, Share
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
+from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS, Share
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.scores import PRMArguments, RewardArguments
 
@@ -74,7 +74,7 @@ class MethodEntry(NamedTuple):
 
 #: `trainer_type` -> the method.
 METHODS: dict[str, MethodEntry] = {
-    "sft": MethodEntry(SFTArguments, "ed_trainers.sft:SFTTrainer"),
+    "sft": MethodEntry(SFTArguments, "ed_trainers.methods.sft:SFTTrainer"),
     "dpo": MethodEntry(
         DPOArguments,
         "ed_trainers.methods.dpo:DPOTrainer",

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ed_models.protocol import LanguageModel
 
-from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 

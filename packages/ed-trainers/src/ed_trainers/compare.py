@@ -133,8 +133,8 @@ def _numbers(array: np.ndarray) -> np.ndarray:
 def _of_orbax(path: Path) -> tuple[list[str], Callable[[str], np.ndarray]]:
     import orbax.checkpoint as ocp
 
-    from ed_trainers.arrays import stored_arrays
-    from ed_trainers.library_log import hushed
+    from ed_trainers.stored.arrays import stored_arrays
+    from ed_trainers.stored.library_log import hushed
 
     def read(name: str) -> np.ndarray:
         args: Any = ocp.args.PyTreeRestore(

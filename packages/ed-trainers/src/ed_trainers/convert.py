@@ -24,10 +24,10 @@ from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.module import EasyDeLBaseModule
 from flax import nnx
 
-from ed_trainers import checksums
-from ed_trainers.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
-from ed_trainers.manager import CheckpointManager
-from ed_trainers.saved import check_format
+from ed_trainers.checkpoints.manager import CheckpointManager
+from ed_trainers.stored import checksums
+from ed_trainers.stored.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
+from ed_trainers.stored.saved import check_format
 
 # Where a state has its variables; a module that was saved alone has them at the top.
 _PLACES = ("graphstate/", "graphother/", "")

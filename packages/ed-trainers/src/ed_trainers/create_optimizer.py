@@ -6,9 +6,9 @@ import optax
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.optimizer_arguments import DECAYING
 from ed_trainers.optimizers import build_optimizer, build_schedule, check_rules
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.optimizers import DECAYING
 from ed_trainers.state import EasyDeLState, split_model
 
 

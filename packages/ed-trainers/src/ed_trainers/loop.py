@@ -13,26 +13,26 @@ import jax
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.best import Best
-from ed_trainers.checkpoint import Checkpoints
+from ed_trainers.checkpoints.best import Best
+from ed_trainers.checkpoints.checkpoint import Checkpoints
+from ed_trainers.checkpoints.run_record import describe_run, move_aside
 from ed_trainers.contract import Batch, Method
 from ed_trainers.diverged import Divergence
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed, HostBatch
-from ed_trainers.flops import utilization
+from ed_trainers.figures.flops import utilization
+from ed_trainers.figures.meter import Meter
+from ed_trainers.figures.metrics import RECORD, MetricsLog
+from ed_trainers.figures.progress import Progress
+from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
 from ed_trainers.interrupt import StopRequest
-from ed_trainers.meter import Meter
-from ed_trainers.metrics import RECORD, MetricsLog
 from ed_trainers.optimizers import build_optimizer, build_schedule
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, microbatches
-from ed_trainers.progress import Progress
 from ed_trainers.rollout import Weights
-from ed_trainers.run_record import describe_run, move_aside
-from ed_trainers.saved import model_facts
-from ed_trainers.sinks import TENSORBOARD, sinks_of
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
+from ed_trainers.stored.saved import model_facts
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 

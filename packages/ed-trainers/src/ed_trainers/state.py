@@ -15,10 +15,10 @@ from ed_layers.updated import Updated
 from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
-from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
 from ed_trainers.optimizers import apply_updates, averaged, gradient_point
 from ed_trainers.placement import replicated, shardings_like
-from ed_trainers.saved import load, model_facts, save, saved_facts
+from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
+from ed_trainers.stored.saved import load, model_facts, save, saved_facts
 
 
 class EasyDeLState(struct.PyTreeNode):

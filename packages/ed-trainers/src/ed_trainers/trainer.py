@@ -17,14 +17,14 @@ from ed_models.adapters import has_lora, merge_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.callbacks import Callback
 from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
+from ed_trainers.figures.metrics import RECORD
 from ed_trainers.loop import Job, TrainingLoop
-from ed_trainers.metrics import RECORD
 from ed_trainers.optimizers import check_rules
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from ed_infra.outputs import Metric
 from jax.nn import log_sigmoid
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.methods.labelled import LabelledTrainer, Scored
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.labels import BCOArguments
 
 

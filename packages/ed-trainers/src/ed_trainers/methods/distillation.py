@@ -1,8 +1,8 @@
 """Knowledge distillation: a student learns a teacher's distribution of each next token.
 
 Hinton et al., arXiv:1503.02531: `alpha * T^2 * divergence + (1 - alpha) * cross-entropy`; the
-divergences are those of `ed_trainers.divergence`. Hidden states as in TinyBERT (1909.10351, eq. 8),
-without a projection.
+divergences are those of `losses.divergence`. Hidden states as in TinyBERT (1909.10351,
+eq. 8), without a projection.
 
 Legend: b rows, s positions, d hidden.
 """
@@ -17,13 +17,13 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.divergence import token_divergences
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.divergence import token_divergences
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.scoring import forward
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments
-from ed_trainers.scoring import forward
-from ed_trainers.sft import next_token_batch
 from ed_trainers.trainer import Trainer
 
 

@@ -18,11 +18,11 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import EmbeddingOutput, Metric
 from jaxtyping import Array, Float
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.pairs import as_rows, pair_batch
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.embedding import EmbeddingArguments
-from ed_trainers.pairs import as_rows, pair_batch
 from ed_trainers.trainer import Trainer
 
 SIDES = ("anchor", "positive")

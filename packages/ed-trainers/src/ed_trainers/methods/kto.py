@@ -18,14 +18,14 @@ import numpy as np
 from ed_infra.outputs import Metric
 from jax.nn import sigmoid
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.labelled import LabelledTrainer
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.labels import KTOArguments
-from ed_trainers.scoring import target_logps
-from ed_trainers.segments import Answers
-from ed_trainers.sft import next_token_batch
 
 _OTHER = "other_"
 

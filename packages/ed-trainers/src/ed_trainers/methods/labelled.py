@@ -15,11 +15,11 @@ from ed_infra.outputs import CausalLMOutput, Metric
 
 from ed_trainers.contract import Batch, Models
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.segments import Answers, last_tokens
 from ed_trainers.methods.reference import ReferenceTrainer
 from ed_trainers.options.labels import LabelledArguments
-from ed_trainers.scoring import target_logps
-from ed_trainers.segments import Answers, last_tokens
-from ed_trainers.sft import next_token_batch
 
 
 class Scored(NamedTuple):

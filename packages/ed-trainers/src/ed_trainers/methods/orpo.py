@@ -15,13 +15,13 @@ import numpy as np
 from ed_infra.outputs import Metric
 from jax.nn import log_sigmoid
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.pairs import as_rows, by_side, pair_batch, pair_metrics
+from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.segments import Answers
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.preference import ORPOArguments
-from ed_trainers.pairs import as_rows, by_side, pair_batch, pair_metrics
-from ed_trainers.scoring import target_logps
-from ed_trainers.segments import Answers
 from ed_trainers.trainer import Trainer
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.scoring import token_scores
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.scores import PRMArguments
-from ed_trainers.scoring import token_scores
-from ed_trainers.sft import next_token_batch
 from ed_trainers.trainer import Trainer
 
 

@@ -21,10 +21,10 @@ from flax import nnx
 
 from ed_trainers.contract import Batch, Models
 from ed_trainers.feed import Loader
+from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.segments import Answers
+from ed_trainers.methods.reference_cache import FILE, ReferenceLogps
 from ed_trainers.options.preference import ReferenceArguments
-from ed_trainers.reference_cache import FILE, ReferenceLogps
-from ed_trainers.scoring import target_logps
-from ed_trainers.segments import Answers
 from ed_trainers.trainer import Trainer, TrainerOutput
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.feed import HostBatch
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.methods.sft import SFTTrainer
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import SeqKDArguments
-from ed_trainers.sft import SFTTrainer, next_token_batch
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ed_trainers.base_arguments import TrainingArguments
 from ed_trainers.methods.cpo import CPOTrainer
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.preference import SimPOArguments
 
 

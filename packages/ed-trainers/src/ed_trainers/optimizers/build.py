@@ -10,13 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.optimizer_arguments import (
-    MarsSettings,
-    MuonSettings,
-    ScheduleFreeAdamWSettings,
-    optimizer_settings,
-)
 from ed_trainers.optimizers.eight_bit import SMALLEST, eight_bit
 from ed_trainers.optimizers.ema import with_ema
 from ed_trainers.optimizers.groups import Numbers, learning_rate_factors, weight_decays
@@ -27,6 +20,13 @@ from ed_trainers.optimizers.per_array import own_shapes, per_array
 from ed_trainers.optimizers.schedule_free import schedule_free
 from ed_trainers.optimizers.schedules import Schedule
 from ed_trainers.optimizers.skip import skip_bad_steps
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.optimizers import (
+    MarsSettings,
+    MuonSettings,
+    ScheduleFreeAdamWSettings,
+    optimizer_settings,
+)
 
 Direction = optax.GradientTransformation
 NumbersOf = Callable[[optax.Params | None], Numbers]

@@ -14,7 +14,7 @@ import optax
 from ed_infra.paths import canonical
 from ed_infra.rules import Rules
 
-from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.options.base import TrainingArguments
 
 #: Parameters that weight decay leaves alone: biases, whatever a norm holds, and the rates, steps,
 #: skips and mixtures of a recurrence (Mamba, RG-LRU, RWKV).

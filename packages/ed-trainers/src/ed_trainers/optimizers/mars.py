@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ed_trainers.optimizer_arguments import MarsSettings
+from ed_trainers.options.optimizers import MarsSettings
 
 
 class MarsState(NamedTuple):

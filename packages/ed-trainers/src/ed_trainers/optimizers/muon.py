@@ -15,8 +15,8 @@ import optax
 from ed_infra.paths import canonical
 from jaxtyping import Array, Float
 
-from ed_trainers.optimizer_arguments import MuonSettings
 from ed_trainers.optimizers.per_array import logical_axes, map_parameters, stacked_axes
+from ed_trainers.options.optimizers import MuonSettings
 
 #: Matrices of the vocabulary and of the classes, where a model does not declare its logical axes.
 _TABLES = re.compile(r"(^|\.)(embed\w*|wte|wpe|lm_head|score)(\.|$)")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.optimizer_arguments import PolynomialSettings, WSDSettings, scheduler_settings
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.optimizers import PolynomialSettings, WSDSettings, scheduler_settings
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 

@@ -7,7 +7,7 @@ from typing import Literal
 from ed_infra.options import Count, Fraction, NotNegative, Positive
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.base_arguments import TrainingArguments, conflict
+from ed_trainers.options.base import TrainingArguments, conflict
 
 
 class DistillationArguments(TrainingArguments):

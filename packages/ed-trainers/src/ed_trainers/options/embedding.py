@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from ed_infra.options import Count, Positive
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from ed_trainers.base_arguments import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import Flag, TrainingArguments, conflict
 
 Temperatures = Annotated[
     tuple[Positive, ...],

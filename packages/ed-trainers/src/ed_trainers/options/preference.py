@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Count, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.base_arguments import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import Flag, TrainingArguments, conflict
 
 #: Losses of `dpo`; the brief names are spellings of TRL's.
 DPO_LOSSES = (

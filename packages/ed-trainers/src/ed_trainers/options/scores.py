@@ -6,7 +6,7 @@ from typing import Literal
 
 from ed_infra.options import NotNegative
 
-from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.options.base import TrainingArguments
 
 
 class RewardArguments(TrainingArguments):

@@ -21,7 +21,7 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.metrics import RECORD, Row, is_evaluation, read_rows
+from ed_trainers.figures.metrics import RECORD, Row, is_evaluation, read_rows
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
 #: Points of a curve; of longer ones each bucket keeps its lowest and its highest.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ed_infra.errors import unknown_name
 
-from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.options.base import TrainingArguments
 
 _LESS_IS_BETTER = ("loss", "perplexity")
 

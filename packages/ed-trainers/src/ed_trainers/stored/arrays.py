@@ -21,7 +21,7 @@ from ed_infra.errors import CheckpointError
 from ed_infra.paths import canonical, is_stacked, normalize
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ed_trainers.library_log import hushed
+from ed_trainers.stored.library_log import hushed
 
 T = TypeVar("T")
 Wanted = Mapping[str, jax.ShapeDtypeStruct]

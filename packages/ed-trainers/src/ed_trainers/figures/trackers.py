@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.metrics import Row, curves
+from ed_trainers.figures.metrics import Row, curves
 
 
 class About(NamedTuple):

@@ -18,9 +18,9 @@ from ed_infra import logging
 from ed_infra.errors import CheckpointError
 from flax import nnx
 
-from ed_trainers.arrays import flat_abstract, flat_arrays, from_flat
-from ed_trainers.saved import load, model_facts, save, saved_facts
 from ed_trainers.state import EasyDeLState
+from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
+from ed_trainers.stored.saved import load, model_facts, save, saved_facts
 
 log = logging.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from ed_infra.outputs import CausalLMOutput, SequenceClassifierOutput
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.contract import Batch
+from ed_trainers.losses.token_loss import token_logprobs
 from ed_trainers.placement import Placement
-from ed_trainers.token_loss import token_logprobs
 
 
 def forward(

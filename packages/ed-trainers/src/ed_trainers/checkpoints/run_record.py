@@ -9,7 +9,7 @@ from typing import Any
 
 from ed_infra.errors import CheckpointError
 
-from ed_trainers.base_arguments import TrainingArguments
+from ed_trainers.options.base import TrainingArguments
 
 #: Arguments that give another run, or another shape of optimizer state, when they change.
 MUST_MATCH = (

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ed_trainers import disk
+from ed_trainers.stored import disk
 
 #: What orbax logs to.
 LOGGER = logging.getLogger("absl")

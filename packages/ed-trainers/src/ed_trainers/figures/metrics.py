@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a line, and what is derived from it (`ed_trainers.sinks`).
+"""Metrics of a run: one JSON object a line, and what is made of it (`figures.sinks`).
 
 `metrics.jsonl` is the record. Rows are flushed to the operating system as they are written and
 forced to disk before a checkpoint is; on resuming from step N, rows beyond N are cut off. So after

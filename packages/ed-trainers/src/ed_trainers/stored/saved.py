@@ -16,8 +16,8 @@ import jax
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
-from ed_trainers import checksums, disk
-from ed_trainers.arrays import Wanted, check_fit, read_arrays, size_of, stored_arrays
+from ed_trainers.stored import checksums, disk
+from ed_trainers.stored.arrays import Wanted, check_fit, read_arrays, size_of, stored_arrays
 
 #: Of the layout of checkpoints; a reader refuses those of a later one.
 FORMAT = 2

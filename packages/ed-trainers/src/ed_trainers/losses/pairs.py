@@ -17,8 +17,8 @@ from ed_infra.outputs import Metric
 
 from ed_trainers.contract import Batch
 from ed_trainers.feed import HostBatch
-from ed_trainers.segments import Answers
-from ed_trainers.sft import next_token_batch
+from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.segments import Answers
 
 SIDES = ("chosen", "rejected")
 

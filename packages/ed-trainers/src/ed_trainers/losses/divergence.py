@@ -17,7 +17,7 @@ from ed_layers.losses import split, target_logit
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ed_trainers.token_loss import by_device
+from ed_trainers.losses.token_loss import by_device
 
 # Several arrays of [c, v] exist at once.
 DEFAULT_CHUNK = 256

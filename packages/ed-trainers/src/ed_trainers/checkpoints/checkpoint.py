@@ -23,8 +23,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
-from ed_trainers import checksums, disk, library_log
-from ed_trainers.arrays import (
+from ed_trainers.checkpoints.run_record import compare_runs, free_name
+from ed_trainers.state import EasyDeLState, changing
+from ed_trainers.stored import checksums, disk, library_log
+from ed_trainers.stored.arrays import (
     check_fit,
     flat_abstract,
     flat_arrays,
@@ -33,10 +35,8 @@ from ed_trainers.arrays import (
     size_of,
     stored_arrays,
 )
-from ed_trainers.fingerprint import Fingerprint, check_same, fingerprint
-from ed_trainers.run_record import compare_runs, free_name
-from ed_trainers.saved import FORMAT, check_format
-from ed_trainers.state import EasyDeLState, changing
+from ed_trainers.stored.fingerprint import Fingerprint, check_same, fingerprint
+from ed_trainers.stored.saved import FORMAT, check_format
 
 Say = Callable[[str], None]
 
@@ -134,7 +134,7 @@ class Checkpoints:
         Args:
             step: updates done.
             state: what to save.
-            run: JSON values that go with it; see `ed_trainers.run_record.describe_run`.
+            run: JSON values that go with it; see `ed_trainers.checkpoints.run_record.describe_run`.
 
         Returns:
             Whether the checkpoint was begun.

@@ -19,9 +19,9 @@ from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
+from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import Placement, pad_rows
-from ed_trainers.scoring import target_logps
-from ed_trainers.segments import Answers
 
 #: The file beside the checkpoints.
 FILE = "reference_log_probs.npz"

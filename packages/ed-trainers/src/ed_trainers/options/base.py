@@ -24,7 +24,7 @@ from ed_infra.rules import Rules
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from ed_trainers.optimizer_arguments import (
+from ed_trainers.options.optimizers import (
     DECAYING,
     LONGEST,
     OPTIMIZERS,
@@ -64,7 +64,7 @@ def _duration(value: object) -> object:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-#: What `report_to` may name: `ed_trainers.trackers` has a class for each.
+#: What `report_to` may name: `ed_trainers.figures.trackers` has a class for each.
 TRACKERS = ("wandb", "trackio", "mlflow")
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 
-from ed_trainers.flops import Utilization
+from ed_trainers.figures.flops import Utilization
 
 #: What the seconds of a run are spent on beside steps that bring it on. `restart` is all that
 #: comes before the first step: making the state, or reading it from a checkpoint.

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ed_trainers.base_arguments import TrainingArguments
-from ed_trainers.metrics import Row, Sink, curves
-from ed_trainers.trackers import TRACKERS, About
+from ed_trainers.figures.metrics import Row, Sink, curves
+from ed_trainers.figures.trackers import TRACKERS, About
+from ed_trainers.options.base import TrainingArguments
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter

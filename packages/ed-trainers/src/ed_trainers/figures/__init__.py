@@ -1,0 +1,1 @@
+"""What a run tells about itself: metrics, where they go, the progress bar."""

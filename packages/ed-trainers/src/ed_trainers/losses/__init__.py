@@ -1,0 +1,1 @@
+"""What losses are made of: pairs, segments, chunked log-probabilities and divergences."""

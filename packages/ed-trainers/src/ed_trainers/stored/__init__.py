@@ -1,0 +1,1 @@
+"""Arrays in files: names, checksums, fingerprints, room on a disk."""
