@@ -191,6 +191,6 @@ def test_scores_follow_the_head_of_the_model(make_llama, prompts):
 
 def test_adapters_are_refused_while_there_are_none(surge):
     command = replace(surge.prepare("a", [5], GREEDY), adapter=3)
-    with pytest.raises(ConfigError, match="adapter 3"):
+    with pytest.raises(ConfigError, match="number 3"):
         surge.execute(command)
     assert not surge.has_unfinished_requests

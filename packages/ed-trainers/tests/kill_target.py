@@ -16,7 +16,8 @@ import time
 import numpy as np
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import Callback, SFTArguments, SFTTrainer, checksums
+from ed_trainers import Callback, SFTArguments, SFTTrainer
+from ed_trainers.stored import checksums
 
 VOCAB, LENGTH, ROWS = 128, 32, 8
 

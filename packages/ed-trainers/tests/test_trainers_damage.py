@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from ed_infra.errors import CheckpointError
-from ed_trainers import Callback, SFTArguments, SFTTrainer, checksums, disk
+from ed_trainers import Callback, SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run
 from ed_trainers.figures.metrics import read_rows
 from ed_trainers.state import EasyDeLState
+from ed_trainers.stored import checksums, disk
 
 RUN = describe_run(SFTArguments(), total_steps=10, loader={}, fingerprint="x")
 

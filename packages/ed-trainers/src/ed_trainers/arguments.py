@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple
 
 from ed_infra.enums import TaskType
 from ed_infra.errors import unknown_name
-from ed_infra.options import Count, NotNegative, Positive
+from ed_infra.options import Positive
 
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
-from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS, Share
+from ed_trainers.options.next_token import NextTokenArguments
+from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.scores import PRMArguments, RewardArguments
 
@@ -33,21 +34,11 @@ __all__ = [
 ]
 
 
-class SFTArguments(TrainingArguments):
+class SFTArguments(NextTokenArguments):
     """Supervised fine-tuning, and pre-training: the cross-entropy of the labels."""
 
     trainer_type: Literal["sft"] = "sft"
     learning_rate: Positive = 2e-5
-    lmhead_chunksize: Count | None = None
-    """Tokens whose logits exist at once; None lets the loss choose."""
-    label_smoothing_factor: Share = 0.0
-    """Share of each target that is spread evenly over the vocabulary; in training only."""
-    z_loss_coefficient: NotNegative = 0.0
-    """Factor on the square of the log of each token's normaliser, added to its loss; in training
-    only."""
-    neftune_noise_alpha: Positive | None = None
-    """Size of NEFTune's noise on the embeddings: uniform, up to this over the root of a document's
-    tokens times the hidden size; in training only."""
 
 
 class MethodEntry(NamedTuple):

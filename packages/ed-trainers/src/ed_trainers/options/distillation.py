@@ -8,6 +8,7 @@ from ed_infra.options import Count, Fraction, NotNegative, Positive
 from pydantic import ValidationInfo, field_validator
 
 from ed_trainers.options.base import TrainingArguments, conflict
+from ed_trainers.options.next_token import NextTokenArguments
 
 
 class DistillationArguments(TrainingArguments):
@@ -40,7 +41,7 @@ class DistillationArguments(TrainingArguments):
         return value
 
 
-class SeqKDArguments(TrainingArguments):
+class SeqKDArguments(NextTokenArguments):
     """Sequence-level distillation (Kim and Rush, arXiv:1606.07947): learn the teacher's answers."""
 
     trainer_type: Literal["seq_kd"] = "seq_kd"
@@ -48,5 +49,3 @@ class SeqKDArguments(TrainingArguments):
     """Tokens of a prompt; of a longer one the last are kept."""
     max_completion_length: Count = 256
     """Tokens of an answer of the teacher."""
-    lmhead_chunksize: Count | None = None
-    """Tokens whose logits exist at once; None lets the loss choose."""
