@@ -203,7 +203,8 @@ def test_a_large_matrix_is_never_decoded_as_a_whole(monkeypatch, name, activatio
     monkeypatch.setattr(qarray, "BLOCK", IN * columns)
     blocked = jax.jit(lambda x: both(x))
     got, dgot = blocked(x)
-    np.testing.assert_allclose(got, value, rtol=1e-5)
+    # The terms of the sum are up to 1, and cancel.
+    np.testing.assert_allclose(got, value, atol=1e-6 * x.shape[0] * OUT)
     np.testing.assert_allclose(dgot, dx, atol=2e-5 * np.abs(dx).max())
     compiled = blocked.lower(x).compile().as_text()
     assert not [rows for rows in (IN, IN // 2) if f"f32[{rows},{OUT}]" in compiled]
@@ -260,7 +261,8 @@ def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations,
     both = lambda x, w: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dot(x, w))))(x)  # noqa: E731
     value, dx = jax.jit(lambda x: both(x, w))(x)
     got, dgot = jax.jit(lambda x: both(x, w.transposed().T))(x)
-    np.testing.assert_allclose(got, value, rtol=1e-5)
+    # The terms of the sum are up to 1, and cancel.
+    np.testing.assert_allclose(got, value, atol=1e-6 * x.shape[0] * OUT)
     np.testing.assert_allclose(dgot, dx, atol=2e-5 * np.abs(dx).max())
 
 
