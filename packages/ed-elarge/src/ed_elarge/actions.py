@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ed_infra.compile_cache import keep_compiled_programs
+
 from ed_elarge.build import look_ahead
 from ed_elarge.describe import describe
 from ed_elarge.model import eLargeModel
@@ -85,20 +87,6 @@ def _prepare(elm: eLargeModel) -> None:
         if prepare:
             with elm.config.blame_at(action.path):
                 pkgutil.resolve_name(prepare)(elm, action.options)
-
-
-def keep_compiled_programs() -> None:
-    """Point jax's persistent compilation cache at the user's cache folder.
-
-    A second start, and serving, then need not compile again. Only a run does this, never an import.
-    What the user has set himself stands: `JAX_COMPILATION_CACHE_DIR`, or
-    `JAX_ENABLE_COMPILATION_CACHE=false` for none.
-    """
-    import jax
-
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "easydel" / "jax"))
 
 
 # What finds out beforehand.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Mixture
 from ed_infra.enums import TaskType
-from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.errors import ConfigError
 from ed_infra.fields import canonical_field
 
 from ed_elarge.adaptation import WeightFormat
@@ -49,16 +49,11 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
 
 
 def _load_tokenizer(run: RunConfig, name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from ed_models.checkpoints.tokenizers import load_tokenizer
 
     extras = _model_section(run).extra_kwargs
     trust = extras.trust_remote_code or run.loader.trust_remote_code
-    options: dict[str, Any] = {"revision": extras.revision} if extras.revision else {}
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"no tokenizer could be loaded from {name!r}: {reason}") from error
+    return load_tokenizer(name, revision=extras.revision, trust_remote_code=trust)
 
 
 # The model.

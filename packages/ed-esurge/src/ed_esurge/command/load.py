@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.compile_cache import keep_compiled_programs
+from ed_infra.errors import ConfigError
 
 from ed_esurge.command.flags import add_options, mapping_of, options_of
 from ed_esurge.config import EngineConfig
@@ -65,6 +65,9 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     import jax
     from ed_models.checkpoints import hub
 
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        # Small programs too: what is kept is not compiled at the next start.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
 
@@ -89,17 +92,13 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
     Raises:
         CheckpointError: there is none.
     """
-    from transformers import AutoTokenizer
+    from ed_models.checkpoints.tokenizers import load_tokenizer
 
-    name = values.tokenizer or values.model
-    options = {"revision": values.revision} if values.revision and not values.tokenizer else {}
-    try:
-        return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=values.trust_remote_code, **options
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"no tokenizer could be loaded from {name!r}: {reason}") from error
+    return load_tokenizer(
+        values.tokenizer or values.model,
+        revision=None if values.tokenizer else values.revision,
+        trust_remote_code=values.trust_remote_code,
+    )
 
 
 def name_of(model: str) -> str:
@@ -119,14 +118,3 @@ def dims_of(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"--sharding-axis-dims is numbers with commas between, such as 1,1,1,-1,1, not {text!r}"
         ) from None
-
-
-def keep_compiled_programs() -> None:
-    """Point jax's persistent compilation cache at the user's cache folder, so that a second start
-    compiles nothing; what the user has set stands."""
-    import jax
-
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "easydel" / "jax"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
