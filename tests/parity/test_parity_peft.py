@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
-from ed_models.adapters import apply_lora, has_lora, lora_layers, merge_lora, remove_lora
-from ed_models.conformance import Subject, forward, subjects
+from ed_models.adapters import apply_lora, has_lora, merge_lora, remove_lora
+from ed_models.conformance import Subject, subjects
 from ed_models.peft import load_adapter, save_adapter
 from flax import nnx
+
+from tests.parity.peft_cases import our_logits, trained
 
 pytestmark = pytest.mark.torch
 peft = pytest.importorskip("peft")
@@ -60,21 +62,6 @@ def logits_of(torch_model: Any, ids: np.ndarray) -> np.ndarray:
 
     with torch.no_grad():
         return torch_model(torch.tensor(ids, dtype=torch.long)).logits.float().numpy()
-
-
-def trained(model: Any, spec: LoraSpec) -> Any:
-    """A model with adapters that change something."""
-    model = apply_lora(model, spec, key=jax.random.key(1))
-    for i, (_, layer) in enumerate(lora_layers(model)):
-        for name in ("lora_a", "lora_b"):
-            variable = getattr(layer, name)
-            noise = 0.1 * jax.random.normal(jax.random.key(i), variable.shape)
-            variable.set_value(variable.get_value() + noise)
-    return model
-
-
-def our_logits(model: Any, ids: np.ndarray) -> np.ndarray:
-    return np.asarray(forward(model, input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("family", CASES)

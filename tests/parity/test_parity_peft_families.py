@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from ed_infra.specs import LoraSpec
 from ed_models.adapter_values import adapter_of
-from ed_models.adapters import apply_lora, lora_layers
-from ed_models.conformance import Subject, forward, subjects
+from ed_models.conformance import Subject, subjects
 from ed_models.peft import load_adapter, save_adapter
+
+from tests.parity.peft_cases import our_logits, trained
 
 BOUND = 1e-5
 #: What a default run looks at: a plain family, a fused projection, experts, a tied head.
@@ -88,21 +88,6 @@ def without(left_out: dict[str, tuple[str, ...]], subject: Subject) -> LoraSpec:
     return replace(EVERYTHING, targets=f"{EVERYTHING.targets}{none}")
 
 
-def learned(model: Any, spec: LoraSpec) -> Any:
-    """A model with adapters that change something, on every linear layer and expert."""
-    model = apply_lora(model, spec, key=jax.random.key(1))
-    for i, (_, layer) in enumerate(lora_layers(model)):
-        for name in ("lora_a", "lora_b"):
-            variable = getattr(layer, name)
-            noise = 0.1 * jax.random.normal(jax.random.key(i), variable.shape)
-            variable.set_value(variable.get_value() + noise)
-    return model
-
-
-def logits_of(model: Any, ids: np.ndarray) -> np.ndarray:
-    return np.asarray(forward(model, input_ids=ids).logits)
-
-
 def torch_logits(model: Any, ids: np.ndarray) -> np.ndarray:
     import torch
 
@@ -119,14 +104,14 @@ def in_peft(subject: Subject, folder: Path) -> Any:
 
 @pytest.mark.parametrize("subject", rows(torch=False))
 def test_saved_and_read_again(subject: Subject, tmp_path: Path) -> None:
-    model = learned(subject.model, without(HOMELESS, subject))
+    model = trained(subject.model, without(HOMELESS, subject))
     ids = subject.ids[:2]
-    expected = logits_of(model, ids)
-    assert np.abs(expected - logits_of(subject.model, ids)).max() > 1e-4
+    expected = our_logits(model, ids)
+    assert np.abs(expected - our_logits(subject.model, ids)).max() > 1e-4
     save_adapter(model, tmp_path)
     again = load_adapter(subject.model, tmp_path)
     assert adapter_of(again).keys() == adapter_of(model).keys()
-    np.testing.assert_allclose(logits_of(again, ids), expected, atol=BOUND)
+    np.testing.assert_allclose(our_logits(again, ids), expected, atol=BOUND)
 
 
 @pytest.mark.torch
@@ -136,10 +121,10 @@ def test_ours_in_peft_and_pefts_in_ours(subject: Subject, tmp_path: Path) -> Non
     import torch
 
     ids = subject.ids[:2]
-    model = learned(subject.model, spec_in_peft(subject))
+    model = trained(subject.model, spec_in_peft(subject))
     save_adapter(model, tmp_path / "ours")
     theirs = in_peft(subject, tmp_path / "ours")
-    np.testing.assert_allclose(torch_logits(theirs, ids), logits_of(model, ids), atol=BOUND)
+    np.testing.assert_allclose(torch_logits(theirs, ids), our_logits(model, ids), atol=BOUND)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, value in theirs.named_parameters():
@@ -147,4 +132,4 @@ def test_ours_in_peft_and_pefts_in_ours(subject: Subject, tmp_path: Path) -> Non
                 value.normal_(0, 0.1)
     theirs.save_pretrained(tmp_path / "theirs")
     model = load_adapter(subject.model, tmp_path / "theirs")
-    np.testing.assert_allclose(logits_of(model, ids), torch_logits(theirs, ids), atol=BOUND)
+    np.testing.assert_allclose(our_logits(model, ids), torch_logits(theirs, ids), atol=BOUND)
