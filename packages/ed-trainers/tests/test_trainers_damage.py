@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 import subprocess
-import time
 
 import jax.numpy as jnp
 import optax
@@ -135,15 +134,18 @@ def small_disk(tmp_path):
 
 
 class Disk(Callback):
-    """Fills the disk after the checkpoint of one step, and empties it before that of another."""
+    """Fills the disk after the checkpoint of one step, and empties it before that of another.
+
+    Checkpoints are written in the background: each ends before the disk changes under it.
+    """
 
     def __init__(self, folder, full, free):
         self.file, self.full, self.free = folder / "filler", full, free
 
     def on_log(self, trainer, row):
+        if row["step"] in (self.full + 1, self.free):
+            trainer._loop.checkpoints.wait()
         if row["step"] == self.full + 1:
-            while not (self.file.parent / f"run/checkpoints/{self.full}").exists():
-                time.sleep(0.01)
             left = shutil.disk_usage(self.file.parent).free
             self.file.write_bytes(b"x" * (left - 16384))
         if row["step"] == self.free:
