@@ -167,6 +167,10 @@ def run(toy, folder, callbacks=(), **given):
     return trainer.train()
 
 
+QUIET = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
+
+@QUIET
 def test_a_full_disk_is_said_and_the_run_goes_on_to_the_next_save(toy, small_disk, capsys):
     output = run(toy, small_disk, [Disk(small_disk, full=3, free=8)])
     out = capsys.readouterr().out
@@ -183,6 +187,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_to_the_next_save(toy, small_dis
     )
 
 
+@QUIET
 def test_a_disk_that_stays_full_ends_in_a_message_and_a_run_that_can_go_on(toy, small_disk):
     filler = Disk(small_disk, full=6, free=None)
     with pytest.raises(CheckpointError, match=r"checkpoint 12 could not be written.*checkpoint 6"):
