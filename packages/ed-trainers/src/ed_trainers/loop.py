@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,62 +15,26 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run, move_aside
-from ed_trainers.contract import Batch, Method
+from ed_trainers.contract import Batch
 from ed_trainers.diverged import Divergence
-from ed_trainers.evaluation import Evaluator
-from ed_trainers.feed import Feed, HostBatch
+from ed_trainers.feed import HostBatch
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
 from ed_trainers.interrupt import StopRequest
+from ed_trainers.job import Job
 from ed_trainers.optimizers import build_optimizer, build_schedule
-from ed_trainers.options.base import TrainingArguments
-from ed_trainers.placement import Placement, microbatches
+from ed_trainers.placement import microbatches
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
+from ed_trainers.stored import disk
+from ed_trainers.stored.arrays import size_of
 from ed_trainers.stored.saved import model_facts
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
-
-
-class Notify(Protocol):
-    """Tells callbacks of an event."""
-
-    def __call__(self, event: str, *values: object) -> None:
-        """Call the method `event` of every callback with the values."""
-        ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """The parts of one training run.
-
-    Attributes:
-        arguments: options of the run.
-        total_steps: updates of the whole run.
-        feed: the training batches.
-        method: batch, loss and frozen models.
-        placement: puts batches on the devices.
-        evaluator: of the held-out data, if there are any.
-        begin: makes the state that training begins with, unless a checkpoint has a later one.
-        adopt: takes a state whose arrays replace those of `begin`.
-        save_model: writes the trained model into a directory.
-        notify: tells callbacks.
-    """
-
-    arguments: TrainingArguments
-    total_steps: int
-    feed: Feed
-    method: Method
-    placement: Placement
-    evaluator: Evaluator | None
-    begin: Callable[[], EasyDeLState]
-    adopt: Callable[[EasyDeLState], None]
-    save_model: Callable[[Path], None]
-    notify: Notify
 
 
 class TrainingLoop:
@@ -99,7 +62,7 @@ class TrainingLoop:
             say=self._say,
         )
         others = sinks_of(self.arguments, self._say) if first else ()
-        self.log = MetricsLog(directory / RECORD, others, active=first)
+        self.log = MetricsLog(directory / RECORD, others, active=first, say=self._say)
         self.meter = Meter()
         self.progress: Progress | None = None
         # Reports that are still on the device: (step, report, tokens of the step).
@@ -342,12 +305,13 @@ class TrainingLoop:
                 f"stopped by {stopped_by} at step {self.step} of {self.total}; "
                 f"to go on, run the same command again: it resumes from {path}"
             )
-        elif self.arguments.do_last_save:
-            self.job.save_model(directory / MODEL)
-            self._say(f"trained {self.step} steps; the model{which} is in {directory / MODEL}")
+        failed = self.checkpoints.failed
+        if stopped_by is None and self.arguments.do_last_save:
+            not_saved = self._save_model(directory / MODEL, which, path)
+            failed = failed or not_saved
         self.job.notify("on_train_end", self.step)
-        if self.checkpoints.failed is not None:
-            raise CheckpointError(self.checkpoints.failed)
+        if failed is not None:
+            raise CheckpointError(failed)
         return {
             "state": self._state(),
             "metrics": self._summary(),
@@ -355,6 +319,19 @@ class TrainingLoop:
             "best_checkpoint_path": None if best is None else self.checkpoints.path(best),
             "stopped_by": stopped_by,
         }
+
+    def _save_model(self, target: Path, which: str, checkpoint: Path | None) -> str | None:
+        """Write the trained model; return why it could not be, where the disk is full."""
+        try:
+            self.job.save_model(target)
+        except Exception as error:
+            if not disk.is_full(error):
+                raise
+            room = disk.room(target, size_of(jax.tree.leaves(self._state().graphstate)))
+            again = f"; {checkpoint} is intact: run the same command again" if checkpoint else ""
+            return f"the model could not be written to {target}: {room}{again}"
+        self._say(f"trained {self.step} steps; the model{which} is in {target}")
+        return None
 
     def _settle(self, best: int | None) -> str:
         """Put the parameters that the run ends with in the place of the last ones; say which."""

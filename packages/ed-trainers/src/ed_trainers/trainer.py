@@ -22,13 +22,15 @@ from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.figures.metrics import RECORD
-from ed_trainers.loop import Job, TrainingLoop
+from ed_trainers.job import Job
+from ed_trainers.loop import TrainingLoop
 from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
+from ed_trainers.stored import disk
 
 # From here on a length is no length: transformers writes 1e30 for one that it does not know.
 _UNLIMITED = 1e20
@@ -238,7 +240,7 @@ class Trainer(ABC):
             self._loop = None
         directory = Path(self.arguments.save_directory)
         if jax.process_index() == 0 and (directory / RECORD).is_file():
-            write_report(directory)
+            _report(directory)
         return TrainerOutput(save_directory=directory, **outcome)
 
     def evaluate(self) -> dict[str, float]:
@@ -356,6 +358,17 @@ class Trainer(ABC):
         wanted = self.frozen_of(models)
         placed = {name: self.on_mesh(name, model) for name, model in wanted.items()}
         return Frozen(placed, self._model)
+
+
+def _report(directory: Path) -> None:
+    """Write the report of a run; where the disk is full, say so: the run itself is done."""
+    try:
+        write_report(directory)
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        room = disk.room(directory, (directory / RECORD).stat().st_size)
+        print(f"the report of {directory} could not be written: {room}", flush=True)
 
 
 def _with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
