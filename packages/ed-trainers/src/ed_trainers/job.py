@@ -12,6 +12,7 @@ from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Feed
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement
+from ed_trainers.probes import Probe
 from ed_trainers.state import EasyDeLState
 
 
@@ -34,6 +35,7 @@ class Job:
         method: batch, loss and frozen models.
         placement: puts batches on the devices.
         evaluator: of the held-out data, if there are any.
+        probes: look at the model every so many steps.
         begin: makes the state that training begins with, unless a checkpoint has a later one.
         adopt: takes a state whose arrays replace those of `begin`.
         save_model: writes the trained model into a directory.
@@ -46,6 +48,7 @@ class Job:
     method: Method
     placement: Placement
     evaluator: Evaluator | None
+    probes: tuple[Probe, ...]
     begin: Callable[[], EasyDeLState]
     adopt: Callable[[EasyDeLState], None]
     save_model: Callable[[Path], None]

@@ -21,12 +21,14 @@ from ed_trainers.feed import HostBatch
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
+from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
 from ed_trainers.interrupt import StopRequest
 from ed_trainers.job import Job
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
+from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
@@ -64,6 +66,7 @@ class TrainingLoop:
         others = sinks_of(self.arguments, self._say) if first else ()
         self.log = MetricsLog(directory / RECORD, others, active=first, say=self._say)
         self.meter = Meter()
+        self._profile = ProfileWindow(self.arguments, self._say)
         self.progress: Progress | None = None
         # Reports that are still on the device: (step, report, tokens of the step).
         self._pending: tuple[int, dict[str, jax.Array], int] | None = None
@@ -86,6 +89,7 @@ class TrainingLoop:
         finally:
             # Also after an error: a checkpoint that was begun becomes complete.
             self.checkpoints.close()
+            self._profile.stop()
             self.log.close()
             if self.progress is not None:
                 self.progress.close()
@@ -173,16 +177,23 @@ class TrainingLoop:
             if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
                 self._stopped_by = self.stop.reason
                 self._save_asked = self.stop.take_save()
-            if self._evaluation_is_due() or self._save_is_due():
+            if self._profile.ends_with(self.step):
+                self._finish_pending()
+                self._profile.stop()
+            probes = [p for p in self.job.probes if self._is_time(p.every)]
+            if probes or self._evaluation_is_due() or self._save_is_due():
                 self._finish_pending()
                 if self._evaluation_is_due():
                     self._evaluate()
+                for probe in probes:
+                    self._look(probe)
                 if self._save_is_due():
                     with self.meter.spending("checkpoint"):
                         self._save()
         self._finish_pending()
 
     def _one_step(self) -> None:
+        self._profile.before(self.step + 1)
         with self.meter.fetching(self._devices_are_idle):
             prepared = self.job.method.prepare(self.job.feed.batch(self.step))
             height = next(iter(prepared.values())).shape[0]
@@ -251,11 +262,28 @@ class TrainingLoop:
 
     # --- pauses ---
 
+    def _is_time(self, every: int | None) -> bool:
+        """Whether it is time for what is done every so many steps, and at the end."""
+        return self.step == self.total or (every is not None and self.step % every == 0)
+
+    def _look(self, probe: Probe) -> None:
+        state = self._shown_state()
+        weights = Weights(state.graphdef, state.graphstate, state.graphother, version=self.step)
+        with self.meter.spending("evaluation"):
+            row, lines = probe.look(weights)
+        weights.end()
+        self._write({"step": self.step, **row, "time": time.time()})
+        for line in lines:
+            self._say(f"step {self.step}: {line}")
+
+    def _shown_state(self) -> EasyDeLState:
+        """The state whose model is evaluated: the running mean, where there is one."""
+        return self._state().averaged() if self.arguments.use_ema else self._state()
+
     def _evaluation_is_due(self) -> bool:
         if self.job.evaluator is None:
             return False
-        every = self.arguments.evaluation_steps
-        if self.step != self.total and (every is None or self.step % every):
+        if not self._is_time(self.arguments.evaluation_steps):
             return False
         last = self.log.last(evaluation=True)
         return last is None or last["step"] != self.step
@@ -264,9 +292,8 @@ class TrainingLoop:
         assert self.job.evaluator is not None
         assert self.progress is not None
         began = time.monotonic()
-        state = self._state().averaged() if self.arguments.use_ema else self._state()
         with self.meter.spending("evaluation"):
-            metrics = self.job.evaluator.run(state, self.progress.evaluating)
+            metrics = self.job.evaluator.run(self._shown_state(), self.progress.evaluating)
         if self.arguments.save_best_k or self.arguments.load_best_model_at_end:
             self._best.check(metrics)
         seconds = time.monotonic() - began

@@ -27,6 +27,7 @@ from ed_trainers.loop import TrainingLoop
 from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
+from ed_trainers.probes import Benchmark, probes_of
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
@@ -92,6 +93,7 @@ class Trainer(ABC):
         callbacks: hooks into the loop.
         frozen: the models that do not learn, by name; each on the mesh of the model. The model
             itself may be one of them: then it is kept as it is before training.
+        benchmark: runs the argument `benchmarks`.
 
     Raises:
         ConfigError: an argument is of the wrong kind, a frozen model is missing or not wanted, or a
@@ -116,6 +118,7 @@ class Trainer(ABC):
         *,
         callbacks: Iterable[Callback] = (),
         frozen: Mapping[str, LanguageModel] | None = None,
+        benchmark: Benchmark | None = None,
     ):
         if not isinstance(arguments, self.arguments_class):
             raise ConfigError(
@@ -153,6 +156,7 @@ class Trainer(ABC):
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
             self.evaluator = Evaluator(self.method, self.placement, eval_dataset, rows=rows)
+        self._probes = probes_of(arguments, self._model, processing_class, eval_dataset, benchmark)
         self._loop: TrainingLoop | None = None
 
     @abstractmethod
@@ -225,6 +229,7 @@ class Trainer(ABC):
                 method=self.method,
                 placement=self.placement,
                 evaluator=self.evaluator,
+                probes=self._probes,
                 begin=self._first_state,
                 adopt=self.adopt,
                 save_model=self.save_model,

@@ -79,10 +79,13 @@ def is_evaluation(row: Row) -> bool:
 
 
 def curves(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …"""
-    group = "eval" if is_evaluation(row) else "train"
+    """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …
+
+    Figures of benchmarks keep their names, `benchmark/<task>/<metric>`.
+    """
+    group = "eval/" if is_evaluation(row) else "train/"
     return {
-        f"{group}/{name.removeprefix('eval_')}": value
+        name if name.startswith("benchmark/") else group + name.removeprefix("eval_"): value
         for name, value in row.items()
         if name not in _NOT_CURVES and isinstance(value, int | float)
     }
@@ -184,8 +187,9 @@ class MetricsLog:
             CheckpointError: the disk is full; what is there stays as it is.
         """
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
-        self._last = {is_evaluation(row): row for row in rows}
-        self._evaluations = {row["step"]: row for row in rows if is_evaluation(row)}
+        self._last, self._evaluations = {}, {}
+        for row in rows:
+            self._note(row)
         try:
             for sink in self._sinks:
                 sink.restart(list(rows))
@@ -197,11 +201,16 @@ class MetricsLog:
 
     def write(self, row: Row) -> None:
         """Add a row to every sink."""
-        self._last[is_evaluation(row)] = row
-        if is_evaluation(row):
-            self._evaluations[row["step"]] = row
+        self._note(row)
         for sink in self._sinks:
             sink.write(row)
+
+    def _note(self, row: Row) -> None:
+        """Remember the newest rows of steps and of evaluations; others are for the sinks alone."""
+        if is_evaluation(row):
+            self._evaluations[row["step"]] = row
+        if is_evaluation(row) or "loss" in row:
+            self._last[is_evaluation(row)] = row
 
     def last(self, *, evaluation: bool) -> Row | None:
         """Return the newest training row, or the newest evaluation row."""
