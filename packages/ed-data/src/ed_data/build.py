@@ -9,6 +9,7 @@ from ed_data import stream
 from ed_data.batch import Layout
 from ed_data.checks import check_names
 from ed_data.config import Inform, Mixture
+from ed_data.encoding import Encoding
 from ed_data.errors import DataError
 from ed_data.loader import Loader, StreamLoader, hash_of
 from ed_data.mixture import DocumentOrder, Shares
@@ -114,7 +115,11 @@ def _indexed(
     shuffle: bool,
     folder: str,
 ) -> Loader:
-    parts = prepare(mixture, encoder, split, folder)
+    encoding = Encoding(encoder, mixture.tokenization.num_proc)
+    try:
+        parts = prepare(mixture, encoding, split, folder)
+    finally:
+        encoding.close()
     weights = mixture.mixture_weights if split == "train" else None
     order = DocumentOrder(
         [len(part.members) for part in parts],
@@ -153,6 +158,7 @@ def _indexed(
         details,
         workers=mixture.prefetch_workers,
         depth=mixture.prefetch_buffer_size,
+        on_close=encoding.close,
     )
 
 
@@ -189,7 +195,7 @@ def _stream(
     mixed = MixedDocuments(passes, shares, mixture.stop_strategy, options.seed, shuffle)
     plan = StreamPlan(
         mixed,
-        encoder,
+        Encoding(encoder, mixture.tokenization.num_proc),
         options,
         mixture.shuffle_buffer_size if shuffle else 0,
         ahead=mixture.prefetch_workers > 0 and mixture.prefetch_buffer_size > 0,

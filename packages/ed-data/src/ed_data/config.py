@@ -41,6 +41,9 @@ class Tokenization(Options):
     `truncation: false` splits in both. An end-of-text token ends each document that is not cut.
     `assistant_only_loss` takes the loss of chat rows on the answers: what the chat template puts in
     `{% generation %}`, and where it marks nothing, what each answer adds to the text.
+
+    `num_proc` processes encode `batch_size` documents each at a time, for chats above all: of plain
+    texts, the tokenizer uses every core as it is.
     """
 
     tokenizer: str | None = None
@@ -51,6 +54,7 @@ class Tokenization(Options):
     return_attention_mask: bool = False
     output_field: str = "input_ids"
     batch_size: RowCount = 1000
+    num_proc: Annotated[int, Field(gt=0, le=256)] | None = None
     assistant_only_loss: bool = False
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:

@@ -31,6 +31,7 @@ class Loader:
         details: everything that the batches depend on, as JSON values.
         workers: threads that make batches ahead; see `Prefetcher`.
         depth: batches made ahead.
+        on_close: ends what the order works with.
 
     Attributes:
         batch_size: rows of a batch.
@@ -47,7 +48,9 @@ class Loader:
         *,
         workers: int = 0,
         depth: int = 0,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
+        self._on_close = on_close
         self.batch_size, self.seq_length = layout.batch_size, layout.seq_length
         self.split = "train" if order.endless else "eval"
         self.fingerprint = hash_of(details)
@@ -107,6 +110,8 @@ class Loader:
     def close(self) -> None:
         """Stop prefetching."""
         self._prefetch.close()
+        if self._on_close is not None:
+            self._on_close()
 
 
 class StreamLoader:

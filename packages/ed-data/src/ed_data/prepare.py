@@ -24,6 +24,7 @@ from tqdm import tqdm
 from ed_data import transforms
 from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
+from ed_data.encoding import Encoding
 from ed_data.errors import DataError
 from ed_data.lazy import LazyTokens, ReadAgain
 from ed_data.mixture import IntArray
@@ -31,7 +32,7 @@ from ed_data.schema import TEXT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
 from ed_data.store import VERSION, Part, Tokens, TokenStore, write_store
-from ed_data.tokenize import Encoded, Encoder
+from ed_data.tokenize import Encoded
 from ed_data.transforms import Documents, Tally
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def default_cache_dir() -> str:
     return os.environ.get("ED_DATA_CACHE") or os.path.join(home, "ed-data")
 
 
-def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> list[Part]:
+def prepare(mixture: Mixture, encoding: Encoding, split: str, cache_dir: str) -> list[Part]:
     """Return the documents of a split as tokens, from the cache where they are there.
 
     Raises:
@@ -54,7 +55,7 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
     def tokens(key: str, number: int) -> tuple[Part, NDArray[np.uint64], NDArray[np.uint64]]:
         inform = getattr(mixture, key)[number]
         with named(key, number):
-            store = _tokens(inform, mixture, encoder, cache_dir)
+            store = _tokens(inform, mixture, encoding, cache_dir)
             report(inform.label, store.tally)
         return Part(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
 
@@ -249,7 +250,8 @@ def read_documents(inform: Inform, files: FileCache, schema: Schema) -> Iterator
     return _counted(Documents(inform, open_source(inform, files), schema))
 
 
-def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) -> Tokens:
+def _tokens(inform: Inform, mixture: Mixture, encoding: Encoding, cache_dir: str) -> Tokens:
+    encoder = encoding.encoder
     source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
     documents = Documents(inform, source, schema)
@@ -257,7 +259,7 @@ def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) 
         documents.check_first_row()
         tokens = LazyTokens(
             ReadAgain(documents),
-            encoder,
+            encoding,
             label,
             documents.tally,
             skip=inform.on_error == "skip",
@@ -282,7 +284,7 @@ def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) 
     skip = documents.tally if inform.on_error == "skip" else None
     return write_store(
         folder,
-        _with_progress(encoder.encode_all(_counted(documents), label, skip), label),
+        _with_progress(encoding.all(_counted(documents), label, skip), label),
         vocab_size=encoder.vocab_size,
         encoder=encoder.fingerprint,
         about={"inform": label, "key": key},

@@ -14,7 +14,7 @@ from ed_data.errors import DataError
 from ed_data.mixture import Shares, permutation
 from ed_data.schema import Example
 from ed_data.sources.lines import START, Spot
-from ed_data.transforms import Documents, Placed
+from ed_data.transforms import Documents, Placed, Tally
 
 SHARDS, _DRAWS = 5, 6  # they name uses of the seed, as in mixture
 
@@ -104,6 +104,18 @@ class Drawn(NamedTuple):
     example: Example
 
 
+class Mark(NamedTuple):
+    """A place in what is read.
+
+    Attributes:
+        state: of the documents.
+        tallies: of each inform, up to there.
+    """
+
+    state: dict[str, Any]
+    tallies: list[Tally]
+
+
 class MixedDocuments:
     """Documents of several informs; epoch follows epoch.
 
@@ -186,6 +198,19 @@ class MixedDocuments:
             "ended": list(self._ended),
             "informs": [each.state_dict() for each in self.passes],
         }
+
+    def mark(self) -> Mark:
+        """Return where reading is and what has been counted, for `rewind`."""
+        tallies = [Tally.of_json(each.documents.tally.as_json()) for each in self.passes]
+        return Mark(self.state_dict(), tallies)
+
+    def rewind(self, mark: Mark) -> None:
+        """Go back to a mark, if reading went on behind it."""
+        if self.state_dict() == mark.state:
+            return
+        self.load_state_dict(mark.state)
+        for each, tally in zip(self.passes, mark.tallies, strict=True):
+            each.documents.tally = tally
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from ed_data.build import build_loader
 from ed_data.config import Mixture
+from ed_data.encoding import Encoding
 from ed_data.loader import Loader
 from ed_data.near import near_duplicates
 from ed_data.prepare import default_cache_dir, prepare
@@ -212,7 +213,7 @@ def data_report(
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
-    parts = prepare(mixture, encoder, "train", folder)
+    parts = prepare(mixture, Encoding(encoder), "train", folder)
     lengths = [part.tokens.lengths(part.members) for part in parts]
     everything = np.concatenate(lengths)
     prefix = f"{schema.columns[0].name}_" if schema.columns[0].name else ""

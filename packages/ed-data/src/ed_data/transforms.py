@@ -35,6 +35,12 @@ class Tally:
         self.dropped[reason] += 1
         self.examples.setdefault(reason, where)
 
+    def add(self, other: Tally) -> None:
+        """Count what another tally has counted after this one."""
+        self.rows += other.rows
+        self.dropped.update(other.dropped)
+        self.examples = {**other.examples, **self.examples}
+
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
         return {"rows": self.rows, "dropped": dict(self.dropped), "examples": self.examples}
