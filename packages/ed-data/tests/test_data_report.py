@@ -6,8 +6,8 @@ import re
 
 import pytest
 from ed_data import data_report
-from ed_data.near import near_duplicates
 from ed_data.encoding import Encoding
+from ed_data.near import near_duplicates
 from ed_data.prepare import prepare
 from ed_data.tokenize import Encoder
 

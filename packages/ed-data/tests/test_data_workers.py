@@ -1,4 +1,4 @@
-"""Processes that share the work: the same tokens and counts as without them, and errors that tell."""
+"""Processes that share the work: the same tokens and counts as without, and errors that tell."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match=r"num_proc: a worker process ended with code -9"):
         list(encoding.map([Job(texts, "x")]))
-    assert list(encoding.map([Job(texts, "x")]))[0].digests == [t.digest for t in texts]
+    assert next(encoding.map([Job(texts, "x")])).digests == [t.digest for t in texts]
     encoding.close()
     assert all(each.poll() is not None for each in workers._all)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ed_data.content import checked, checked_steps, number
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import TEXT, Content, Example, Row, Schema
@@ -209,7 +209,7 @@ class Documents:
             if self._prepare is not None and value is not None:
                 value = _call(self._prepare, value, "preprocessing_fn", where)
                 reason = "dropped by preprocessing_fn" if value is None else reason
-            check = _checked_steps if name in self._steps else _checked
+            check = checked_steps if name in self._steps else checked
             content = check(value, from_field, where, name == self.schema.content)
             if content is None and name in self.schema.learned:
                 self.tally.drop(reason, record.place)
@@ -232,7 +232,7 @@ class Documents:
             found = _take(row, value.field, "format_fields", where)
             column = columns[value.column]
             if not column.steps:
-                result.append(_number(found, value.field, where))
+                result.append(number(found, value.field, where))
                 continue
             steps = fields[column.field]
             if not isinstance(found, list | tuple) or len(found) != len(steps):
@@ -240,7 +240,7 @@ class Documents:
                     f"{where}: {value.field!r} has one number for each of the {len(steps)} steps "
                     f"of {column.field!r}, not {found!r}; correct the row"
                 )
-            result.append(tuple(_number(item, value.field, where) for item in found))
+            result.append(tuple(number(item, value.field, where) for item in found))
         return tuple(result)
 
 
@@ -335,64 +335,3 @@ def _take(row: Row, name: str, key: str, where: str) -> Any:
             (key,),
         )
     return row[name]
-
-
-def _checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    """The content, or None where it is empty."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        _check_text(value, field, where, is_content)
-        return value if value.strip() else None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    wrong = f"is a {type(value).__name__}; it must be a text, a list of chat messages or token ids"
-    if isinstance(value, list | tuple):
-        items = list(value)
-        if not items:
-            return None
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            return items
-        if all(isinstance(item, dict) and "role" in item and "content" in item for item in items):
-            for item in items:
-                if isinstance(item["content"], str):
-                    _check_text(item["content"], field, where, is_content)
-            return items
-        wrong = "holds neither chat messages {'role': …, 'content': …} nor token ids"
-    raise DataError(
-        f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
-    )
-
-
-def _checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    if value is not None and not (
-        isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
-    ):
-        raise DataError(
-            f"{where}: {field!r} is a list of texts, the steps of an answer, not {value!r}; "
-            "correct the row, or drop it in format_callback"
-        )
-    for text in value or ():
-        _check_text(text, field, where, is_content)
-    return list(value) if value else None
-
-
-def _number(value: Any, field: str, where: str) -> float:
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise DataError(
-            f"{where}: {field!r} is a number, true or false, not {value!r}; correct the row, or "
-            "drop it in format_callback"
-        )
-    return float(value)
-
-
-def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])
-        raise DataError(
-            f"{where}, {'content_field' if is_content else repr(field)}: the tokenizer cannot "
-            f"encode the text: {half} at character {error.start} is half of a surrogate pair; "
-            "correct the row, or drop it in format_callback"
-        ) from error

@@ -1,8 +1,9 @@
 """What a worker process runs: `python -m ed_data.worker`, started by `ed_data.workers`.
 
-It reads pickled messages from its standard input: the path of modules, then a function, then items.
-It answers the function and each item with `(True, result)` or `(False, error)`. It imports what the function
-needs and nothing else, and it never runs the user's main module again, as `multiprocessing` would.
+It reads pickled messages from its standard input: the path of modules, then a function, then
+items. It answers the function and each item with `(True, result)` or `(False, error)`. It imports
+what the function needs and nothing else, and does not run the user's main module again, as
+`multiprocessing` would.
 """
 
 from __future__ import annotations
