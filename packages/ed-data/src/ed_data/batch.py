@@ -82,9 +82,15 @@ def _chosen(rows: Rows, layout: Layout, only: Sequence[int]) -> tuple[Rows, Layo
     to = place[rows.row]
     pieces = np.flatnonzero(to >= 0)
     pieces = pieces[np.argsort(to[pieces], kind="stable")]
-    parts = (rows.source, rows.document, rows.start, rows.length)
-    own = (part[pieces] for part in parts)
-    few = Rows(rows.tokens, *own, to[pieces], rows.segment[pieces])
+    few = Rows(
+        rows.tokens,
+        rows.source[pieces],
+        rows.document[pieces],
+        rows.start[pieces],
+        rows.length[pieces],
+        to[pieces],
+        rows.segment[pieces],
+    )
     return few, replace(layout, batch_size=len(only)), pieces
 
 

@@ -12,7 +12,7 @@ from ed_data.config import Inform, Mixture
 from ed_data.encoding import Encoding
 from ed_data.errors import DataError
 from ed_data.loader import Loader, StreamLoader, hash_of
-from ed_data.mixture import DocumentOrder, Shares
+from ed_data.ordering import document_order, order_details, schedule_of, shares_of
 from ed_data.plan import WINDOW, RowOptions, RowPlan
 from ed_data.prepare import check_split, default_cache_dir, file_cache, named, prepare
 from ed_data.pretrained import load_tokenizer
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 ORDER_VERSION = 1
 _LONGEST_MULTIPLE = 8  # columns of a batch padded to its longest row
 _DEFAULT_SEED = 42
-_WHOLE = 2**16  # the block of a stream without block_mixture
 
 
 def build_loader(
@@ -120,20 +119,14 @@ def _indexed(
         parts = prepare(mixture, encoding, split, folder)
     finally:
         encoding.close()
-    weights = mixture.mixture_weights if split == "train" else None
-    order = DocumentOrder(
-        [len(part.members) for part in parts],
-        weights=None if weights is None else [weights[part.label] for part in parts],
-        stop_strategy=mixture.stop_strategy,
-        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
-        seed=options.seed,
-        shuffle=shuffle,
-        buffer=mixture.shuffle_buffer_size,
-    )
-    order_details = {
-        **_order_details(mixture, options, weights, shuffle),
+    labels, sizes = [part.label for part in parts], [len(part.members) for part in parts]
+    order = document_order(mixture, labels, sizes, split, options.seed, shuffle)
+    by_step = schedule_of(mixture, labels, split) is not None
+    own_details = {
+        **_order_details(mixture, options, split, shuffle),
         "window": WINDOW,
-        "documents_per_epoch": order.documents_per_epoch(),
+        # By a schedule, the rows of an epoch decide on it.
+        "documents_per_epoch": sizes if by_step else order.documents_per_epoch(),
     }
     data_details = {
         "split": split,
@@ -143,12 +136,14 @@ def _indexed(
     details = {
         "data": data_details,
         "tokenizer": encoder.fingerprint,
-        "order": order_details,
+        "order": own_details,
         "batch_size": options.batch_size,
     }
     index = None
+    # The steps of a schedule are steps of so many rows.
+    plan_details = {**own_details, "batch_size": options.batch_size} if by_step else own_details
     if not mixture.pack_on_the_fly:
-        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": order_details})
+        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": plan_details})
     plan = RowPlan(order, parts, options, index)
     if encoder.has_loss_mask:
         plan.check_labels()
@@ -187,11 +182,7 @@ def _stream(
             seeds = (SHARDS, options.seed, number) if moves else None
             passes.append(Passes(documents, keep, seeds, required=not held_out))
             outlines[f"{number}:{inform.label}"] = documents.outline()
-    weights = mixture.mixture_weights if split == "train" else None
-    shares = None
-    if weights is not None:
-        block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
-        shares = Shares.of_weights([weights[each.label] for each in passes], block)
+    shares = shares_of(mixture, [each.label for each in passes], split)
     mixed = MixedDocuments(passes, shares, mixture.stop_strategy, options.seed, shuffle)
     plan = StreamPlan(
         mixed,
@@ -204,7 +195,7 @@ def _stream(
         "data": {"split": split, "eval_fraction": fraction, "sources": outlines},
         "tokenizer": encoder.fingerprint,
         "order": {
-            **_order_details(mixture, options, weights, shuffle),
+            **_order_details(mixture, options, split, shuffle),
             "streaming": True,
             "window": [stream.WINDOW, stream.TOKENS],
         },
@@ -214,16 +205,11 @@ def _stream(
 
 
 def _order_details(
-    mixture: Mixture, options: RowOptions, weights: dict[str, float] | None, shuffle: bool
+    mixture: Mixture, options: RowOptions, split: str, shuffle: bool
 ) -> dict[str, Any]:
     return {
         "version": ORDER_VERSION,
-        "seed": options.seed,
-        "shuffle": shuffle,
-        "shuffle_buffer_size": mixture.shuffle_buffer_size,
-        "mixture_weights": weights,
-        "stop_strategy": mixture.stop_strategy if weights is not None else None,
-        "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
+        **order_details(mixture, split, options.seed, shuffle),
         "pack_strategy": options.strategy,
         "max_length": options.max_length,
         "pack_shuffle": options.shuffle_rows,

@@ -94,7 +94,7 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
     if mixture.mixture_weights is None:
         idle("there are no mixture_weights", "stop_strategy")
     elif len(mixture.informs) == 1:
-        idle("there is only one inform", "mixture_weights")
+        idle("there is only one inform", "mixture_weights", "mixture_schedule")
     if mixture.prefetch_workers == 0:
         idle("prefetch_workers is 0", "prefetch_buffer_size")
     elif mixture.prefetch_buffer_size == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -105,6 +106,31 @@ class Saving(Options):
             yield ("compression",), message
 
 
+class MixturePoint(Options):
+    """The weights of a mixture from a step on, or at a step."""
+
+    step: Annotated[int, Field(gt=0, le=2**40)]
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+
+
+class MixtureSchedule(Options):
+    """How `mixture_weights` change over the steps of training.
+
+    `mixture_weights` are the weights at step 0. `step` keeps the weights of a point until the next
+    one; `linear` and `cosine` lead from each to the next. Documents are divided anew where a window
+    begins (16,384 documents; of a stream, see `streaming`), exactly in each of its blocks.
+    """
+
+    type: Literal["step", "linear", "cosine"] = "step"
+    points: tuple[MixturePoint, ...] = Field(min_length=1)
+
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
+        for i, (before, after) in enumerate(pairwise(self.points)):
+            if before.step >= after.step:
+                message = f"step {after.step} does not come after {before.step}: put them in order"
+                yield ("points", i + 1, "step"), message
+
+
 def _stop_strategy(value: object) -> object:
     return "all_exhausted" if value == "longest" else value
 
@@ -115,7 +141,8 @@ class Mixture(Options):
     Without `mixture_weights` an epoch holds each document once. With them, `stop_strategy` says
     how long an epoch is: as many documents as all informs have (`restart`), until the first inform
     has been read (`first_exhausted`), or until all have (`all_exhausted`, also `longest`).
-    `block_mixture` keeps the proportions in every block of `mixture_block_size` documents.
+    `mixture_schedule` changes the weights over the steps. `block_mixture` keeps the proportions in
+    every block of `mixture_block_size` documents.
 
     `shuffle_buffer_size` bounds how far a document moves (None: a full permutation; 0 or 1: none).
     `pack_shuffle` orders the packed rows randomly within buffers of
@@ -158,6 +185,7 @@ class Mixture(Options):
         Literal["restart", "first_exhausted", "all_exhausted"], BeforeValidator(_stop_strategy)
     ] = "restart"
     mixture_weights: dict[str, float] | None = None
+    mixture_schedule: MixtureSchedule | None = None
 
     prefetch_workers: Annotated[int, Field(ge=0, le=256)] = 2
     prefetch_buffer_size: Annotated[int, Field(ge=0, le=4096)] = 4
@@ -184,7 +212,7 @@ class Mixture(Options):
             if name not in labels:
                 hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
                 yield ("mixture_weights", name), f"no inform is named {name!r}{hint}"
-            if weight <= 0:
+            if weight < 0 or (weight == 0 and self.mixture_schedule is None):
                 yield (
                     ("mixture_weights", name),
                     f"the weight of {name!r} is {weight}; a weight is above 0 (leave the inform "
@@ -196,3 +224,30 @@ class Mixture(Options):
                 yield ("informs", i, "name"), message
             elif label not in (self.mixture_weights or {}):
                 yield ("mixture_weights",), f"inform {label!r} has no weight"
+        if self.mixture_schedule is not None:
+            yield from self._schedule_problems(self.mixture_schedule, labels)
+
+    def _schedule_problems(
+        self, schedule: MixtureSchedule, labels: list[str]
+    ) -> Iterator[tuple[KeyPath, str]]:
+        if self.mixture_weights is None:
+            yield ("mixture_weights",), "mixture_schedule needs them: the weights at step 0"
+        elif not sum(self.mixture_weights.values()):
+            yield ("mixture_weights",), "every weight is 0: nothing would be read"
+        if self.stop_strategy != "restart":
+            message = (
+                "with a mixture_schedule an epoch is as many documents as there are: leave "
+                "stop_strategy out, or write restart"
+            )
+            yield ("stop_strategy",), message
+        for i, point in enumerate(schedule.points):
+            path = ("mixture_schedule", "points", i, "weights")
+            for name in point.weights:
+                if name not in labels:
+                    hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
+                    yield (*path, name), f"no inform is named {name!r}{hint}"
+            for label in labels:
+                if label not in point.weights:
+                    yield path, f"inform {label!r} has no weight; 0 leaves the inform out"
+            if not sum(point.weights.values()):
+                yield path, "every weight is 0: nothing would be read"

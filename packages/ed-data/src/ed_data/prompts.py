@@ -18,6 +18,7 @@ from ed_data.errors import DataError
 from ed_data.lazy import ReadAgain
 from ed_data.loader import check_state, hash_of
 from ed_data.mixture import DocumentOrder
+from ed_data.ordering import document_order, order_details
 from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
 from ed_data.pretrained import load_tokenizer
 from ed_data.schema import PROMPT, Content, Example, Schema
@@ -28,6 +29,10 @@ from ed_data.transforms import Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: Without block_mixture, the weights of a schedule change after so many prompts.
+_BLOCK = 2048
 
 
 class Prompts(NamedTuple):
@@ -199,29 +204,22 @@ def build_prompts(
         sources.append(source._replace(members=source.members[chosen]))
         digests[f"{len(digests)}:{source.label}"] = digest_of(own, encoder.fingerprint)
     shuffle = shuffle and split == "train"
-    weights = mixture.mixture_weights if split == "train" else None
-    order = DocumentOrder(
-        [len(source.members) for source in sources],
-        weights=None if weights is None else [weights[source.label] for source in sources],
-        stop_strategy=mixture.stop_strategy,
-        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
-        seed=seed,
-        shuffle=shuffle,
-        buffer=mixture.shuffle_buffer_size,
-    )
+    labels, sizes = [s.label for s in sources], [len(s.members) for s in sources]
+    order = document_order(mixture, labels, sizes, split, seed, shuffle)
     rows = batch_size or mixture.batch_size or 1
+    block = min(mixture.mixture_block_size if mixture.block_mixture else _BLOCK, order.epoch_size)
+    blocks = -(-order.epoch_size // block)
+
+    def first_step(number: int) -> int:
+        """The step at which a block begins: each document is one row."""
+        epoch, place = divmod(number, blocks)
+        return (epoch * order.epoch_size + place * block) // rows
+
+    order.follow(block, first_step)
     details = {
         "data": {"split": split, "eval_fraction": mixture.eval_fraction, "sources": digests},
         "tokenizer": encoder.fingerprint,
-        "order": {
-            "seed": seed,
-            "shuffle": shuffle,
-            "shuffle_buffer_size": mixture.shuffle_buffer_size,
-            "mixture_weights": weights,
-            "stop_strategy": mixture.stop_strategy if weights is not None else None,
-            "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
-            "max_length": limit,
-        },
+        "order": {**order_details(mixture, split, seed, shuffle), "max_length": limit},
         "batch_size": rows,
     }
     stats = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ed_data.errors import DataError
 from ed_data.mixture import Shares, permutation
+from ed_data.schedule import ScheduledShares
 from ed_data.schema import Example
 from ed_data.sources.lines import START, Spot
 from ed_data.transforms import Documents, Placed, Tally
@@ -135,7 +136,7 @@ class MixedDocuments:
     def __init__(
         self,
         passes: Sequence[Passes],
-        shares: Shares | None,
+        shares: Shares | ScheduledShares | None,
         stop_strategy: str,
         seed: int,
         shuffle: bool,
@@ -146,6 +147,11 @@ class MixedDocuments:
         self.epoch, self._drawn, self._size = 0, 0, 0
         self._counts, self._ended = [0] * len(passes), [False] * len(passes)
         self._block: tuple[int, list[int]] | None = None
+
+    def at_step(self, step: int) -> None:
+        """Say where training is: shares that follow the steps change with the next block."""
+        if isinstance(self._shares, ScheduledShares):
+            self._shares.step = step
 
     def next(self) -> Drawn | None:
         """Return the next document, or None where an epoch ends (and the next one begins)."""
@@ -190,7 +196,9 @@ class MixedDocuments:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where reading is, as JSON values."""
+        shares = self._shares
         return {
+            **({"schedule": shares.state_dict()} if isinstance(shares, ScheduledShares) else {}),
             "epoch": self.epoch,
             "epoch_size": self._size,
             "drawn": self._drawn,
@@ -216,6 +224,9 @@ class MixedDocuments:
         """Go on there."""
         self.epoch, self._size, self._drawn = state["epoch"], state["epoch_size"], state["drawn"]
         self._counts, self._ended = list(state["counts"]), list(state["ended"])
+        if isinstance(self._shares, ScheduledShares):
+            self._shares.load_state_dict(state["schedule"])
+            self._block = None
         for each, own in zip(self.passes, state["informs"], strict=True):
             each.load_state_dict(own)
 

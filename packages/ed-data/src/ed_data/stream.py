@@ -92,6 +92,7 @@ class StreamWindow:
     Attributes:
         number: windows before it.
         begins: the state of the documents where it begins.
+        row: rows before it.
         tokens: its documents.
         window: its rows.
         ends_epoch: whether an epoch ends with it.
@@ -100,6 +101,7 @@ class StreamWindow:
 
     number: int
     begins: dict[str, Any]
+    row: int
     tokens: WindowTokens
     window: Window
     ends_epoch: bool
@@ -168,6 +170,7 @@ class StreamPlan:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ed-data") if ahead else None
         self._next: Future[StreamWindow] | None = None
         self._number = 0  # of the window that is made next
+        self._first_row = 0  # rows before it
         self._window: StreamWindow | None = None
         self._row = 0
         self._over = False
@@ -220,16 +223,24 @@ class StreamPlan:
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is: where its window begins in each inform, and the row in it."""
         if self._window is not None:
-            number, begins = self._window.number, self._window.begins
+            number, begins, before = self._window.number, self._window.begins, self._window.row
         else:  # at the beginning, or at the end
-            number, begins = self._number, self._documents.state_dict()
-        return {"over": self._over, "window": number, "row": self._row, "documents": begins}
+            number, begins, before = self._number, self._documents.state_dict(), self._first_row
+        return {
+            "over": self._over,
+            "window": number,
+            "rows_before": before,
+            "row": self._row,
+            "documents": begins,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken."""
         self._settle()
         self._window, self._over, self._failure = None, state["over"], None
         self._number, self._row = state["window"], state["row"]
+        # A state of an earlier version has no such number, nor weights that follow the steps.
+        self._first_row = state.get("rows_before", 0)
         if not self._over:
             self._documents.load_state_dict(state["documents"])
 
@@ -268,7 +279,8 @@ class StreamPlan:
         return ready
 
     def _make(self) -> StreamWindow:
-        begins, number = self._documents.state_dict(), self._number
+        begins, number, row = self._documents.state_dict(), self._number, self._first_row
+        self._documents.at_step(row // self._options.batch_size)
         columns, skipped, drawn = (
             list[_Columns](),
             list[dict[int, Tally]](),
@@ -300,7 +312,8 @@ class StreamPlan:
         if number == 0 and self._encoder.has_loss_mask and not has_labels([tokens], window):
             raise no_labels(read, window.dropped)
         self._number += 1
-        return StreamWindow(number, begins, tokens, window, ends_epoch, drawn)
+        self._first_row += window.packing.rows
+        return StreamWindow(number, begins, row, tokens, window, ends_epoch, drawn)
 
     def _batches(self) -> Iterator[_Batch]:
         """The documents from here on with their tokens, until there are enough for a window."""
