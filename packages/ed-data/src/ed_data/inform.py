@@ -20,8 +20,8 @@ class Kind:
     """A kind of source. A new kind is one entry of `KINDS` and the file that it names.
 
     Attributes:
-        reader: `"module:Class"`, called with the inform and the folder for copies of remote files
-            (or None); the result is an `ed_data.sources.Source`.
+        reader: `"module:name"` of a class or function, called with the inform and how remote data
+            are read (or None); the result is an `ed_data.sources.Source`.
         suffixes: the files that are of this kind; none where a source is not made of files.
         aliases: other spellings of its name.
         label: from `data_files` to the name of an inform that has none of its own.
@@ -43,7 +43,7 @@ KINDS: dict[str, Kind] = {
     "tsv": Kind(_FILES, (".tsv",)),
     "txt": Kind(_FILES, (".txt", ".md"), ("text",)),
     "arrow": Kind(_FILES, (".arrow",)),
-    "huggingface": Kind("ed_data.sources.hub:HubSource", aliases=("hf",)),
+    "huggingface": Kind("ed_data.sources.hub:hub_source", aliases=("hf",)),
     "python": Kind(
         "ed_data.sources.python:PythonSource", label=lambda address: address.rpartition(":")[2]
     ),

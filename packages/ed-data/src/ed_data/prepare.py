@@ -242,6 +242,7 @@ def file_cache(mixture: Mixture, cache_dir: str) -> FileCache:
         mixture.cloud_max_retries,
         mixture.cloud_retry_delay,
         mixture.cache_expiry_seconds,
+        mixture.streaming,
     )
 
 
