@@ -107,6 +107,13 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
     if mixture.streaming or mixture.pack_on_the_fly or not mixture.cache_remote_files:
         idle("no remote file is copied", "cache_expiry_seconds")
 
+    if mixture.save is not None and not mixture.save.push_to_hub:
+        for key in ("hub_repo_id", "hub_private"):
+            if key in mixture.save.model_fields_set:
+                remarks.append((("save", key), f"{key} has no effect: push_to_hub is off"))
+    if not any(inform.is_visual for inform in mixture.informs):
+        idle("no inform has images", "image_target_field")
+
     reason = "nothing is saved" if mixture.save is None else "packed rows are saved, not documents"
     if mixture.save is None or mixture.pack_tokens:
         idle(reason, "text_target_field")

@@ -83,7 +83,11 @@ def _bytes(value: object) -> object:
 
 
 class Saving(Options):
-    """Where and how to write the processed data (documents, or packed rows when packing)."""
+    """Where and how to write the processed data (documents, or packed rows when packing).
+
+    `push_to_hub` uploads the folder to the dataset `hub_repo_id` of the Hugging Face hub, which is
+    made if it is not there, with the account of `hf auth login` or `HF_TOKEN`.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"output_path": "path"}
 
@@ -95,10 +99,17 @@ class Saving(Options):
     max_shard_size: Annotated[int | None, BeforeValidator(_bytes)] = None
     compression: str | None = None
     overwrite: bool = False
+    push_to_hub: bool = False
+    hub_repo_id: str | None = None
+    hub_private: bool | None = None
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.max_shard_size is not None and self.num_shards != 1:
             yield ("max_shard_size",), "num_shards says how many there are: keep one of the two"
+        if self.push_to_hub and not self.hub_repo_id:
+            yield ("hub_repo_id",), "push_to_hub needs it: 'organisation/name' of the dataset"
+        if self.push_to_hub and "://" in self.path:
+            yield ("path",), f"push_to_hub uploads a folder of this machine, not {self.path!r}"
         known = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
         if self.compression is not None and self.compression not in known:
             hint = f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})"
@@ -165,6 +176,7 @@ class Mixture(Options):
     cloud_retry_delay: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
     cache_expiry_seconds: Annotated[float, Field(gt=0.0, le=2**40)] | None = None
     text_target_field: str = "text"
+    image_target_field: str = "image"
 
     batch_size: RowCount | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None

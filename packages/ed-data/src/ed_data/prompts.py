@@ -42,7 +42,8 @@ class Prompts(NamedTuple):
         prompts: as they were written: texts, chat messages or ids.
         input_ids: their tokens; a chat ends with the head of an answer.
         fields: the `additional_fields` of each inform, by name: one value for each prompt, None
-            where its inform does not have the field.
+            where its inform does not have the field. Of visual rows also the images, under
+            `image_target_field`.
         sources: the name of the inform of each.
     """
 
@@ -82,7 +83,9 @@ class PromptLoader:
         split: str,
         details: dict[str, Any],
         stats: dict[str, Any],
+        image: str,
     ) -> None:
+        self._image = image
         self.batch_size, self.split, self.stats = batch_size, split, stats
         self.fingerprint = hash_of(details)
         self._sources, self._order, self._encoder = sources, order, encoder
@@ -119,10 +122,13 @@ class PromptLoader:
         labels = [self._sources[i].label for i, _ in drawn]
         encode = self._encoder.encode_prompts
         names = dict.fromkeys(name for example in examples for name in example.extra)
+        fields = {name: [example.extra.get(name) for example in examples] for name in names}
+        if any(example.image is not None for example in examples):
+            fields[self._image] = [example.image for example in examples]
         return Prompts(
             [example.content for example in examples],
             [encode([e], label)[0] for e, label in zip(examples, labels, strict=True)],
-            {name: [example.extra.get(name) for example in examples] for name in names},
+            fields,
             labels,
         )
 
@@ -229,7 +235,16 @@ def build_prompts(
         }
         for source in sources
     }
-    return PromptLoader(sources, order, encoder, rows, split, details, {"sources": stats})
+    return PromptLoader(
+        sources,
+        order,
+        encoder,
+        rows,
+        split,
+        details,
+        {"sources": stats},
+        mixture.image_target_field,
+    )
 
 
 def _fits(encoder: Encoder, example: Example, label: str, limit: int) -> bool:

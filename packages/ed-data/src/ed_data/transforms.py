@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,8 +13,10 @@ from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import TEXT, Content, Example, Row, Schema
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
+from ed_data.sources.files import FileSource
 from ed_data.sources.lines import START, Record, Spot
 from ed_data.sources.python import resolve
+from ed_data.visual import image_of
 
 
 @dataclass
@@ -97,12 +100,16 @@ class Documents:
         self._names = {name: name for name in schema.fields}
         if "content_field" in inform.model_fields_set:
             self._names[schema.content] = inform.content_field
+        if inform.text_field is not None:
+            self._names[schema.content] = inform.text_field
+        self._image = inform.image_field or inform.pixel_field
         self._steps = {column.field for column in schema.columns if column.steps}
-        self._keys = {schema.content: "content_field"}
+        self._keys = {schema.content: "text_field" if inform.text_field else "content_field"}
         self._columns = None
         if self._callback is None and not inform.format_fields:
             wanted = [*self._names.values(), *inform.additional_fields]
             wanted += [value.field for value in schema.values]
+            wanted += [] if self._image is None else [self._image]
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -124,10 +131,11 @@ class Documents:
         Raises:
             DataError: a row cannot be read or is no document, and `on_error` is not `skip`.
         """
+        folder = self._folder(shard)
         for record in records(self.source, shard, self._columns, start):
             self.tally.rows += 1
             try:
-                example = self._document(record)
+                example = self._document(record, folder)
             except DataError as error:
                 if self.inform.on_error == "raise":
                     raise
@@ -194,7 +202,12 @@ class Documents:
             row = {inform.format_fields.get(name, name): value for name, value in row.items()}
         return row
 
-    def _document(self, record: Record) -> Example | None:
+    def _folder(self, shard: int) -> str:
+        """The folder of a part of the source; empty where it is no file."""
+        files = self.source.files if isinstance(self.source, FileSource) else ()
+        return os.path.dirname(files[shard].address) if files else ""
+
+    def _document(self, record: Record, folder: str) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
         where = f"inform {self.inform.label!r}, {record.place}"
@@ -218,7 +231,14 @@ class Documents:
         extra = {
             n: _take(row, n, "additional_fields", where) for n in self.inform.additional_fields
         }
-        return Example(fields, extra, record.place, self._values(row, fields, where))
+        image = None
+        if self._image is not None:
+            key = "image_field" if self.inform.image_field else "pixel_field"
+            image = image_of(_take(row, self._image, key, where), self.inform, folder, where)
+            if image is None:
+                self.tally.drop(f"{self._image!r} is null", record.place)
+                return None
+        return Example(fields, extra, record.place, self._values(row, fields, where), image)
 
     def _values(
         self, row: Row, fields: dict[str, Content], where: str
@@ -266,6 +286,8 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
         "format_callback": _hash_function(inform, "format_callback"),
         "preprocessing_fn": _hash_function(inform, "preprocessing_fn"),
     }
+    if inform.is_visual:
+        facts["visual"] = [inform.image_field, inform.pixel_field, inform.text_field]
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
     return facts if schema == TEXT else {**facts, "schema": schema.as_json()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
@@ -19,6 +19,7 @@ from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.lines import START, Record, Spot
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
 _ROWS = 1024  # of a table
@@ -99,8 +100,8 @@ class HubStream:
         wanted = None if columns is None else list(columns)
         before = 0
         try:
-            tables: Iterator[Any] = data.with_format("arrow").iter(batch_size=_ROWS)
-            for table in tables:
+            for each in data.with_format("arrow").iter(batch_size=_ROWS):
+                table = cast("pa.Table", each)
                 first = max(start.row - before, 0)
                 if wanted is not None and set(wanted) <= set(table.column_names):
                     table = table.select(wanted)
