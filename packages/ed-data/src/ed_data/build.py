@@ -125,9 +125,12 @@ def _indexed(
 ) -> Loader:
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     try:
-        parts = prepare(mixture, encoding, split, folder)
-    finally:
+        # A save reads everything anyway.
+        parts = prepare(mixture, encoding, split, folder, wait=mixture.save is not None)
+    except BaseException:
         encoding.close()
+        raise
+    encoding.rest()
     labels, sizes = [part.label for part in parts], [len(part.members) for part in parts]
     order = document_order(mixture, labels, sizes, split, options.seed, shuffle)
     by_step = schedule_of(mixture, labels, split) is not None

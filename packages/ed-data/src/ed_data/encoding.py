@@ -5,7 +5,9 @@ The tokens, their order and what is left out are the same either way.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from typing import NamedTuple
 
@@ -41,6 +43,9 @@ class Encoding:
     def __init__(self, encoder: Encoder, processes: int | None = None) -> None:
         self.encoder, self.processes = encoder, processes
         self._workers: Workers[Job, tuple[Encoded, Tally | None]] | None = None
+        self._lock = threading.Lock()
+        #: Ends what else works for the same loader.
+        self.closing = ExitStack()
 
     def map(self, jobs: Iterable[Job]) -> Iterator[Encoded]:
         """Yield the tokens of each job, in their order; with processes, some are made ahead.
@@ -51,9 +56,11 @@ class Encoding:
         if self.processes is None:
             yield from (self.encoder.encode(*job) for job in jobs)
             return
-        if self._workers is None:
-            key = "tokenization.num_proc"
-            self._workers = Workers(_Encode(self.encoder), self.processes, key)
+        with self._lock:
+            if self._workers is None:
+                key = "tokenization.num_proc"
+                self._workers = Workers(_Encode(self.encoder), self.processes, key)
+            workers = self._workers
         tallies: list[Tally | None] = []
 
         def sent() -> Iterator[Job]:
@@ -61,7 +68,7 @@ class Encoding:
                 tallies.append(job.tally)
                 yield job._replace(tally=None if job.tally is None else Tally())
 
-        for encoded, tally in self._workers.map(sent()):
+        for encoded, tally in workers.map(sent()):
             own = tallies.pop(0)
             if own is not None and tally is not None:
                 own.add(tally)
@@ -80,6 +87,11 @@ class Encoding:
         return self.map(jobs())
 
     def close(self) -> None:
+        """End the processes, and everything in `closing`."""
+        self.closing.close()
+        self.rest()
+
+    def rest(self) -> None:
         """End the processes; they start again where they are needed again."""
         workers, self._workers = self._workers, None
         if workers is not None:

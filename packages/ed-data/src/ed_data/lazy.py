@@ -92,6 +92,8 @@ class LazyTokens:
         tally: counts documents that cannot be encoded, where they may be skipped.
     """
 
+    complete = True
+
     def __init__(
         self,
         documents: Numbered,

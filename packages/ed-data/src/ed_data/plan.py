@@ -159,7 +159,7 @@ class RowPlan:
         parts: the documents of each inform.
         options: how documents become rows.
         index_folder: where row counts are kept, or None to keep them in memory and to pack each
-            window only when it is reached.
+            window only when it is reached, as while a store is being written.
     """
 
     def __init__(
@@ -311,7 +311,8 @@ class RowPlan:
         """Extend the index to a window: by its whole epoch from disk, or window by window."""
         while len(self._ends) <= number:
             epoch, place = divmod(len(self._ends), self.windows_per_epoch)
-            if self._folder is not None and place == 0:
+            complete = all(tokens.complete for tokens in self.tokens)
+            if self._folder is not None and place == 0 and complete:
                 self._count_epoch(self._folder, epoch)
             else:
                 self._extend(*self._measure(len(self._ends)))

@@ -44,6 +44,8 @@ class WindowTokens:
         values: of each token, likewise.
     """
 
+    complete = True
+
     def __init__(
         self,
         tokens: list[NDArray[np.int32]],
