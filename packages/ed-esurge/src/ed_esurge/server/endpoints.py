@@ -17,6 +17,7 @@ from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
 from ed_esurge.server.messages import endpoint as messages
 from ed_esurge.server.messages.answer import AnthropicAnswer, TokenCount
 from ed_esurge.server.messages.request import CountRequest, MessagesRequest
+from ed_esurge.server.playground import playground
 from ed_esurge.server.responses import endpoint as responses
 from ed_esurge.server.responses.answer import Deleted, ResponseAnswer
 from ed_esurge.server.responses.request import ResponseRequest
@@ -73,6 +74,7 @@ def _post(
 
 
 ENDPOINTS = (
+    Endpoint("/", "A page to try the models.", playground, "text/html", refusals=(421,)),
     _post(
         "/v1/completions",
         "Continue one or many prompts.",
