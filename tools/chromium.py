@@ -1,9 +1,9 @@
 """Headless Chromium, driven by the DevTools protocol over a pipe: no library, no open port.
 
-    with browser() as open_tab:
-        tab = open_tab("http://127.0.0.1:11556/", width=1280, height=800)
-        tab.until("document.querySelector('h1')")
-        tab.picture(path)
+with browser() as open_tab:
+    tab = open_tab("http://127.0.0.1:11556/", width=1280, height=800)
+    tab.until("document.querySelector('h1')")
+    tab.picture(path)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,8 @@ class Tab:
         """Wait until an expression is true, and give its value."""
         end = time.monotonic() + seconds
         while True:
-            value = self.js(f"(() => {{ const value = {expression}; return value instanceof Node || (value ?? null); }})()")
+            body = f"const value = {expression}; return value instanceof Node || (value ?? null);"
+            value = self.js(f"(() => {{ {body} }})()")
             if value:
                 return value
             if time.monotonic() > end:
@@ -189,9 +190,7 @@ def browser() -> Iterator[Callable[..., Tab]]:
             # A context of its own: nothing is remembered from the tab before.
             context = pipe.ask("Target.createBrowserContext")["browserContextId"]
             target = pipe.ask("Target.createTarget", url="about:blank", browserContextId=context)
-            attached = pipe.ask(
-                "Target.attachToTarget", targetId=target["targetId"], flatten=True
-            )
+            attached = pipe.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
             tab = Tab(pipe, attached["sessionId"])
             for domain in ("Page", "Runtime", "Log"):
                 tab.do(f"{domain}.enable")
@@ -211,8 +210,6 @@ def browser() -> Iterator[Callable[..., Tab]]:
         finally:
             os.close(to_write)
             os.close(back_read)
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()

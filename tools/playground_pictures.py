@@ -29,11 +29,11 @@ ANSWER = (
     "2. Every further token costs one step over the pages that are there (*decode*).\n"
     "3. Requests with an equal beginning share its pages.\n\n"
     "```python\nfor output in engine.stream(prompt, params):\n"
-    "    print(output.outputs[0].text, end=\"\")\n```\n\n"
+    '    print(output.outputs[0].text, end="")\n```\n\n'
     "Without the cache, a text of `n` tokens would be computed `n` times."
 )
 WAIT = "new Promise((done) => setTimeout(done, 300))"
-OTHERS = " the a that every all its one new more most any some each this both".split(" ")
+OTHERS = "the a that every all its one new more most any some each this both".split()
 
 
 def tokenizer_of_words(texts: list[str]) -> Any:
@@ -77,7 +77,7 @@ class Talker(ScriptedEngine):
             delay=0.012,
         )
         self.model_name = "llama-3.2-1b"
-        self._others = [self.tokenizer(f" {word}")["input_ids"][0] for word in OTHERS if word]
+        self._others = [self.tokenizer(f" {word}")["input_ids"][0] for word in OTHERS]
         self._steps = 0
 
     def stats(self) -> dict[str, float]:
@@ -92,8 +92,12 @@ class Talker(ScriptedEngine):
             "prefix_cache_hits": 31900,
         }
 
-    async def generate(self, prompt: list[int], params: Any, request_id: str, **options: Any) -> Any:
-        async for output in super().generate(prompt, params, request_id, **options):
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: Any, request_id: str, **options: Any
+    ) -> Any:
+        params = sampling_params
+        outputs = super().generate(prompt_token_ids, params, request_id, **options)
+        async for output in outputs:
             for out in output.outputs:
                 if out.logprobs is not None:
                     tokens = zip(out.token_ids, out.logprobs, strict=True)
@@ -156,7 +160,8 @@ def main(folder: Path) -> None:
             tab.js(WAIT)
             place = tab.js(
                 "(() => { const all = [...document.querySelectorAll('.tok')];"
-                "all.sort((a, b) => b.style.getPropertyValue('--l') - a.style.getPropertyValue('--l'));"
+                "const heat = (one) => one.style.getPropertyValue('--l');"
+                "all.sort((a, b) => heat(b) - heat(a));"
                 "const at = [...all[2].getClientRects()].at(-1);"
                 "return [at.left + at.width / 2, at.top + at.height / 2]; })()"
             )

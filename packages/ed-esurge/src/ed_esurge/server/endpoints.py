@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server import answers, health, models, protocol, tokens
+from ed_esurge.server import adapters, answers, health, models, protocol, tokens
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
@@ -27,6 +27,7 @@ from ed_esurge.server.served import Served
 REFUSALS = {
     400: "The request is not as it should be; `param` names the field.",
     401: "An API key is missing or unknown.",
+    403: "The server does not do that for its clients.",
     404: "The model, or what the path names, is not here.",
     408: "The request did not arrive, or was not answered, in time.",
     413: "The body is too long.",
@@ -44,7 +45,8 @@ class Endpoint:
     """One endpoint.
 
     Attributes:
-        answer: gets the served model, the request, and the body where there is one.
+        answer: gets the request and, where there is a body, the body and the model that it names;
+            where there is none, the whole site.
         takes: model of the body; None where there is none.
         gives: model of the answer; a string is the media type of a text.
         refusals: statuses of refusals.
@@ -66,7 +68,7 @@ def _post(
     summary: str,
     answer: Callable[[Served, Any, Request], Awaitable[Response]],
     takes: type[protocol.Options],
-    gives: type[BaseModel],
+    gives: type[BaseModel] | str,
     *,
     streams: bool = False,
 ) -> Endpoint:
@@ -134,7 +136,7 @@ ENDPOINTS = (
     _post("/v1/rerank", "Documents by how well they fit.", rerank, RerankRequest, Reranked),
     Endpoint(
         "/v1/models",
-        "The names that the model is served under.",
+        "The names that models and their adapters are served under.",
         models.names,
         answers.ModelList,
     ),
@@ -144,6 +146,20 @@ ENDPOINTS = (
         models.one,
         answers.ModelCard,
         refusals=(*READING, 404),
+    ),
+    _post(
+        "/v1/load_lora_adapter",
+        "Serve a LoRA adapter; where the server may load some.",
+        adapters.load,
+        adapters.LoadAdapterRequest,
+        "text/plain",
+    ),
+    _post(
+        "/v1/unload_lora_adapter",
+        "Serve a LoRA adapter no longer.",
+        adapters.unload,
+        adapters.UnloadAdapterRequest,
+        "text/plain",
     ),
     _post(
         "/tokenize",

@@ -13,7 +13,7 @@ from importlib.resources import files
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from ed_esurge.server.served import Served
+from ed_esurge.server.site import Site
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def policy() -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-async def playground(served: Served, request: Request) -> HTMLResponse:
+async def playground(site: Site, request: Request) -> HTMLResponse:
     """The page. It holds nothing of the server: what it shows, it asks for."""
     headers = {
         "Content-Security-Policy": policy(),
