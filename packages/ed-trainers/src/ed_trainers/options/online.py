@@ -114,7 +114,8 @@ class RewardedArguments(OnlineArguments):
         cls, value: tuple[float, ...] | None, info: ValidationInfo
     ) -> tuple[float, ...] | None:
         functions = len(info.data.get("reward_functions", ()))
-        if value is not None and len(value) not in (functions, functions + 1):
+        # Without names here the functions may be given to the trainer, which checks.
+        if value is not None and functions and len(value) not in (functions, functions + 1):
             raise conflict(
                 f"{len(value)} reward_weights for {functions} reward_functions: give one each, and "
                 "one more for a reward model"
