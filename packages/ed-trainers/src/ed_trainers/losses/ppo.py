@@ -97,3 +97,19 @@ def value_losses(
     held = jnp.clip(values, old_values - cliprange, old_values + cliprange)
     plain, clipped = (values - returns) ** 2, (held - returns) ** 2
     return Losses(0.5 * jnp.maximum(plain, clipped), (clipped > plain).astype(plain.dtype))
+
+
+def kl_estimates(logps: Tokens, ref_logps: Tokens, estimator: str) -> Tokens:
+    """Estimates of `KL(policy || reference)` at each token, of tokens that the policy sampled.
+
+    `k1` is the log-ratio, `k2` half its square, `k3` the log-ratio and `1/ratio - 1`.
+    """
+    ratio = logps - ref_logps
+    match estimator:
+        case "k1":
+            return ratio
+        case "k2":
+            return 0.5 * ratio**2
+        case "k3":
+            return jnp.expm1(-ratio) + ratio
+    raise AssertionError(estimator)
