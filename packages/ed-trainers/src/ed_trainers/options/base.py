@@ -195,6 +195,11 @@ class TrainingArguments(Options):
     """FLOP/s that one device can do, for MFU; None takes the known figure of its kind, and without
     one there is no MFU."""
 
+    @property
+    def loader_batch_size(self) -> int:
+        """Rows of a batch of the loader."""
+        return self.total_batch_size
+
     def idle(self) -> list[tuple[str, str]]:
         """The options of a method that others of them make idle, each with the reason."""
         return []
