@@ -127,9 +127,7 @@ class PPOTrainer(RewardedTrainer):
         arguments, weights = self.arguments, batch["weights"]
         output, now, values = self._policy(models.learner, batch, key)
         change = weights * (now.logps - batch["old_logps"])
-        policy = policy_losses(
-            jnp.exp(change), batch["advantages"], cliprange=arguments.cliprange
-        )
+        policy = policy_losses(jnp.exp(change), batch["advantages"], cliprange=arguments.cliprange)
         value = value_losses(
             values, batch["old_values"], batch["returns"], cliprange=arguments.cliprange_value
         )
@@ -156,9 +154,7 @@ class PPOTrainer(RewardedTrainer):
         return output, policy, value_head(learner)(output.last_hidden_state)
 
 
-@partial(
-    jax.jit, static_argnames=("beta", "kl_estimator", "gamma", "lam", "whiten_rewards")
-)
+@partial(jax.jit, static_argnames=("beta", "kl_estimator", "gamma", "lam", "whiten_rewards"))
 def aims_of(
     scores: jax.Array,
     weights: jax.Array,
@@ -194,9 +190,7 @@ def aims_of(
         "objective/entropy": -weights * logps,
         "objective/non_score_reward": penalties,
     }
-    means = {
-        name: jnp.mean(jnp.sum(of_tokens, axis=1)) for name, of_tokens in figures.items()
-    }
+    means = {name: jnp.mean(jnp.sum(of_tokens, axis=1)) for name, of_tokens in figures.items()}
     score = jnp.mean(scores)
     return (
         {
