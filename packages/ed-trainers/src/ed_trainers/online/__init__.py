@@ -1,1 +1,1 @@
-"""What the methods that learn from completions of their own share; `ed_trainers.methods` are they."""
+"""What the methods share that learn from completions of their own."""

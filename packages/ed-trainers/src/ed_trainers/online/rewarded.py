@@ -95,7 +95,7 @@ class RewardedTrainer(OnlineTrainer):
             self._check_vocabulary(models[REWARD])
         if not names:
             raise ConfigError(
-                f"{arguments.trainer_type} learns from rewards, and nothing gives any: set "
+                f"{type(self).__name__} learns from rewards, and nothing gives any: set "
                 "reward_functions, or give the frozen model 'reward' (the section reward_model)"
             )
         weights = arguments.reward_weights or (1.0,) * len(names)

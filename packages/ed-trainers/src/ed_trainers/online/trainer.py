@@ -146,7 +146,7 @@ class OnlineTrainer(Trainer):
         """
         if not isinstance(batch, PromptBatch):
             raise ConfigError(
-                f"{self.arguments.trainer_type} takes batches of prompts, not "
+                f"{type(self).__name__} takes batches of prompts, not "
                 f"{type(batch).__name__}: give a loader of ed_data.build_prompts"
             )
         rollout = rollout or self.rollout
