@@ -21,7 +21,6 @@ from tools.method_cases.harness import (
     our_outcome,
     pairs,
     their_outcome,
-    trainer_of,
 )
 
 #: What the completions are said to be worth.
@@ -203,7 +202,8 @@ def ppo(**options: Any) -> dict[str, float]:
         "policy/approxkl_avg": mean(0.5 * change**2),
         "policy/clipfrac_avg": mean((held > plain).double()),
         "val/clipfrac_avg": mean((second > first).double()),
-        "policy/entropy_avg": mean(entropy),
+        "entropy": mean(entropy),
+        "reward": np.mean(SCORES),
         "val/ratio": mean(ratio),
     }
     theirs = their_outcome(model, policy_loss + vf_coef * value_loss, metrics)

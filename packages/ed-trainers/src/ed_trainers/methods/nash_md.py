@@ -20,6 +20,7 @@ from ed_infra.outputs import Metric
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.mixture import GeometricMixture
 from ed_trainers.online.completions import Completions
+from ed_trainers.online.groups import row_metrics
 from ed_trainers.online.self_play import SelfPlayTrainer
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.self_play import NashMDArguments
@@ -45,7 +46,7 @@ class NashMDTrainer(SelfPlayTrainer):
         one, and `present` [n], 1 where anything says so.
         """
         contest = self.contest(completions, weights)
-        rows = contest.own_rows
+        rows = {**contest.own, **contest.scored}
         rows |= self.compute(self.reference_says, rows, weights)
         known = np.isfinite(contest.wins)
         rows["wins"] = np.where(known, contest.wins, 0).astype(np.float32)
@@ -75,4 +76,6 @@ class NashMDTrainer(SelfPlayTrainer):
             "rewards/accuracies": (wins > 0.5).astype(jnp.float32),
         }
         metrics = {name: Metric.of(jnp.sum(present * x), count) for name, x in figures.items()}
+        if "rewards" in batch:
+            metrics |= row_metrics(batch, policy)
         return Loss.of(output, jnp.sum(present * (divergence - score)), count, **metrics)

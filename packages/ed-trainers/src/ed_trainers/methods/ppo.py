@@ -32,6 +32,7 @@ from ed_trainers.losses.ppo import (
     whitened,
 )
 from ed_trainers.online.completions import Completions
+from ed_trainers.online.groups import row_metrics
 from ed_trainers.online.rewarded import RewardedTrainer
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.ppo import PPOArguments
@@ -87,7 +88,10 @@ class PPOTrainer(RewardedTrainer):
     def rows_of(
         self, completions: Completions, weights: Weights
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Add to each row `old_logps`, `old_values`, `advantages` and `returns`, [n, s]."""
+        """Add to each row `old_logps`, `old_values`, `advantages` and `returns`, [n, s].
+
+        And `rewards` [n], with `scored` [n], 1 where anything gives one.
+        """
         arguments = self.arguments
         rows = completions.rows(arguments.row_length)
         scores = self.score(completions, rows, weights)
@@ -111,6 +115,8 @@ class PPOTrainer(RewardedTrainer):
             )
         )
         rows |= {"old_logps": asked["logps"], "old_values": asked["values"], **aims}
+        rows["rewards"] = np.where(scored, scores.total, 0).astype(np.float32)
+        rows["scored"] = scored.astype(np.float32)
         return rows, {**figures, **{name: float(value) for name, value in means.items()}}
 
     def before_updates(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
@@ -137,11 +143,11 @@ class PPOTrainer(RewardedTrainer):
             "loss/value_avg": value.losses,
             "policy/approxkl_avg": 0.5 * change**2,
             "policy/clipfrac_avg": policy.clipped,
-            "policy/entropy_avg": now.entropy,
             "val/clipfrac_avg": value.clipped,
             "val/ratio": jnp.exp(change),
         }
         metrics = {name: Metric.of(jnp.sum(weights * x), tokens) for name, x in figures.items()}
+        metrics |= row_metrics(batch, now)
         losses = policy.losses + arguments.vf_coef * value.losses
         return Loss.of(output, jnp.sum(weights * losses), tokens, **metrics)
 

@@ -2,7 +2,7 @@
 
 Xie et al., arXiv:2405.21046, algorithm 1: the loss of `dpo` on the pair, the winner chosen; and
 `alpha` times the log-probability of the reference's completion, which pushes the learner off what
-the reference knows. Formulas and names as in TRL's trainer.
+the reference knows. Names as in TRL's trainer, which takes a tie for a win.
 
 Legend: n prompts, b rows, s positions.
 """
@@ -42,16 +42,17 @@ class XPOTrainer(SelfPlayTrainer):
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Make pairs [n, 2, s], the learner's completion first.
 
-        With `reference_logps` [n, 2, s], `won` [n], 1 where the learner's is the better one, and
-        `present` [n], 1 where anything says so.
+        With `reference_logps` [n, 2, s]; `won` and `lost` [n], 1 where the learner's is the better
+        or the worse one. Neither in a tie: then only the exploration is learned from.
         """
         contest = self.contest(completions, weights)
-        sides = contest.own_rows, contest.other_rows
+        sides = contest.own, contest.other
         rows = {name: np.stack([side[name] for side in sides], axis=1) for name in _ROWS}
         rows |= self.compute(self.reference_says, rows, weights)
-        known = np.isfinite(contest.wins)
-        rows["won"] = (np.nan_to_num(contest.wins) >= 0.5).astype(np.float32)
-        rows["present"] = known.astype(np.float32)
+        rows["won"] = (contest.wins > 0.5).astype(np.float32)
+        rows["lost"] = (contest.wins < 0.5).astype(np.float32)
+        rows["present"] = np.ones_like(contest.wins)
+        rows |= contest.scored
         return rows, contest.figures
 
     def reference_says(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
@@ -79,17 +80,20 @@ class XPOTrainer(SelfPlayTrainer):
         else:
             of_pairs = smoothed(arguments.beta * difference, 0.0)
         explored = arguments.alpha * logps[:, 1]
-        present = batch["present"]
+        present, decided = batch["present"], batch["won"] + batch["lost"]
         pairs = jnp.sum(present)
-        rewards = (arguments.beta * chosen, arguments.beta * rejected)
         figures = {
-            "loss/dpo": of_pairs,
+            "loss/dpo": decided * of_pairs,
             "loss/xpo": explored,
             "objective/kl": ratios[:, 0],
             "objective/entropy": -logps[:, 0],
-            "rewards/won": batch["won"],
         }
         metrics = {name: Metric.of(jnp.sum(present * x), pairs) for name, x in figures.items()}
-        metrics |= pair_metrics(present, rewards, by_winner(logps))
-        total = jnp.sum(present * (of_pairs + explored))
+        if "rewards" in batch:
+            reward = jnp.sum(batch["scored"] * batch["rewards"]), jnp.sum(batch["scored"])
+            metrics["reward"] = Metric.of(*reward)
+        metrics["rewards/won"] = Metric.of(jnp.sum(batch["won"]), jnp.sum(decided))
+        rewards = (arguments.beta * chosen, arguments.beta * rejected)
+        metrics |= pair_metrics(decided, rewards, by_winner(logps))
+        total = jnp.sum(present * (decided * of_pairs + explored))
         return Loss.of(output, total, pairs, **metrics)

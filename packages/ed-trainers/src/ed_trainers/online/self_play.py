@@ -29,19 +29,18 @@ _OPPONENT = 2**30
 
 
 class Contest(NamedTuple):
-    """The completions of both sides, in the order of the prompts.
+    """What became of the completions of both sides, in the order of the prompts.
 
     Attributes:
-        own, others: of the learner, and of its opponent.
-        own_rows, other_rows: rows of them.
+        own, other: rows of the completions of the learner, and of its opponent.
+        scored: of the learner's, `rewards` and `scored` [n]; nothing where a judge compares.
         wins: probability that the learner's is the better one, float32 [n]; NaN where nothing says.
         figures: for the log.
     """
 
-    own: Completions
-    others: Completions
-    own_rows: dict[str, np.ndarray]
-    other_rows: dict[str, np.ndarray]
+    own: dict[str, np.ndarray]
+    other: dict[str, np.ndarray]
+    scored: dict[str, np.ndarray]
     wins: np.ndarray
     figures: dict[str, float]
 
@@ -86,6 +85,7 @@ class SelfPlayTrainer(RewardedTrainer):
             compared = replace(own, fields={**own.fields, "others": others.completions})
             wins = self._judge(compared)[:, 0]
             figures: dict[str, float] = {}
+            scored: dict[str, np.ndarray] = {}
         else:
             first, second = (
                 self._scores(side, of_side, weights)
@@ -93,12 +93,17 @@ class SelfPlayTrainer(RewardedTrainer):
             )
             margin = first - second
             wins = 1 / (1 + np.exp(-margin))
+            known = np.isfinite(first)
+            scored = {
+                "rewards": np.where(known, first, 0).astype(np.float32),
+                "scored": known.astype(np.float32),
+            }
             figures = {
                 "objective/model_scores": float(np.nanmean(first)),
                 "objective/other_scores": float(np.nanmean(second)),
                 "objective/scores_margin": float(np.nanmean(margin)),
             }
-        return Contest(own, others, *rows, wins.astype(np.float32), figures)
+        return Contest(*rows, scored, wins.astype(np.float32), figures)
 
     def _scores(
         self, completions: Completions, rows: Mapping[str, np.ndarray], weights: Weights
@@ -107,3 +112,4 @@ class SelfPlayTrainer(RewardedTrainer):
         if self.arguments.missing_eos_penalty is not None:
             total = total - self.arguments.missing_eos_penalty * ~np.asarray(completions.ended)
         return total
+
