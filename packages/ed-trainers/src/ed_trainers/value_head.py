@@ -95,6 +95,7 @@ class PolicyWeights(Weights):
 
     def __init__(self, whole: Weights):
         self._whole, self.version = whole, whole.version
+        self.graphdef = nnx.graphdef(cast(nnx.Module, self.model))
 
     @property
     def model(self) -> LanguageModel:

@@ -155,7 +155,8 @@ def correction(
     here = weights > 0
     apart = np.where(here, own - sampled, 0)
     kind, cap = arguments.importance_sampling_correction, arguments.importance_sampling_cap
-    if kind.startswith("sequence"):
+    of_sequences = kind.startswith("sequence")
+    if of_sequences:
         apart = np.broadcast_to(apart.sum(-1, keepdims=True), apart.shape)
     ratios = np.exp(np.minimum(apart, 80.0))
     if kind.endswith("truncate"):
@@ -163,9 +164,9 @@ def correction(
     else:
         factors = np.where(ratios > cap, 0, ratios)
     distance = np.abs(own - sampled)[here]
-    seen = factors[here]
+    seen = factors[:, 0] if of_sequences else factors[here]
     figures = {}
-    if seen.size:
+    if distance.size:
         figures = {
             "sampling/sampling_logp_difference/mean": float(distance.mean()),
             "sampling/sampling_logp_difference/max": float(distance.max()),

@@ -11,7 +11,7 @@ from ed_infra.options import NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ed_trainers.options.base import Flag, conflict
-from ed_trainers.options.online import RewardedArguments, RewardName
+from ed_trainers.options.online import RewardedArguments, RewardNames
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -143,7 +143,7 @@ class RLVRArguments(GRPOArguments):
     """Reinforcement learning with verifiable rewards: `grpo` whose rewards are checked by rules."""
 
     trainer_type: Literal["rlvr"] = "rlvr"  # type: ignore[assignment]
-    reward_functions: tuple[RewardName, ...] = ("math_answer",)
+    reward_functions: RewardNames = ("math_answer",)
 
 
 class RLOOArguments(GroupArguments):

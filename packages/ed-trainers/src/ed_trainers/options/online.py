@@ -72,6 +72,7 @@ def _one_or_many(value: object) -> object:
 
 #: A rule of `ed_trainers.rewards`, `module:function`, or either with settings: `{name: {…}}`.
 RewardName = str | dict[str, dict[str, Any]]
+RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
 class RewardedArguments(OnlineArguments):
@@ -85,7 +86,7 @@ class RewardedArguments(OnlineArguments):
 
     beta: NotNegative = 0.04
     """How much the divergence from the reference counts; 0 reads no reference."""
-    reward_functions: Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)] = ()
+    reward_functions: RewardNames = ()
     """What scores completions: `module:function`, a rule (`exact`, `number`, `regex`,
     `math_answer`, `format`), or an entry point of `easydel.rewards`; with settings as
     `{NAME: {setting: value}}`. The section `reward_model` comes after them."""
@@ -114,7 +115,8 @@ class RewardedArguments(OnlineArguments):
         cls, value: tuple[float, ...] | None, info: ValidationInfo
     ) -> tuple[float, ...] | None:
         functions = len(info.data.get("reward_functions", ()))
-        if value is not None and len(value) not in (functions, functions + 1):
+        # Without names here the functions may be given to the trainer, which checks.
+        if value is not None and functions and len(value) not in (functions, functions + 1):
             raise conflict(
                 f"{len(value)} reward_weights for {functions} reward_functions: give one each, and "
                 "one more for a reward model"

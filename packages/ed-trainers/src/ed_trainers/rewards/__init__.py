@@ -29,6 +29,7 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 #: Entry points of packages that add reward functions.
 GROUP = "easydel.rewards"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # A message shows so many rows, and so much of a prompt.
 _SHOWN, _LONGEST = 5, 60
 
@@ -48,10 +49,11 @@ def reward_function(entry: RewardName | RewardFunction) -> tuple[str, RewardFunc
         return str(getattr(inner, "__name__", type(inner).__name__)), entry
     name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
     function = _by_name(name)
-    try:
-        inspect.signature(function).bind_partial(**settings)
-    except TypeError as error:
-        raise ConfigError(f"reward function {name!r}: {error}") from None
+    # `**fields` would take a misspelt setting for the field of a row.
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind in _NAMED]
+    for setting in settings:
+        if setting not in known:
+            raise unknown_name(f"setting of the reward function {name!r}", setting, known)
     short = name.rsplit(":", 1)[-1]
     return short, functools.partial(function, **settings) if settings else function
 

@@ -79,7 +79,7 @@ def math_answer(
     """
 
     def right(text: str, answer: str) -> bool:
-        own, wanted = stated_answer(text), stated_answer(answer) or answer
+        own, wanted = stated_answer(text), marked_answer(answer) or answer
         if own is None:
             return False
         left, other = value_of(own), value_of(wanted)
@@ -123,6 +123,17 @@ def last_number(text: str) -> Fraction | None:
 
 def stated_answer(text: str) -> str | None:
     """The part of a text that states its answer; see `math_answer`."""
+    marked = marked_answer(text)
+    if marked is not None:
+        return marked
+    if value_of(text) is not None:
+        return text.strip()
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def marked_answer(text: str) -> str | None:
+    """The part of a text that it marks as its answer."""
     boxed = _boxed(text)
     if boxed is not None:
         return boxed
@@ -130,12 +141,7 @@ def stated_answer(text: str) -> str | None:
         if opening in text:
             return text.rsplit(opening, 1)[1].split(closing, 1)[0].strip()
     named = _NAMED.findall(text)
-    if named:
-        return named[-1].splitlines()[0].strip().rstrip(".")
-    if value_of(text) is not None:
-        return text.strip()
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    return named[-1].strip().rstrip(".") if named else None
 
 
 def value_of(text: str) -> Fraction | None:
