@@ -110,6 +110,7 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
     frozen, callbacks = given.pop("frozen", {}), given.pop("callbacks", ())
     held_out = given.pop("eval_dataset", None)
     more = {"total_batch_size": rows, "save_directory": str(directory)}
+    scored = {"reward_functions": rewards} if rewards else {}
     arguments = arguments_class(method)(**{**OPTIONS, **more, **given})
     return trainer_class(method)(
         arguments,
@@ -117,9 +118,9 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
         Prompts(arguments.loader_batch_size, generations),
         held_out,
         rollout=ToyRollout(),
-        reward_functions=rewards,
         frozen=frozen,
         callbacks=callbacks,
+        **scored,
     )
 
 

@@ -112,4 +112,3 @@ class SelfPlayTrainer(RewardedTrainer):
         if self.arguments.missing_eos_penalty is not None:
             total = total - self.arguments.missing_eos_penalty * ~np.asarray(completions.ended)
         return total
-
