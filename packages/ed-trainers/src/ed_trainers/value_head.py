@@ -45,18 +45,19 @@ class ValueHead(nnx.Module):
         return (hidden.astype(jnp.float32) @ self.kernel[...] + self.bias[...])[..., 0]
 
 
-def with_value_head(model: LanguageModel) -> LanguageModel:
+def with_value_head(model: LanguageModel, directory: str | Path | None = None) -> LanguageModel:
     """A module that shares the variables of a model, and has a value head beside them.
 
-    The head is read from the directory that the model was loaded from, where one was saved there.
+    Args:
+        model: the causal model.
+        directory: where a head was saved; None begins at 0.
 
     Raises:
-        CheckpointError: the head that was saved is of another width.
+        CheckpointError: there is no head, or it is of another width.
     """
     head = ValueHead(model.head().weight.shape[0])
-    file = Path(getattr(model.config, "name_or_path", None) or "") / FILE
-    if file.is_file():
-        _read(head, file)
+    if directory is not None:
+        _read(head, Path(directory) / FILE)
     whole: Any = copy.copy(model)
     whole.value_head = head
     nnx.update(head, nnx.state(whole.shard_model().value_head))
@@ -122,12 +123,17 @@ def save_value_head(model: LanguageModel, directory: Path) -> None:
 
 
 def _read(head: ValueHead, file: Path) -> None:
+    if not file.is_file():
+        raise CheckpointError(
+            f"there is no {file}: value_head names the directory of a model that ppo saved; leave "
+            "it out, and the head begins at 0"
+        )
     saved = load_file(file)
     weight, wanted = saved[f"{NAME}.weight"].T, head.kernel.shape
     if weight.shape != wanted:
         raise CheckpointError(
             f"{file} is the value head of a model with {weight.shape[0]} features, this one has "
-            f"{wanted[0]}: move the file away, and the head begins at 0"
+            f"{wanted[0]}: leave it out, and the head begins at 0"
         )
     head.kernel.set_value(jnp.asarray(weight))
     head.bias.set_value(jnp.asarray(saved[f"{NAME}.bias"]))

@@ -62,7 +62,7 @@ class PPOTrainer(RewardedTrainer):
     ):
         if isinstance(model, EasyDeLState):
             raise ConfigError("ppo puts a value head beside the model: give the model, not a state")
-        super().__init__(arguments, with_value_head(model), *given, **more)
+        super().__init__(arguments, with_value_head(model, arguments.value_head), *given, **more)
 
     @property
     def model(self) -> LanguageModel:

@@ -43,6 +43,9 @@ class PPOArguments(RewardedArguments):
     """Of the generalized advantages (arXiv:1506.02438): 1 takes whole returns, 0 single steps."""
     whiten_rewards: Flag = False
     """Scale the rewards of a generation's tokens to unit variance; advantages always are."""
+    value_head: str | None = None
+    """Directory of a model that `ppo` saved, whose value head training begins with; None begins at
+    values of 0."""
     missing_eos_penalty: NotNegative | None = None
     """Taken off the score of a completion that the longest length cut."""
 
