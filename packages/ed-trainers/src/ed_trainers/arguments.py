@@ -15,12 +15,15 @@ from ed_infra.options import Positive
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
+from ed_trainers.options.gkd import GKDArguments
 from ed_trainers.options.groups import GRPOArguments, RLOOArguments, RLVRArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.next_token import NextTokenArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
+from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.scores import PRMArguments, RewardArguments
+from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 
 __all__ = [
     "ARGUMENTS",
@@ -133,6 +136,34 @@ METHODS: dict[str, MethodEntry] = {
     "rlvr": MethodEntry(
         RLVRArguments,
         "ed_trainers.methods.rlvr:RLVRTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "ppo": MethodEntry(
+        PPOArguments,
+        "ed_trainers.methods.ppo:PPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "gkd": MethodEntry(
+        GKDArguments,
+        "ed_trainers.methods.gkd:GKDTrainer",
+        rows="prompt",
+        needs=("teacher",),
+        samples=True,
+    ),
+    "xpo": MethodEntry(
+        XPOArguments,
+        "ed_trainers.methods.xpo:XPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "nash_md": MethodEntry(
+        NashMDArguments,
+        "ed_trainers.methods.nash_md:NashMDTrainer",
         rows="prompt",
         may_read=("reference", "reward"),
         samples=True,

@@ -195,7 +195,8 @@ class Trainer(ABC):
         """The present weights, for a `Rollout`; they end when the next step begins."""
         weights = None if self._loop is None else self._loop.weights()
         if weights is None:
-            weights = Weights(*self.model.split_module(), version=self._version)
+            self._refresh()
+            weights = Weights(*self._model.split_module(), version=self._version)
         return weights
 
     @property
