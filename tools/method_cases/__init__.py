@@ -1,6 +1,6 @@
 """Every loss of ed-trainers beside its reference, on one tiny model and one batch."""
 
-from tools.method_cases import groups, labelled, others, preference, scores
+from tools.method_cases import groups, labelled, others, policies, preference, scores
 from tools.method_cases.harness import Case
 
 #: Comparison by name: the method, and what is set.
@@ -10,4 +10,5 @@ CASES: dict[str, Case] = {
     **labelled.CASES,
     **scores.CASES,
     **groups.CASES,
+    **policies.CASES,
 }

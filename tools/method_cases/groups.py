@@ -94,9 +94,7 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
         functions = functions[:1]
     frozen = {"reference": our_model(folder(1))} if arguments.has_reference else {}
     first, later = (
-        trainer_class(method)(
-            arguments, our_model(path), frozen=frozen, reward_functions=functions
-        )
+        trainer_class(method)(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
     given = completions()

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from ed_trainers import trainer_class
 from ed_trainers.arguments import arguments_class
+from ed_trainers.optimizers import build_optimizer, build_schedule
+from ed_trainers.placement import microbatches
 from ed_trainers.rollout import Sampled
+from ed_trainers.step import build_train_step
 from flax import nnx
 
 PROMPT, NEW, END = 3, 4, 2
@@ -107,6 +110,7 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
     frozen, callbacks = given.pop("frozen", {}), given.pop("callbacks", ())
     held_out = given.pop("eval_dataset", None)
     more = {"total_batch_size": rows, "save_directory": str(directory)}
+    scored = {"reward_functions": rewards} if rewards else {}
     arguments = arguments_class(method)(**{**OPTIONS, **more, **given})
     return trainer_class(method)(
         arguments,
@@ -114,7 +118,26 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
         Prompts(arguments.loader_batch_size, generations),
         held_out,
         rollout=ToyRollout(),
-        reward_functions=rewards,
         frozen=frozen,
         callbacks=callbacks,
+        **scored,
     )
+
+
+def one_step(method, model, accumulation=1, **given):
+    """Parameters that moved in a step on the first generation, and its report."""
+    run = online(method, model, "unused", gradient_accumulation_steps=accumulation, **given)
+    generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)
+    arguments = run.arguments
+    schedule = build_schedule(arguments, 10)
+    tx = build_optimizer(arguments, schedule)
+    state = run._first_state().init_tx(tx)
+    before = jax.tree.map(np.array, state.graphstate)
+    rows = arguments.total_batch_size // accumulation
+    step = build_train_step(state, run.method, schedule, rows=rows, seed=0)
+    placed = run.placement.place(microbatches(generation.rows, accumulation), stacked=True)
+    leaves, report = step(tuple(jax.tree.leaves(state)), placed)
+    after = jax.tree.unflatten(jax.tree.structure(state), leaves).graphstate
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after, before)
+    report = {name: float(value) for name, value in jax.device_get(report).items()}
+    return moved, report | {"figures": generation.figures["completions/mean_length"]}

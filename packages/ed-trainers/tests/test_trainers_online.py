@@ -9,12 +9,8 @@ from ed_infra.errors import ConfigError
 from ed_trainers import Callback
 from ed_trainers.arguments import arguments_class
 from ed_trainers.figures.metrics import CLOCKED, read_rows
-from ed_trainers.optimizers import build_optimizer, build_schedule
-from ed_trainers.placement import microbatches
-from ed_trainers.state import EasyDeLState
-from ed_trainers.step import build_train_step
 from method_runs import near, near_reports
-from online_runs import Prompts, online
+from online_runs import Prompts, one_step, online
 
 GROUPS = ("grpo", "rloo")
 
@@ -81,25 +77,6 @@ def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, ste
     left, right = (jax.tree.leaves(out.state.graphstate) for out in (resumed, output))
     for a, b in zip(left, right, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def one_step(method, model, accumulation=1, **given):
-    """Parameters that moved in a step on the first generation, and its report."""
-    run = online(method, model, "unused", gradient_accumulation_steps=accumulation, **given)
-    generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)
-    arguments = run.arguments
-    schedule = build_schedule(arguments, 10)
-    tx = build_optimizer(arguments, schedule)
-    state = EasyDeLState.create(model=run.model, tx=tx, init_opt_state=True)
-    before = jax.tree.map(np.array, state.graphstate)
-    rows = arguments.total_batch_size // accumulation
-    step = build_train_step(state, run.method, schedule, rows=rows, seed=0)
-    placed = run.placement.place(microbatches(generation.rows, accumulation), stacked=True)
-    leaves, report = step(tuple(jax.tree.leaves(state)), placed)
-    after = jax.tree.unflatten(jax.tree.structure(state), leaves).graphstate
-    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after, before)
-    report = {name: float(value) for name, value in jax.device_get(report).items()}
-    return moved, report | {"figures": generation.figures["completions/mean_length"]}
 
 
 @pytest.fixture(scope="module")

@@ -105,12 +105,16 @@ class RewardedTrainer(OnlineTrainer):
                 "give one each"
             )
         self._reward_names, self._reward_weights = names, np.asarray(weights, np.float32)
+        return self.with_reference(models)
+
+    def with_reference(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
+        """Add the reference to the frozen models, where it is the learner itself."""
         for name in models:
             if name not in self.frozen_models:
                 raise unknown_name(
                     f"frozen model of {type(self).__name__}", name, self.frozen_models
                 )
-        if not arguments.has_reference:
+        if not self.arguments.has_reference:
             if "reference" in models:
                 raise ConfigError(
                     "with beta 0 no reference is read: leave it out, or set beta above 0"

@@ -28,8 +28,10 @@ from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.losses.policy import Policy, token_policy
 from ed_trainers.online.completions import Completions, Content, PromptBatch
 from ed_trainers.online.feed import Generation, RolloutFeed
+from ed_trainers.online.models import ModelRollout
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.placement import pad_rows
+from ed_trainers.probes import Benchmark
 from ed_trainers.rollout import Rollout, Sampled, Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Saveable, Trainer
@@ -38,8 +40,8 @@ from ed_trainers.trainer import Saveable, Trainer
 Scored = dict[str, np.ndarray]
 Score = Callable[[Models, Batch], dict[str, jax.Array]]
 
-# Generations of held-out prompts have a number of their own, which draws their seeds.
-_HELD_OUT = 2**31
+#: Number of the generations of held-out prompts; it draws their seeds.
+HELD_OUT = 2**31
 
 
 class OnlineTrainer(Trainer):
@@ -71,6 +73,7 @@ class OnlineTrainer(Trainer):
         rollout: Rollout | None = None,
         callbacks: Iterable[Callback] = (),
         frozen: Mapping[str, LanguageModel] | None = None,
+        benchmark: Benchmark | None = None,
     ):
         self.rollout = rollout
         self._programs: dict[Score, Callable[..., dict[str, jax.Array]]] = {}
@@ -82,6 +85,7 @@ class OnlineTrainer(Trainer):
             processing_class,
             callbacks=callbacks,
             frozen=frozen,
+            benchmark=benchmark,
         )
 
     # --- what a method says ---
@@ -126,6 +130,7 @@ class OnlineTrainer(Trainer):
         *,
         number: int,
         copies: int | None = None,
+        rollout: Rollout | None = None,
         **settings: Any,
     ) -> Completions:
         """Complete prompts, each several times.
@@ -136,6 +141,7 @@ class OnlineTrainer(Trainer):
             number: of the generation. Seeds follow from the run's, from this and from the place of
                 the completion.
             copies: of each prompt; None is as many as `rows_of` wants.
+            rollout: in place of the one that the trainer was made with.
             settings: of the sampling, over those of the arguments.
 
         Raises:
@@ -146,7 +152,8 @@ class OnlineTrainer(Trainer):
                 f"{type(self).__name__} takes batches of prompts, not "
                 f"{type(batch).__name__}: give a loader of ed_data.build_prompts"
             )
-        if self.rollout is None:
+        rollout = rollout or self.rollout
+        if rollout is None:
             raise ConfigError(
                 f"{type(self).__name__} has nothing that completes prompts: give rollout=, such as "
                 "ed_elarge.rollout.EngineRollout(engine)"
@@ -168,7 +175,7 @@ class OnlineTrainer(Trainer):
             **settings,
         }
         seeds = np.random.SeedSequence((arguments.seed, number)).generate_state(len(ids), np.uint32)
-        sampled = self.rollout.generate(ids, params, weights, seeds=seeds.tolist())
+        sampled = rollout.generate(ids, params, weights, seeds=seeds.tolist())
         if len(sampled) != len(ids):
             raise ConfigError(
                 f"the rollout gave {len(sampled)} completions of {len(ids)} prompts: it must give "
@@ -187,6 +194,18 @@ class OnlineTrainer(Trainer):
                 name: [value for value in values for _ in range(copies)]
                 for name, values in fields.items()
             },
+        )
+
+    def rollout_of(self, make: Callable[[Models], object]) -> Rollout:
+        """Return what completes prompts by `generate` of another model than the learner.
+
+        Args:
+            make: returns that model; it gets all models, the learner with its present weights.
+        """
+        arguments, frozen = self.arguments, self.method.frozen
+        return ModelRollout(
+            lambda learner: make(Models(learner, frozen.merge(frozen.leaves))),
+            rows=arguments.total_batch_size // arguments.gradient_accumulation_steps,
         )
 
     def _as_written(
@@ -273,7 +292,7 @@ class OnlineTrainer(Trainer):
         """Pass on rows of a generation; complete prompts, with the present weights."""
         if isinstance(batch, Mapping):
             return dict(batch)
-        return self.generate(batch, self.weights(), _HELD_OUT).rows
+        return self.generate(batch, self.weights(), HELD_OUT).rows
 
     def held_out(self, batch: HostBatch, state: EasyDeLState) -> dict[str, np.ndarray]:
         """Complete held-out prompts with the weights that are evaluated."""
@@ -281,7 +300,7 @@ class OnlineTrainer(Trainer):
             state.graphdef, state.graphstate, state.graphother, version=int(state.step)
         )
         try:
-            return self.generate(batch, weights, _HELD_OUT).rows
+            return self.generate(batch, weights, HELD_OUT).rows
         finally:
             weights.end()
 
