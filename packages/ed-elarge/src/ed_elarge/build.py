@@ -324,10 +324,22 @@ def trainer(elm: eLargeModel) -> Trainer:
     run = elm.config
     others = (*run.method_entry.needs, *run.method_entry.may_read)
     frozen = {name: elm.part(name) for name in others if run.sections[f"{name}_model"] is not None}
+    benchmark = None
+    if arguments.benchmarks and arguments.benchmark_interval is not None:
+        from ed_elarge.benchmarks import EngineBenchmark
+
+        benchmark = EngineBenchmark(elm)
     more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
     method = trainer_class(run.method)
     return method(
-        arguments, elm.part("model"), train, held_out, elm.part("tokenizer"), frozen=frozen, **more
+        arguments,
+        elm.part("model"),
+        train,
+        held_out,
+        elm.part("tokenizer"),
+        frozen=frozen,
+        benchmark=benchmark,
+        **more,
     )
 
 

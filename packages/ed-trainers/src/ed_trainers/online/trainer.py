@@ -31,6 +31,7 @@ from ed_trainers.online.feed import Generation, RolloutFeed
 from ed_trainers.online.models import ModelRollout
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.placement import pad_rows
+from ed_trainers.probes import Benchmark
 from ed_trainers.rollout import Rollout, Sampled, Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Saveable, Trainer
@@ -72,6 +73,7 @@ class OnlineTrainer(Trainer):
         rollout: Rollout | None = None,
         callbacks: Iterable[Callback] = (),
         frozen: Mapping[str, LanguageModel] | None = None,
+        benchmark: Benchmark | None = None,
     ):
         self.rollout = rollout
         self._programs: dict[Score, Callable[..., dict[str, jax.Array]]] = {}
@@ -83,6 +85,7 @@ class OnlineTrainer(Trainer):
             processing_class,
             callbacks=callbacks,
             frozen=frozen,
+            benchmark=benchmark,
         )
 
     # --- what a method says ---
