@@ -202,7 +202,9 @@ CASES: dict[str, Case] = {
     "grpo truncated, ratios of sequences": Case(
         GRPO, partial(grpo, "grpo", "sequence_truncate", mask_truncated_completions=True)
     ),
-    "grpo divergence without ratio": Case(GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)),
+    "grpo divergence without ratio": Case(
+        GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)
+    ),
     "rloo": Case(RLOO, rloo),
     "rloo normalized": Case(
         RLOO,
