@@ -41,10 +41,8 @@ def whole(toy_of_module, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def toy_of_module():
-    from conftest import ToyConfig, ToyModel
-
-    return lambda dims=(1, 1, 1, 1, 1), **kw: ToyModel(ToyConfig(dims), **kw).shard_model()
+def toy_of_module(toy):
+    return toy.model
 
 
 def reused(toy, directory, **given):

@@ -52,10 +52,8 @@ def toys_have_no_generate(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def toy():
-    from conftest import ToyConfig, ToyModel
-
-    return lambda dims=(1, 1, 1, 1, 1), **kw: ToyModel(ToyConfig(dims), **kw).shard_model()
+def toy(toy):
+    return toy.model
 
 
 def step(method, toy, dims=(1, 1, 1, 1, 1), accumulation=1, **given):
