@@ -155,7 +155,7 @@ SECTIONS: dict[str, Section] = {
         chosen_by="trainer_type",
         has_default=False,
         checks=(checks.other_models, checks.benchmarks),
-        looks=(surroundings.save_directory,),
+        looks=(surroundings.save_directory, surroundings.reward_functions),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
     ),
