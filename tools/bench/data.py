@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ed_data import Mixture, build_loader, train_bpe
+from ed_data import Inform, Loader, Mixture, build_loader, train_bpe
 
 from tools.bench.measure import Run, status, table, take_turns
 from tools.workspace import ROOT
@@ -94,7 +94,7 @@ class Corpus:
     def mixture(self, cache: str, **options: Any) -> Mixture:
         """The rows, packed."""
         return Mixture(
-            informs=[{"data_files": str(self.folder / "rows.jsonl")}],
+            informs=(Inform(data_files=str(self.folder / "rows.jsonl")),),
             cache_dir=str(self.folder / cache),
             pack_tokens=True,
             pack_seq_length=LENGTH,
@@ -157,11 +157,12 @@ def loading(corpus: Corpus, rounds: int) -> dict[str, float]:
 
     datasets.disable_progress_bars()
     loader = build_loader(corpus.mixture("loading", prefetch_workers=0), corpus.tokenizer)
-    lists = [
-        corpus.ids({"content": corpus.rows[i : i + 1000]})["input_ids"] for i in _thousands(corpus)
-    ]
-    ids = [np.asarray(row, np.int32) for rows in lists for row in rows]
+    starts = range(0, len(corpus.rows), 1000)
+    batches = [{"content": corpus.rows[at : at + 1000]} for at in starts]
+    ids = [np.asarray(row, np.int32) for b in batches for row in corpus.ids(b)["input_ids"]]
     data = datasets.Dataset.from_dict({"input_ids": ids}).with_format("numpy")
+
+    assert isinstance(loader, Loader)
 
     def ours() -> None:
         for step in range(loader.steps_per_epoch):
@@ -193,7 +194,7 @@ def _drained(items: Any) -> None:
 
 
 def _grain_tokens(corpus: Corpus) -> Any:
-    import grain
+    import grain  # pyright: ignore[reportMissingImports]
 
     return grain.MapDataset.source(corpus.rows).map(
         lambda row: corpus.ids({"content": [row]})["input_ids"][0]
@@ -201,7 +202,7 @@ def _grain_tokens(corpus: Corpus) -> Any:
 
 
 def _grain_batches(ids: list[np.ndarray]) -> Iterator[Any]:
-    import grain
+    import grain  # pyright: ignore[reportMissingImports]
 
     data = grain.MapDataset.source(ids).seed(0).shuffle()
     rows = data.map(lambda row: {"input_ids": row[:LENGTH]}).to_iter_dataset()
@@ -247,7 +248,7 @@ def large(folder: Path, rows: int, files: int = 10) -> Large:
         content = words.take(pa.array(numbers))
         pq.write_table(pa.table({"content": content}), folder / f"{number}.parquet")
     mixture = Mixture(
-        informs=[{"data_files": str(folder / "*.parquet")}],
+        informs=(Inform(data_files=str(folder / "*.parquet")),),
         streaming=True,
         pack_tokens=True,
         pack_seq_length=LENGTH,

@@ -106,7 +106,7 @@ def theirs(lengths: IntArray, capacity: int) -> dict[str, Callable[[], int]]:
             len(_pack_bfd(table, capacity)) for table in tables
         )
     if importlib.util.find_spec("grain") is not None:
-        import grain
+        import grain  # pyright: ignore[reportMissingImports]
 
         documents = grain.MapDataset.source([{"input_ids": each} for each in tokens])
         packed = grain.experimental.BestFitPackIterDataset(
