@@ -1,13 +1,12 @@
 // The product with a matrix [inputs, outputs], for one level of instructions.
 //
-// A task has some columns of the matrix. It goes over the inputs in blocks; of each block it makes
-// tiles of kTile columns of plain numbers ("panel", in the first level cache), and multiplies all
-// rows by them. Weights that are float32 already are read where they lie. So each weight is read
-// from memory once, and a format needs no more than a function that unpacks it.
+// A task has some columns of the matrix, and goes over the inputs in blocks. Few rows read the
+// weights where they lie, in whatever format: `Weights` makes vectors of numbers of them. For more
+// rows a tile of kTile columns is made of plain numbers first ("panel", in the first level cache).
+// So each weight is read from memory once, and a format needs no more than a case of `Weights`.
 #pragma once
 
-#include "product.h"
-#include "simd.h"
+#include "groups.h"
 
 namespace ed {
 namespace {
@@ -23,34 +22,80 @@ constexpr int kVectors = 2;
 constexpr int kRows = 4;
 #endif
 constexpr int kBlock = kVectors * kLanes;  // columns of a block; divides kTile
+constexpr int64_t kCodes = 64;             // inputs of a block of codes
 
-// sums [R, kBlock] += x [R, k] * w [k, kBlock].
-template <int R>
-void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t k,
-              float* sums, int64_t sums_stride, bool far) {
-  Vec acc[R][kVectors];
-  ED_UNROLL
-  for (int r = 0; r < R; ++r)
+// A block of columns of the matrix in one format.
+template <Format format, bool has_zero>
+struct Weights {
+  const void* w;   // of input 0
+  int64_t stride;  // between inputs; of four bits: between pairs of inputs
+  const float* table;
+  const float* zero;
+
+  // kVectors vectors of input i, whose parity is known.
+  template <int parity>
+  ED_INLINE void get(int64_t i, Vec* row, bool far) const {
+    int64_t at = (format == Format::kFourBits ? i / 2 : i) * stride;
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) acc[r][c] = load(sums + r * sums_stride + c * kLanes);
-  for (int64_t i = 0; i < k; ++i) {
-    Vec row[kVectors];
-    ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) {
-      row[c] = load(w + i * w_stride + c * kLanes);
-      if (far) prefetch(w + i * w_stride + c * kLanes + kTile);
+    for (int c = 0; c < kVectors; ++c, at += kLanes) {
+      if constexpr (format == Format::kFloat32) {
+        auto* from = static_cast<const float*>(w) + at;
+        row[c] = load(from);
+        if (far) prefetch(from + kTile);
+      } else if constexpr (format == Format::kBfloat16) {
+        auto* from = static_cast<const uint16_t*>(w) + at;
+        row[c] = load_numbers(from);
+        if (far && c % 2 == 0) prefetch(from + 2 * kTile);
+      } else {
+        auto* from = static_cast<const uint8_t*>(w) + at;
+        if (far && c == 0 && parity == 0) prefetch(from + 4 * kTile);
+        if (far && c == 0 && parity == 1 && format != Format::kFourBits) prefetch(from + 4 * kTile);
+        if constexpr (format == Format::kInt8) {
+          row[c] = load_numbers(reinterpret_cast<const int8_t*>(from));
+        } else if constexpr (format == Format::kFp8) {
+          row[c] = load_fp8(from);
+        } else {
+          Ints both = load_bytes(from);
+          row[c] = look_up(table, parity ? both >> 4 : both);
+        }
+      }
+      if constexpr (has_zero) row[c] -= load(zero + c * kLanes);
     }
+  }
+};
+
+// sums [R, kBlock] += x [R, k] * w [k, kBlock], times the scales [kBlock] if there are any.
+template <int R, typename W>
+void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const float* scale,
+              float* sums, int64_t sums_stride, bool far) {
+  Vec acc[R][kVectors] = {};
+  if (scale == nullptr) {
+    ED_UNROLL
+    for (int r = 0; r < R; ++r)
+      ED_UNROLL
+      for (int c = 0; c < kVectors; ++c) acc[r][c] = load(sums + r * sums_stride + c * kLanes);
+  }
+  auto add = [&](auto parity, int64_t i) __attribute__((always_inline)) {
+    Vec row[kVectors];
+    w.template get<decltype(parity)::value>(i, row, far);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       Vec number = broadcast(x[r * x_stride + i]);
       ED_UNROLL
       for (int c = 0; c < kVectors; ++c) acc[r][c] += number * row[c];
     }
-  }
+  };
+  int64_t i = 0;
+  for (; i + 1 < k; i += 2) add(Count<0>(), i), add(Count<1>(), i + 1);
+  if (i < k) add(Count<0>(), i);
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) store(sums + r * sums_stride + c * kLanes, acc[r][c]);
+    for (int c = 0; c < kVectors; ++c) {
+      float* to = sums + r * sums_stride + c * kLanes;
+      if (scale != nullptr) acc[r][c] = load(to) + acc[r][c] * load(scale + c * kLanes);
+      store(to, acc[r][c]);
+    }
 }
 
 #if defined(__AVX512BF16__)
@@ -89,62 +134,7 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
     for (int c = 0; c < kVectors; ++c)
       _mm512_storeu_ps(sums + r * sums_stride + c * kLanes, acc[r][c]);
 }
-#endif
 
-// `count` codes of one input as numbers, before zero and scale.
-inline void decode(const Product& p, int64_t i, int64_t column, int64_t count, float* to) {
-  if (p.format == Format::kInt8) {
-    auto* w = static_cast<const int8_t*>(p.w) + i * p.outputs + column;
-    for (int64_t c = 0; c < count; ++c) to[c] = w[c];
-    return;
-  }
-  auto* w = static_cast<const uint8_t*>(p.w) + (i / 2) * p.outputs + column;
-  int shift = (i % 2) * 4;
-  int64_t c = 0;
-#if defined(__AVX512F__)
-  __m512 table = _mm512_loadu_ps(p.table);
-  __m128i by = _mm_cvtsi32_si128(shift);
-  for (; c + 16 <= count; c += 16) {
-    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + c)));
-    // The table is indexed by the lowest four bits.
-    _mm512_storeu_ps(to + c, _mm512_permutexvar_ps(_mm512_srl_epi32(codes, by), table));
-  }
-#endif
-  for (; c < count; ++c) to[c] = p.table[(w[c] >> shift) & 15];
-}
-
-// Numbers of inputs [i, i + k) and `count` columns as float32 [k, kTile]; the columns beyond are
-// left as they are. Inlined for whole tiles, whose loops then have a known length.
-inline __attribute__((always_inline)) void unpack_columns(const Product& p, int64_t i, int64_t k,
-                                                          int64_t column, int64_t count,
-                                                          float* panel) {
-  for (int64_t j = 0; j < k; ++j, ++i, panel += kTile) {
-    int64_t at = i * p.outputs + column;
-    if (p.format == Format::kFloat32) {
-      std::memcpy(panel, static_cast<const float*>(p.w) + at, count * sizeof(float));
-    } else if (p.format == Format::kBfloat16) {
-      auto* w = static_cast<const uint16_t*>(p.w) + at;
-      prefetch(w + 2 * kTile);
-      for (int64_t c = 0; c < count; ++c) panel[c] = widen(w[c]);
-    } else {
-      prefetch(static_cast<const char*>(p.w) + (p.format == Format::kInt8 ? at : at / 2) + 4 * kTile);
-      decode(p, i, column, count, panel);
-      int64_t of_group = (i / p.group) * p.outputs + column;
-      if (p.zero != nullptr)
-        for (int64_t c = 0; c < count; ++c) panel[c] -= p.zero[of_group + c];
-      for (int64_t c = 0; c < count; ++c) panel[c] *= p.scale[of_group + c];
-    }
-  }
-}
-
-void unpack(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count, float* panel) {
-  if (count == kTile)
-    unpack_columns(p, i, k, column, kTile, panel);
-  else
-    unpack_columns(p, i, k, column, count, panel);
-}
-
-#if defined(__AVX512BF16__)
 // Bfloat16 numbers with pairs of inputs side by side, [(k + 1) / 2, kTile, 2].
 void unpack_pairs(const Product& p, int64_t i, int64_t k, int64_t column, int64_t width,
                   uint16_t* panel) {
@@ -168,66 +158,173 @@ void unpack_pairs(const Product& p, int64_t i, int64_t k, int64_t column, int64_
 }
 #endif
 
-// What rows and columns of a task, and inputs of a block, are: few rows stream long runs of each
-// row of the matrix; many rows keep sums and panels in the second level cache.
+// Numbers of inputs [i, i + k) and `count` columns as float32 [k, kTile], before zero and scale;
+// columns beyond are zeros.
+void unpack_tail(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                 float* panel) {
+  std::memset(panel, 0, k * kTile * sizeof(float));
+  for (int64_t j = i; j < i + k; ++j, panel += kTile) {
+    int64_t at = (p.format == Format::kFourBits ? j / 2 : j) * p.outputs + column;
+    auto* bytes = static_cast<const uint8_t*>(p.w) + at;
+    for (int64_t c = 0; c < count; ++c) {
+      switch (p.format) {
+        case Format::kFloat32: panel[c] = static_cast<const float*>(p.w)[at + c]; break;
+        case Format::kBfloat16: panel[c] = widen(static_cast<const uint16_t*>(p.w)[at + c]); break;
+        case Format::kInt8: panel[c] = static_cast<int8_t>(bytes[c]); break;
+        case Format::kFp8: panel[c] = from_fp8(bytes[c]); break;
+        case Format::kFourBits: panel[c] = p.table[(bytes[c] >> (j % 2 * 4)) & 15]; break;
+      }
+    }
+  }
+}
+
+// Rows and columns of a task, and inputs of a block: few rows stream long runs of each row of the
+// matrix; many rows keep sums and panels in the second level cache.
 constexpr int64_t kMostRows = 192;
 
-int64_t inputs_of_block(int64_t rows) { return rows <= 8 ? 16 : rows <= 64 ? 64 : 128; }
+template <Format format, bool has_zero>
+struct Part {
+  static constexpr bool codes = format != Format::kFloat32 && format != Format::kBfloat16;
+  using Plain = Weights<Format::kFloat32, false>;
+  using Panel = Weights<Format::kFloat32, has_zero>;
 
-// Rows [row, row + rows) and columns [first, last).
-void part(const Product& p, const float* x, int64_t row, int64_t rows, int64_t first, int64_t last,
-          float* sums) {
-  int64_t width = (last - first + kTile - 1) / kTile * kTile;
-  std::memset(sums, 0, rows * width * sizeof(float));
-  alignas(64) float panel[128 * kTile];
-  std::memset(panel, 0, sizeof panel);
+  static int64_t inputs_of_block(const Product& p, int64_t rows, int64_t i) {
+    if (codes) return codes_of_block(p, i, kCodes);  // one order, however many rows
+    return least(rows <= 8 ? 16 : rows <= 64 ? 64 : 128, p.inputs - i);
+  }
+
+  // The sums of rows [row, row + rows) and columns [first, last).
+  static void run(const Product& p, const float* x, int64_t row, int64_t rows, int64_t first,
+                  int64_t last, float* sums, float* panel) {
+    int64_t width = (last - first + kTile - 1) / kTile * kTile;
+    TileNumbers of_scale, of_zero;
+    int64_t k;
+    for (int64_t i = 0; i < p.inputs; i += k) {
+      k = inputs_of_block(p, rows, i);
+      const float* numbers = x + row * p.inputs + i;
+      for (int64_t column = first; column < last; column += kTile) {
+        int64_t count = least(kTile, last - column);
+        float* tile = sums + (column - first);
+        const float *scale = nullptr, *zero = nullptr;
+        if constexpr (codes) {
+          scale = of_scale.get(p, p.scale, i / p.group, column, count);
+          zero = of_zero.get(p, p.zero, i / p.group, column, count);
+        }
+        auto by = [&](auto weights, bool far) __attribute__((always_inline)) {
+          row_blocks<kRows>(rows, [&](auto r, int64_t at) {
+            for (int64_t c = 0; c < count; c += kBlock) {
+              auto w = weights(c);
+              multiply<decltype(r)::value>(numbers + at * p.inputs, p.inputs, w, k,
+                                           scale ? scale + c : scale, tile + at * width + c, width,
+                                           far && at == 0);
+            }
+          });
+        };
+        auto where_it_lies = [&](int64_t c) {
+          return Weights<format, has_zero>{at_input(p, i, column + c), p.outputs, p.table,
+                                           zero ? zero + c : zero};
+        };
+        if (count < kTile) {
+          unpack_tail(p, i, k, column, count, panel);
+          by([&](int64_t c) { return Panel{panel + c, kTile, nullptr, zero ? zero + c : zero}; },
+             false);
+        } else if (rows <= kRows || format == Format::kFloat32) {
+          by(where_it_lies, true);
+        } else {
+          for (int64_t c = 0; c < kTile; c += kBlock) unpack(where_it_lies(c), k, panel + c);
+          by([&](int64_t c) { return Plain{panel + c, kTile, nullptr, nullptr}; }, false);
+        }
+      }
+    }
+  }
+
+  static const void* at_input(const Product& p, int64_t i, int64_t column) {
+    constexpr int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
+    int64_t at = (format == Format::kFourBits ? i / 2 : i) * p.outputs + column;
+    return static_cast<const char*>(p.w) + at * size;
+  }
+
+  // A block of columns as plain numbers.
+  static void unpack(const Weights<format, has_zero> w, int64_t k, float* panel) {
+    Vec row[kVectors];
+    auto keep = [&](int64_t i) __attribute__((always_inline)) {
+      ED_UNROLL
+      for (int c = 0; c < kVectors; ++c) store(panel + i * kTile + c * kLanes, row[c]);
+    };
+    int64_t i = 0;
+    for (; i + 1 < k; i += 2) {
+      w.template get<0>(i, row, true), keep(i);
+      w.template get<1>(i + 1, row, true), keep(i + 1);
+    }
+    if (i < k) w.template get<0>(i, row, true), keep(i);
+  }
+};
+
 #if defined(__AVX512BF16__)
-  bool pairs = p.x_is_bfloat16 && p.format == Format::kBfloat16;
-#endif
-  int64_t step = inputs_of_block(rows);
+// Bfloat16 rows with bfloat16 weights.
+void part_of_pairs(const Product& p, int64_t row, int64_t rows, int64_t first, int64_t last,
+                   float* sums, float* panel) {
+  int64_t width = (last - first + kTile - 1) / kTile * kTile;
+  auto* both = reinterpret_cast<uint16_t*>(panel);
+  std::memset(panel, 0, 128 * kTile * sizeof(float));
+  int64_t step = rows <= 8 ? 16 : rows <= 64 ? 64 : 128;
   for (int64_t i = 0; i < p.inputs; i += step) {
     int64_t k = least(step, p.inputs - i);
+    auto* numbers = static_cast<const uint16_t*>(p.x) + row * p.inputs + i;
     for (int64_t column = first; column < last; column += kTile) {
       int64_t count = least(kTile, last - column);
-      float* tile = sums + (column - first);
-#if defined(__AVX512BF16__)
-      if (pairs) {
-        auto* both = reinterpret_cast<uint16_t*>(panel);
-        unpack_pairs(p, i, k, column, count, both);
-        auto* numbers = static_cast<const uint16_t*>(p.x) + row * p.inputs + i;
-        row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-          for (int64_t c = 0; c < count; c += kBlock)
-            multiply_pairs<decltype(r)::value>(numbers + at * p.inputs, p.inputs, both + 2 * c, 2 * kTile, k,
-                                tile + at * width + c, width);
-        });
-        continue;
-      }
-#endif
-      const float* w = static_cast<const float*>(p.w) + i * p.outputs + column;
-      int64_t stride = p.outputs;
-      if (p.format != Format::kFloat32 || count < kTile) {
-        unpack(p, i, k, column, count, panel);
-        w = panel;
-        stride = kTile;
-      }
-      const float* numbers = x + row * p.inputs + i;
+      unpack_pairs(p, i, k, column, count, both);
       row_blocks<kRows>(rows, [&](auto r, int64_t at) {
         for (int64_t c = 0; c < count; c += kBlock)
-          multiply<decltype(r)::value>(numbers + at * p.inputs, p.inputs, w + c, stride, k, tile + at * width + c,
-                                        width, stride != kTile && at == 0);
+          multiply_pairs<decltype(r)::value>(numbers + at * p.inputs, p.inputs, both + 2 * c,
+                                             2 * kTile, k, sums + column - first + at * width + c,
+                                             width);
       });
     }
   }
-  for (int64_t r = 0; r < rows; ++r) write(p, row + r, first, sums + r * width, last - first);
+}
+#endif
+
+// Call `f` with the format of a product, and whether its codes have a zero, as constants.
+template <typename F>
+void of_format(const Product& p, const F& f) {
+  switch (p.format) {
+    case Format::kFloat32: return f(Part<Format::kFloat32, false>());
+    case Format::kBfloat16: return f(Part<Format::kBfloat16, false>());
+    case Format::kFp8: return f(Part<Format::kFp8, false>());
+    case Format::kInt8:
+      if (p.zero.data) return f(Part<Format::kInt8, true>());
+      return f(Part<Format::kInt8, false>());
+    case Format::kFourBits:
+      if (p.zero.data) return f(Part<Format::kFourBits, true>());
+      return f(Part<Format::kFourBits, false>());
+  }
 }
 
 void columns(const Product& p, int64_t first, int64_t last) {
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
-  Scratch sums(least(p.rows, kMostRows) * width);
-  WideRows wide(p);
-  const float* x = wide.x;
-  for (int64_t row = 0; row < p.rows; row += kMostRows)
-    part(p, x, row, least(kMostRows, p.rows - row), first, last, sums.data);
+  Scratch sums(least(p.rows, kMostRows) * width), panel(128 * kTile);
+#if defined(__AVX512BF16__)
+  bool pairs = p.x_is_bfloat16 && p.format == Format::kBfloat16;
+#else
+  bool pairs = false;
+#endif
+  Product own = p;  // of pairs no wide copy is needed
+  if (pairs) own.x_is_bfloat16 = false;
+  WideRows wide(own);
+  for (int64_t row = 0; row < p.rows; row += kMostRows) {
+    int64_t rows = least(kMostRows, p.rows - row);
+    std::memset(sums.data, 0, rows * width * sizeof(float));
+#if defined(__AVX512BF16__)
+    if (pairs) part_of_pairs(p, row, rows, first, last, sums.data, panel.data);
+#endif
+    if (!pairs)
+      of_format(p, [&](auto part) {
+        part.run(p, wide.x, row, rows, first, last, sums.data, panel.data);
+      });
+    for (int64_t r = 0; r < rows; ++r)
+      write(p, row + r, first, sums.data + r * width, last - first);
+  }
 }
 
 }  // namespace

@@ -1,10 +1,13 @@
 // The functions of one level of instructions. Compiled once for each, with ED_LEVEL and
 // ED_LEVEL_NAME and the compiler's flags of that level.
+#include "attention.h"
 #include "columns.h"
 #include "rows.h"
+#include "whole.h"
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME, columns, rows};
+const Level ED_LEVEL = {ED_LEVEL_NAME, columns,   rows,          whole,
+                        whole_sizes,   round_row, attention_of};
 
 }  // namespace ed

@@ -1,36 +1,12 @@
-// What XLA calls: checks the arrays, chooses the level of instructions, shares out the work.
-#include <cstdlib>
-#include <cstring>
+// Products as XLA calls them: checks the arrays, shares out the work.
+#include <vector>
 
-#include "product.h"
-#include "threads.h"
-
-namespace ffi = xla::ffi;
+#include "library.h"
 
 namespace {
 
+using ed::wrong;
 using Vector = ffi::Buffer<ffi::F32, 1>;
-using Matrix = ffi::Buffer<ffi::F32, 2>;
-
-// The best level that this processor has; ED_LAYERS_NATIVE_LEVEL names a lower one, for tests.
-const ed::Level& level() {
-  static const ed::Level* chosen = [] {
-    const char* asked = std::getenv("ED_LAYERS_NATIVE_LEVEL");
-    auto fits = [&](const ed::Level& l) { return !asked || !std::strcmp(asked, l.name); };
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16") && fits(ed::kAvx512Bf16Level))
-      return &ed::kAvx512Bf16Level;
-    if (avx512 && fits(ed::kAvx512Level)) return &ed::kAvx512Level;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && fits(ed::kAvx2Level))
-      return &ed::kAvx2Level;
-#endif
-    return &ed::kBaseLevel;
-  }();
-  return *chosen;
-}
 
 // Outputs of a task: long runs for few rows, and as many tasks as even out busy threads.
 int64_t outputs_of_task(const ed::Product& p, int64_t threads) {
@@ -40,18 +16,33 @@ int64_t outputs_of_task(const ed::Product& p, int64_t threads) {
   return std::max<int64_t>(1, std::min(most, share)) * ed::kTile;
 }
 
-ffi::Error run(ffi::ThreadPool pool, const ed::Product& p) {
+// Compute a product; x rounded to 8 bits if `whole`.
+ffi::Error run(ffi::ThreadPool pool, ed::Product p, bool whole = false) {
   if (p.rows == 0 || p.outputs == 0) return ffi::Error::Success();
   int64_t share = outputs_of_task(p, std::max<int64_t>(1, pool.num_threads()));
   int64_t tasks = (p.outputs + share - 1) / share;
-  ed::ProductOfOutputs compute = p.transposed ? level().rows : level().columns;
+  const ed::Level& level = ed::level();
+  ed::ProductOfOutputs compute = p.transposed ? level.rows : level.columns;
+  std::vector<int8_t> numbers;
+  std::vector<int32_t> sums;
+  std::vector<float> scales;
+  if (whole) {
+    ed::WholeSizes of_row = level.whole_sizes(p);
+    numbers.resize(p.rows * of_row.numbers), sums.resize(p.rows * of_row.sums);
+    scales.resize(p.rows * (p.inputs / p.group));
+    p.numbers = numbers.data(), p.row_sums = sums.data(), p.row_scale = scales.data();
+    auto round = [&](int64_t row) { level.round_row(p, row); };
+    if (p.rows < 8)
+      for (int64_t row = 0; row < p.rows; ++row) round(row);
+    else
+      ed::parallel(pool, p.rows, round);
+    compute = level.whole;
+  }
   ed::parallel(pool, tasks, [&](int64_t task) {
     compute(p, task * share, std::min(p.outputs, (task + 1) * share));
   });
   return ffi::Error::Success();
 }
-
-ffi::Error wrong(const char* what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, what); }
 
 bool is_number(ffi::DataType t) { return t == ffi::F32 || t == ffi::BF16; }
 
@@ -86,29 +77,51 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   return run(pool, p);
 }
 
-// x times codes: int8 [inputs, outputs], or four bits, [inputs / 2, outputs] bytes, by a table [16].
-// scale and zero [inputs / group, outputs]; a zero without rows is none.
+// What `scale` and `zero` are: [groups, outputs], or [outputs, groups] if the codes are transposed.
+ffi::Error small(ed::OfGroups& numbers, ffi::AnyBuffer from) {
+  numbers.data = from.untyped_data();
+  switch (from.element_type()) {
+    case ffi::F32: numbers.kind = ed::Small::kFloat32; break;
+    case ffi::U8: numbers.kind = ed::Small::kUint8; break;
+    case ffi::F8E8M0FNU: numbers.kind = ed::Small::kPowerOfTwo; break;
+    default: return wrong("scale and zero should be float32, uint8 or float8_e8m0fnu");
+  }
+  return ffi::Error::Success();
+}
+
+// x times codes: int8 or float8_e4m3fn [inputs, outputs], or four bits, [inputs / 2, outputs] bytes,
+// by a table [16]; or the transpose. A zero without numbers is none. `whole`: x in 8 bits.
 ffi::Error product_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
-                            Matrix scale, Matrix zero, Vector table,
-                            ffi::Result<ffi::AnyBuffer> y) {
+                            ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table,
+                            ffi::Result<ffi::AnyBuffer> y, bool transposed, bool whole) {
   ed::Product p{};
-  if (ffi::Error error = fill(p, x, codes, *y, false); error.failure()) return error;
-  bool bytes = codes.element_type() == ffi::S8;
-  if (!bytes && codes.element_type() != ffi::U8) return wrong("codes should be int8 or uint8");
-  p.format = bytes ? ed::Format::kInt8 : ed::Format::kFourBits;
-  int64_t inputs = codes.dimensions()[0] * (bytes ? 1 : 2), groups = scale.dimensions()[0];
-  if (inputs != p.inputs || groups == 0 || inputs % groups != 0 ||
-      scale.dimensions()[1] != p.outputs)
+  if (ffi::Error error = fill(p, x, codes, *y, transposed); error.failure()) return error;
+  switch (codes.element_type()) {
+    case ffi::S8: p.format = ed::Format::kInt8; break;
+    case ffi::F8E4M3FN: p.format = ed::Format::kFp8; break;
+    case ffi::U8: p.format = ed::Format::kFourBits; break;
+    default: return wrong("codes should be int8, float8_e4m3fn or uint8");
+  }
+  bool half = p.format == ed::Format::kFourBits;
+  int along = transposed ? 1 : 0;
+  int64_t inputs = codes.dimensions()[along] * (half ? 2 : 1);
+  if (scale.dimensions().size() != 2) return wrong("product of codes: scale should have two axes");
+  int64_t groups = scale.dimensions()[along];
+  if (inputs != p.inputs || groups == 0 || inputs % groups != 0 || (half && inputs / groups % 2) ||
+      scale.dimensions()[1 - along] != p.outputs)
     return wrong("product of codes: the shapes of x, codes and scale do not fit");
-  if (table.dimensions()[0] != (bytes ? 0 : 16)) return wrong("four bits need a table of 16");
-  if (zero.dimensions()[0] != 0 &&
-      (zero.dimensions()[0] != groups || zero.dimensions()[1] != p.outputs))
+  if (table.dimensions()[0] != (half ? 16 : 0)) return wrong("four bits need a table of 16");
+  if (zero.element_count() != 0 &&
+      (zero.dimensions().size() != 2 || zero.dimensions()[along] != groups ||
+       zero.dimensions()[1 - along] != p.outputs))
     return wrong("product of codes: zero should have the shape of scale");
-  p.scale = scale.typed_data();
-  p.zero = zero.dimensions()[0] == 0 ? nullptr : zero.typed_data();
+  if (whole && p.format == ed::Format::kFp8) return wrong("codes of 8-bit floats are not whole");
+  if (ffi::Error error = small(p.scale, scale); error.failure()) return error;
+  if (ffi::Error error = small(p.zero, zero); error.failure()) return error;
+  if (zero.element_count() == 0) p.zero.data = nullptr;
   p.table = table.typed_data();
   p.group = inputs / groups;
-  return run(pool, p);
+  return run(pool, p, whole);
 }
 
 }  // namespace
@@ -129,12 +142,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, product_of_codes,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<Matrix>()
-                                  .Arg<Matrix>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<Vector>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("transposed")
+                                  .Attr<bool>("whole"));
 
 // The name of the level in use.
-extern "C" const char* ed_level() { return level().name; }
+extern "C" const char* ed_level() { return ed::level().name; }
 
 #pragma GCC visibility pop

@@ -4,11 +4,21 @@
 
 #include <cstdint>
 
+#include "attend.h"
+
 namespace ed {
 
-// How the numbers of a matrix are stored. The values are part of the interface to Python
-// (ed_layers/native/products.py).
-enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFourBits = 3 };
+// How the numbers of a matrix are stored: as numbers, or as codes.
+enum class Format { kFloat32, kBfloat16, kInt8, kFp8, kFourBits };
+
+// How a scale, or what stands for zero, is stored.
+enum class Small { kFloat32, kUint8, kPowerOfTwo };
+
+// The numbers of the groups of codes, [inputs / group, outputs], or turned; null = none.
+struct OfGroups {
+  const void* data;
+  Small kind;
+};
 
 // y [rows, outputs] = x [rows, inputs] times w. Arrays are dense, the last axis innermost.
 struct Product {
@@ -18,16 +28,19 @@ struct Product {
   int64_t rows, inputs, outputs;
 
   // [inputs, outputs]; four bits: [inputs / 2, outputs] bytes, the even input in the lower half.
-  // Transposed: [outputs, inputs], float32 or bfloat16.
+  // Transposed: [outputs, inputs], or half as many bytes.
   const void* w;
   bool transposed;
   Format format;
-  // Of codes alone: value = (table[code] - zero) * scale, both [inputs / group, outputs], zero may
-  // be null. `table` has the 16 values of four bits.
-  const float* scale;
-  const float* zero;
-  const float* table;
-  int64_t group;
+  // Of codes alone: value = (level - zero) * scale, where the level of four bits is table[code].
+  OfGroups scale, zero;
+  const float* table;  // [16]
+  int64_t group;       // inputs
+
+  // Where x is multiplied in 8 bits ("whole numbers"): see whole.h, which makes these.
+  int8_t* numbers;
+  float* row_scale;
+  int32_t* row_sums;
 };
 
 // Outputs that are computed together: a task is a whole number of them.
@@ -38,15 +51,26 @@ constexpr int64_t kTile = 64;
 // Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.
 using ProductOfOutputs = void (*)(const Product&, int64_t first, int64_t last);
 
+// Bytes that the whole numbers of one row take, and how many sums of them there are.
+struct WholeSizes {
+  int64_t numbers, sums;
+};
+
 // The functions of one level, and its name.
 struct Level {
   const char* name;
   ProductOfOutputs columns, rows;  // the latter where w lies transposed
+  ProductOfOutputs whole;          // where x is multiplied in 8 bits
+  WholeSizes (*whole_sizes)(const Product&);
+  void (*round_row)(const Product&, int64_t row);  // x in 8 bits
+  Attention attention;
 };
 
 extern const Level kBaseLevel;
 #if defined(__x86_64__)
-extern const Level kAvx2Level, kAvx512Level, kAvx512Bf16Level;
+extern const Level kAvx2Level, kAvxVnniLevel, kAvx512Level, kAvx512VnniLevel, kAvx512Bf16Level;
+#elif defined(__aarch64__)
+extern const Level kDotprodLevel;
 #endif
 
 }  // namespace ed

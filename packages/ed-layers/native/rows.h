@@ -1,11 +1,11 @@
 // The product with a matrix that lies transposed, [outputs, inputs], for one level of instructions.
 //
 // An output is a product of two runs of memory. Some rows of x and of w are taken together, so that
-// a number that was loaded is used several times. Lanes are sums of their own, added at the end.
+// a number that was loaded is used several times. Lanes are sums of their own, added at the end. Rows
+// of codes are made plain numbers first, a few at a time.
 #pragma once
 
-#include "product.h"
-#include "simd.h"
+#include "groups.h"
 
 namespace ed {
 namespace {
@@ -13,33 +13,8 @@ namespace {
 constexpr int kRowsOfX = 2;  // taken together
 constexpr int kRowsOfW = kLanes == 16 ? 8 : 4;  // divides kTile
 
-inline Vec load_numbers(const float* from) { return load(from); }
 inline float number(float x) { return x; }
 inline float number(uint16_t x) { return widen(x); }
-
-inline Vec load_numbers(const uint16_t* from) {
-#if defined(__AVX512F__)
-  __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-#elif defined(__AVX2__)
-  __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-#else
-  Vec v;
-  for (int l = 0; l < kLanes; ++l) v[l] = widen(from[l]);
-  return v;
-#endif
-}
-
-inline float total(Vec v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#else
-  for (int n = kLanes / 2; n > 0; n /= 2)
-    for (int l = 0; l < n; ++l) v[l] += v[l + n];
-  return v[0];
-#endif
-}
 
 // sums [R, kTile], of which Q columns = the products of R rows of x with Q rows of w.
 template <int R, int Q, typename W>
@@ -94,16 +69,16 @@ void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums) {
 }
 #endif
 
-// All rows of x with the rows [first, last) of w. Sums of a tile are kept together: rows of y may
+// All rows of x with the rows [first, last) of the matrix, which begin at w. Sums of a tile are kept together: rows of y may
 // be so far apart that they fall on the same places of a cache.
 template <typename X, typename W>
 void with_rows(const Product& p, const X* x, const W* w, int64_t first, int64_t last) {
   Scratch tile(p.rows * kTile);
-  for (; first < last; first += kTile) {
+  for (; first < last; first += kTile, w += kTile * p.inputs) {
     int64_t count = least(kTile, last - first);
     for (int64_t at = 0; at < count;) {
       bool whole = count - at >= kRowsOfW;
-      const W* rows_of_w = w + (first + at) * p.inputs;
+      const W* rows_of_w = w + at * p.inputs;
       row_blocks<kRowsOfX>(p.rows, [&](auto r, int64_t row) {
         constexpr int R = decltype(r)::value;
         const X* rows_of_x = x + row * p.inputs;
@@ -120,17 +95,57 @@ void with_rows(const Product& p, const X* x, const W* w, int64_t first, int64_t 
   }
 }
 
+// One row of codes as numbers.
+void decode_row(const Product& p, int64_t output, float* to) {
+  bool half = p.format == Format::kFourBits;
+  auto* codes = static_cast<const uint8_t*>(p.w) + output * (half ? p.inputs / 2 : p.inputs);
+  for (int64_t i = 0; i < p.inputs; i += p.group) {
+    float scale = of_group(p, p.scale, i / p.group, output);
+    float zero = p.zero.data ? of_group(p, p.zero, i / p.group, output) : 0;
+    int64_t j = i, end = i + p.group;
+    if (half) {
+      // Of each byte the even input, then the odd one.
+      for (; j + 2 * kLanes <= end; j += 2 * kLanes) {
+        Ints both = load_bytes(codes + j / 2);
+        Vec even = (look_up(p.table, both) - zero) * scale;
+        Vec odd = (look_up(p.table, both >> 4) - zero) * scale;
+        store(to + j, in_turns(even, odd, Count<0>()));
+        store(to + j + kLanes, in_turns(even, odd, Count<1>()));
+      }
+      for (; j < end; ++j)
+        to[j] = (p.table[(codes[j / 2] >> (j % 2 * 4)) & 15] - zero) * scale;
+    } else {
+      bool fp8 = p.format == Format::kFp8;
+      auto* whole = reinterpret_cast<const int8_t*>(codes);
+      for (; j + kLanes <= end; j += kLanes) {
+        Vec level = fp8 ? load_fp8(codes + j) : load_numbers(whole + j);
+        store(to + j, (level - zero) * scale);
+      }
+      for (; j < end; ++j) to[j] = ((fp8 ? from_fp8(codes[j]) : whole[j]) - zero) * scale;
+    }
+  }
+}
+
 void rows(const Product& p, int64_t first, int64_t last) {
+  int64_t at = first * p.inputs;
 #if defined(__AVX512BF16__)
   if (p.x_is_bfloat16 && p.format == Format::kBfloat16)
-    return with_rows(p, static_cast<const uint16_t*>(p.x), static_cast<const uint16_t*>(p.w), first,
-                     last);
+    return with_rows(p, static_cast<const uint16_t*>(p.x), static_cast<const uint16_t*>(p.w) + at,
+                     first, last);
 #endif
   WideRows wide(p);
-  if (p.format == Format::kBfloat16)
-    with_rows(p, wide.x, static_cast<const uint16_t*>(p.w), first, last);
-  else
-    with_rows(p, wide.x, static_cast<const float*>(p.w), first, last);
+  if (p.format == Format::kFloat32) {
+    with_rows(p, wide.x, static_cast<const float*>(p.w) + at, first, last);
+  } else if (p.format == Format::kBfloat16) {
+    with_rows(p, wide.x, static_cast<const uint16_t*>(p.w) + at, first, last);
+  } else {
+    Scratch numbers(kTile * p.inputs);
+    for (int64_t tile = first; tile < last; tile += kTile) {
+      int64_t count = least(kTile, last - tile);
+      for (int64_t c = 0; c < count; ++c) decode_row(p, tile + c, numbers.data + c * p.inputs);
+      with_rows(p, wide.x, numbers.data, tile, tile + count);
+    }
+  }
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Vectors of float32 of the width that the level of instructions has. Every function here is
-// internal to its translation unit: the same source is compiled for several levels.
+// Vectors of the width that the level of instructions has. Every function here is internal to its
+// translation unit: the same source is compiled for several levels.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,15 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #include "product.h"
 
 // Before loops over accumulators: left as loops, they would keep them in memory.
 #define ED_UNROLL _Pragma("GCC unroll 16")
+#define ED_INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -25,9 +28,16 @@ constexpr int kLanes = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
 inline Vec load(const float* from) {
   Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline Ints load_ints(const void* from) {
+  Ints v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
@@ -36,12 +46,23 @@ inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec broadcast(float x) { return x - Vec{}; }
 
-inline float widen(uint16_t bfloat16) {
-  uint32_t bits = uint32_t{bfloat16} << 16;
+inline Vec to_numbers(Ints v) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps((__m512i)v);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps((__m256i)v);
+#else
+  return __builtin_convertvector(v, Vec);
+#endif
+}
+
+inline float from_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
+
+inline float widen(uint16_t bfloat16) { return from_bits(uint32_t{bfloat16} << 16); }
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 inline uint16_t narrow(float x) {
@@ -51,9 +72,137 @@ inline uint16_t narrow(float x) {
   return x == x ? static_cast<uint16_t>(rounded) : static_cast<uint16_t>((bits >> 16) | 0x40);
 }
 
+// The number of a float8_e4m3fn.
+inline float from_fp8(uint8_t code) {
+  int size = code & 127;
+  float x = size < 8 ? size * 0x1p-9f : from_bits((size << 20) + (120u << 23));
+  x = size == 127 ? from_bits(0x7fc00000) : x;
+  return code & 128 ? -x : x;
+}
+
+// kLanes numbers, one after another in memory, of each type.
+inline Vec load_numbers(const float* from) { return load(from); }
+
+inline Vec load_numbers(const uint16_t* bfloat16) {
+#if defined(__AVX512F__)
+  __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bfloat16));
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#elif defined(__AVX2__)
+  __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bfloat16));
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#else
+  Vec v;
+  for (int l = 0; l < kLanes; ++l) v[l] = widen(bfloat16[l]);
+  return v;
+#endif
+}
+
+inline Vec load_numbers(const int8_t* from) {
+#if defined(__AVX512F__)
+  return to_numbers((Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return to_numbers((Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Vec v;
+  for (int l = 0; l < kLanes; ++l) v[l] = from[l];
+  return v;
+#endif
+}
+
+inline Ints load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  Ints v;
+  for (int l = 0; l < kLanes; ++l) v[l] = from[l];
+  return v;
+#endif
+}
+
+inline Vec load_fp8(const uint8_t* from) {
+#if defined(__AVX512F__)
+  __m512i code = (__m512i)load_bytes(from), size = _mm512_and_si512(code, _mm512_set1_epi32(127));
+  // The bits of a float16 whose exponent is too small by 8, which has the subnormal numbers, too.
+  __m512i half = _mm512_slli_epi32(size, 7);
+  __m512 number = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)), _mm512_set1_ps(256));
+  __mmask16 none = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127));
+  number = _mm512_mask_mov_ps(number, none, _mm512_set1_ps(__builtin_nanf("")));
+  __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(code, 7), 31);
+  return (Vec)_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(number), sign));
+#else
+  Vec v;
+  for (int l = 0; l < kLanes; ++l) v[l] = from_fp8(from[l]);
+  return v;
+#endif
+}
+
+// table[code], where only the lowest four bits of the codes count.
+inline Vec look_up(const float* table, Ints codes) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+  __m256i at = (__m256i)codes;
+  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), at);
+  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), at);
+  return (Vec)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+#else
+  Vec v;
+  for (int l = 0; l < kLanes; ++l) v[l] = table[codes[l] & 15];
+  return v;
+#endif
+}
+
+inline float total(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int l = 0; l < n; ++l) v[l] += v[l + n];
+  return v[0];
+#endif
+}
+
+// Lanes: sum += the four bytes of w times the four bytes of x; whole numbers of 8 bits with a sign,
+// to which kBias was added where the instruction wants w without one.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int kBias = 128;
+#else
+constexpr int kBias = 0;
+#endif
+
+ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  // Bytes of even and of odd place as 16 bits; products of 16 bits are added in pairs.
+  __m256i all = _mm256_set1_epi32(x), v = (__m256i)w;
+  __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8),
+                                   _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
+  __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(v, 8), _mm256_srai_epi16(all, 8));
+  return sum + (Ints)_mm256_add_epi32(even, odd);
+#elif defined(__AVX512BW__)
+  __m512i all = _mm512_set1_epi32(x), v = (__m512i)w;
+  __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8),
+                                   _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(v, 8), _mm512_srai_epi16(all, 8));
+  return sum + (Ints)_mm512_add_epi32(even, odd);
+#else
+  for (int byte = 0; byte < 32; byte += 8)
+    sum += ((w << (24 - byte)) >> 24) * static_cast<int8_t>(x >> byte);
+  return sum;
+#endif
+}
+
 // Templates of the standard library would be shared between levels by the linker, and run on a
 // processor that lacks the instructions they were compiled with: so these are our own.
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Columns of a matrix in memory are read in runs: what comes next of a row is asked for early.
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
@@ -63,9 +212,25 @@ struct Count {
   static constexpr int value = R;
 };
 
+// Half `half` of the lanes of two vectors in turns: a0 b0 a1 b1 ..
+template <typename Half>
+inline Vec in_turns(Vec a, Vec b, Half) {
+  constexpr int h = Half::value * kLanes / 2, o = kLanes;
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, h, h + o, h + 1, h + 1 + o, h + 2, h + 2 + o, h + 3,
+                                 h + 3 + o, h + 4, h + 4 + o, h + 5, h + 5 + o, h + 6, h + 6 + o,
+                                 h + 7, h + 7 + o);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(a, b, h, h + o, h + 1, h + 1 + o, h + 2, h + 2 + o, h + 3,
+                                 h + 3 + o);
+#else
+  return __builtin_shufflevector(a, b, h, h + o, h + 1, h + 1 + o);
+#endif
+}
+
 struct Scratch {
   explicit Scratch(int64_t numbers)
-      : data(static_cast<float*>(std::aligned_alloc(64, (numbers * 4 + 63) / 64 * 64))) {}
+      : data(static_cast<float*>(std::aligned_alloc(64, (numbers * 4 + 127) / 64 * 64))) {}
   Scratch(const Scratch&) = delete;
   ~Scratch() { std::free(data); }
   float* const data;
@@ -88,29 +253,5 @@ void row_blocks(int64_t rows, const F& f) {
     one_block<most>(rows * (b + 1) / blocks - row, row, f);
   }
 }
-
-// Store `count` sums of one row of y.
-inline void write(const ed::Product& p, int64_t row, int64_t column, const float* sums,
-                  int64_t count) {
-  int64_t at = row * p.outputs + column;
-  if (!p.x_is_bfloat16) {
-    std::memcpy(static_cast<float*>(p.y) + at, sums, count * sizeof(float));
-    return;
-  }
-  auto* to = static_cast<uint16_t*>(p.y) + at;
-  for (int64_t c = 0; c < count; ++c) to[c] = narrow(sums[c]);
-}
-
-// The rows of a product as float32: the product's own, or a copy of bfloat16 rows.
-struct WideRows {
-  explicit WideRows(const ed::Product& p) : copy(p.x_is_bfloat16 ? p.rows * p.inputs : 0) {
-    x = p.x_is_bfloat16 ? copy.data : static_cast<const float*>(p.x);
-    if (!p.x_is_bfloat16) return;
-    auto* numbers = static_cast<const uint16_t*>(p.x);
-    for (int64_t i = 0; i < p.rows * p.inputs; ++i) copy.data[i] = widen(numbers[i]);
-  }
-  Scratch copy;
-  const float* x;
-};
 
 }  // namespace

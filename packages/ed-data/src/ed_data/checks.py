@@ -94,7 +94,7 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
     if mixture.mixture_weights is None:
         idle("there are no mixture_weights", "stop_strategy")
     elif len(mixture.informs) == 1:
-        idle("there is only one inform", "mixture_weights")
+        idle("there is only one inform", "mixture_weights", "mixture_schedule")
     if mixture.prefetch_workers == 0:
         idle("prefetch_workers is 0", "prefetch_buffer_size")
     elif mixture.prefetch_buffer_size == 0:
@@ -106,6 +106,13 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         idle("pack_on_the_fly writes nothing to disk", "cache_dir", "cache_remote_files")
     if mixture.streaming or mixture.pack_on_the_fly or not mixture.cache_remote_files:
         idle("no remote file is copied", "cache_expiry_seconds")
+
+    if mixture.save is not None and not mixture.save.push_to_hub:
+        for key in ("hub_repo_id", "hub_private"):
+            if key in mixture.save.model_fields_set:
+                remarks.append((("save", key), f"{key} has no effect: push_to_hub is off"))
+    if not any(inform.is_visual for inform in mixture.informs):
+        idle("no inform has images", "image_target_field")
 
     reason = "nothing is saved" if mixture.save is None else "packed rows are saved, not documents"
     if mixture.save is None or mixture.pack_tokens:

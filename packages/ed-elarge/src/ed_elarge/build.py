@@ -312,9 +312,20 @@ def trainer(elm: eLargeModel) -> Trainer:
     run = elm.config
     others = (*run.method_entry.needs, *run.method_entry.may_read)
     frozen = {name: elm.part(name) for name in others if run.sections[f"{name}_model"] is not None}
+    benchmark = None
+    if arguments.benchmarks and arguments.benchmark_interval is not None:
+        from ed_elarge.benchmarks import EngineBenchmark
+
+        benchmark = EngineBenchmark(elm)
     method = trainer_class(run.method)
     return method(
-        arguments, elm.part("model"), train, held_out, elm.part("tokenizer"), frozen=frozen
+        arguments,
+        elm.part("model"),
+        train,
+        held_out,
+        elm.part("tokenizer"),
+        frozen=frozen,
+        benchmark=benchmark,
     )
 
 

@@ -294,6 +294,20 @@ def tasks_of_section(run: RunConfig) -> Iterator[Problem]:
         yield from _tasks(run, run.eval, ("eval", "tasks"), run_here)
 
 
+def benchmarks(run: RunConfig) -> Iterator[Problem]:
+    """The tasks of `trainer.benchmarks`, and that the model writes what is asked for."""
+    trainer = run.trainer
+    if trainer is None or run.eval is None:
+        return
+    task = run.method_entry.task
+    for option in ("generation_interval", "benchmark_interval"):
+        if task != TaskType.CAUSAL_LM and getattr(trainer, option) is not None:
+            message = f"{run.method} trains a model for {task.value!r}, which generates nothing"
+            yield Problem(("trainer", option), message, True)
+    named = run.eval.model_copy(update={"tasks": trainer.benchmarks})
+    yield from _tasks(run, named, ("trainer", "benchmarks"), run.will("train"))
+
+
 def tasks_of_action(run: RunConfig, action: Action) -> Iterator[Problem]:
     """The tasks that an `eval` action names; it must have some. Paths start at its parameters."""
     if run.eval is None:

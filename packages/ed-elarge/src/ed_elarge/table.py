@@ -146,7 +146,7 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
-        checks=(checks.other_models,),
+        checks=(checks.other_models, checks.benchmarks),
         looks=(surroundings.save_directory,),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},

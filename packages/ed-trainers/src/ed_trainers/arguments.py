@@ -122,6 +122,20 @@ METHODS: dict[str, MethodEntry] = {
     ),
 }
 
+# Option -> options that do nothing without it.
+_NEEDED = {
+    "generation_interval": (
+        "generation_prompts",
+        "generation_num_prompts",
+        "generation_max_new_tokens",
+        "generation_temperature",
+        "generation_top_p",
+    ),
+    "benchmark_interval": ("benchmarks",),
+    "benchmarks": ("benchmark_interval",),
+    "profile_start_step": ("profile_steps",),
+}
+
 #: `trainer_type` -> its options.
 ARGUMENTS: dict[str, type[TrainingArguments]] = {
     name: entry.arguments for name, entry in METHODS.items()
@@ -164,7 +178,7 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
             idle.append(("warmup_steps", f"{why}: the learning rate only rises"))
             if arguments.scheduler in DECAYING:
                 idle.append(("scheduler", f"{why}: the learning rate never decays"))
-        for name in ("save_steps", "evaluation_steps"):
+        for name in ("save_steps", "evaluation_steps", "generation_interval", "benchmark_interval"):
             every = getattr(arguments, name)
             if every is not None and every > steps:
                 idle.append((name, f"the run ends after {steps} steps, at the end it acts anyway"))
@@ -180,4 +194,21 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
         for name in ("project", "run_name"):
             if name in arguments.model_fields_set:
                 idle.append((name, "report_to names no tracker"))
+    return idle + _idle_probes(arguments)
+
+
+def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
+    """The idle options of previews, benchmarks and the profiler."""
+    idle = []
+    for needed, names in _NEEDED.items():
+        if not getattr(arguments, needed):
+            here = [name for name in names if name in arguments.model_fields_set]
+            idle += [(name, f"{needed} is not set") for name in here]
+    if arguments.generation_prompts and "generation_num_prompts" in arguments.model_fields_set:
+        idle.append(("generation_num_prompts", "generation_prompts says which there are"))
+    if not arguments.generation_temperature and arguments.generation_top_p < 1:
+        idle.append(("generation_top_p", "generation_temperature is 0: nothing is sampled"))
+    steps, first = arguments.max_training_steps, arguments.profile_start_step
+    if steps is not None and first is not None and first > steps:
+        idle.append(("profile_start_step", f"the run ends after {steps} steps"))
     return idle

@@ -20,6 +20,7 @@ from ed_layers.attention import (
     devices,
     flash_tpu,
     gpu,
+    native,
     paged,
     paged_tpu,
     ring,
@@ -41,6 +42,7 @@ BUILT_IN: tuple[Kernel[Any], ...] = (
     *splash.KERNELS,
     *paged_tpu.KERNELS,
     *gpu.KERNELS,
+    *native.KERNELS,
     *vanilla.KERNELS,
     *blockwise.KERNELS,
     *ring.KERNELS,
@@ -173,12 +175,12 @@ def run(call: Call) -> jax.Array:
     """
     refused: list[str] = []
     for kernel in kernels_here(call):
-        native = kernel.platform is not None
-        if kernel.mechanism != call.name or (native and not call.settings.allow(kernel.language)):
+        of_platform = kernel.platform is not None
+        if kernel.mechanism != call.name or (of_platform and not call.settings.allow(kernel.language)):
             continue
         refusals = kernel.refusals(call)
         if not refusals:
-            if native or refused:
+            if of_platform or refused:
                 tell(call, kernel, refused)
             return kernel.run(call)
         refused.append(f"{kernel.title} does not take {', '.join(refusals)}")

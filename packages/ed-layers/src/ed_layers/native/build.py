@@ -9,25 +9,36 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 #: Where the sources are: in the repository, or beside this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
 #: What is compiled and loaded. The number is that of the interface between C++ and Python.
-LIBRARY = HERE / "libed_layers_1.so"
+LIBRARY = HERE / "libed_layers_2.so"
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
+VNNI = (*AVX512, "-mavx512vnni")
 #: Levels of instructions by machine: the name in C++, the name for people, the compiler's flags.
 LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "x86_64": (
         ("kBaseLevel", "base", ()),
-        ("kAvx2Level", "avx2", ("-mavx2", "-mfma")),
+        ("kAvx2Level", "avx2", AVX2),
+        ("kAvxVnniLevel", "avx_vnni", (*AVX2, "-mavxvnni")),
         ("kAvx512Level", "avx512", AVX512),
-        ("kAvx512Bf16Level", "avx512_bf16", (*AVX512, "-mavx512bf16")),
-    )
+        ("kAvx512VnniLevel", "avx512_vnni", VNNI),
+        ("kAvx512Bf16Level", "avx512_bf16", (*VNNI, "-mavx512bf16")),
+    ),
+    "aarch64": (
+        ("kBaseLevel", "base", ()),
+        ("kDotprodLevel", "dotprod", ("-march=armv8.2-a+dotprod",)),
+    ),
 }
+#: What XLA calls, compiled once.
+HANDLERS = ("choose.cc", "library.cc", "attend.cc")
 
 
 class CannotBuild(RuntimeError):
@@ -51,21 +62,24 @@ def build(target: Path = LIBRARY, extra: tuple[str, ...] = ()) -> Path:
     compiler = asked or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler is None or shutil.which(compiler) is None:
         raise CannotBuild(f"no C++ compiler ({asked or 'g++'} is not there; CXX names one)")
-    machine = platform.machine().replace("AMD64", "x86_64")
-    levels = LEVELS.get(machine, (("kBaseLevel", "base", ()),))
-    with tempfile.TemporaryDirectory() as name:
-        directory, objects = Path(name), []
-        for symbol, level, flags in levels:
-            objects.append(str(directory / f"{level}.o"))
-            # GCC 12 warns of its own headers of AVX-512.
-            flags = ("-O3", "-Wno-maybe-uninitialized", *flags)
-            define = (f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{level}"')
-            source = str(sources / "level.cc")
-            run(compiler, *COMMON, *flags, *extra, *define, "-c", source, "-o", objects[-1])
-        objects.append(str(directory / "library.o"))
-        include = ("-isystem", str(headers()))
-        source = str(sources / "library.cc")
-        run(compiler, *COMMON, "-O2", *extra, *include, "-c", source, "-o", objects[-1])
+    machine = platform.machine().replace("AMD64", "x86_64").replace("arm64", "aarch64")
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        # GCC 12 warns of its own headers of AVX-512.
+        of_levels = ("-O3", "-Wno-maybe-uninitialized")
+        units = [
+            ("level.cc", (*of_levels, *flags, f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{name}"'))
+            for symbol, name, flags in LEVELS.get(machine, (("kBaseLevel", "base", ()),))
+        ]
+        units += [(name, ("-O2", "-isystem", str(headers()))) for name in HANDLERS]
+        objects = [str(directory / f"{i}.o") for i in range(len(units))]
+
+        def compile_one(unit: tuple[str, tuple[str, ...]], made: str) -> None:
+            source = str(sources / unit[0])
+            run(compiler, *COMMON, *unit[1], *extra, "-c", source, "-o", made)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(compile_one, units, objects))
         strip = () if extra or sys.platform == "darwin" else ("-Wl,-s",)
         made = directory / LIBRARY.name
         run(compiler, "-shared", *extra, *strip, *objects, "-o", str(made))

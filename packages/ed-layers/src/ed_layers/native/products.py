@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from ed_layers.native.library import TARGETS, in_use
 
@@ -21,6 +21,7 @@ MOST_ROWS_OF_CODES = 256
 LEAST_SIZE = 1 << 14
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
+CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
 
 
 def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
@@ -34,14 +35,15 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
     )
 
 
-def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array) -> bool:
+def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
     """Whether `product_of_codes` is there, and faster than XLA, for rows of a dtype and codes."""
     return (
-        0 < rows <= MOST_ROWS_OF_CODES
+        0 < rows
+        and (whole or rows <= MOST_ROWS_OF_CODES)
         and codes.size >= LEAST_SIZE // 2
         and codes.ndim == 2
         and dtype in NUMBERS
-        and codes.dtype in (jnp.int8, jnp.uint8)
+        and codes.dtype in CODES
         and in_use()
     )
 
@@ -61,21 +63,27 @@ def product(
 
 def product_of_codes(
     x: Float[Array, "n i"],
-    codes: Int[Array, "_ o"],
+    codes: Int[Array, "_ o"] | Float[Array, "i o"],
     scale: Float[Array, "g o"],
-    zero: Float[Array, "g o"] | None = None,
+    zero: Num[Array, "g o"] | None = None,
     table: Float[Array, " 16"] | None = None,
+    *,
+    transposed: bool = False,
+    whole: bool = False,
 ) -> Float[Array, "n o"]:
-    """`x @ ((values - zero) * scale)` in the dtype of `x`, summed in float32. No gradient.
+    """`x @ ((levels - zero) * scale)` in the dtype of `x`, summed in float32. No gradient.
 
     Args:
-        codes: int8 [i, o], which are the values; or uint8 [i / 2, o], two four-bit codes in a byte,
-            the even input in the lower half, whose values `table` has.
-        scale, zero: of groups of i / g inputs, float32.
+        codes: int8 or float8_e4m3fn [i, o], which are the levels; or uint8 [i / 2, o], two four-bit
+            codes in a byte, the even input in the lower half, whose levels `table` has.
+        scale: of groups of i / g inputs, float32 or float8_e8m0fnu.
+        zero: of the same groups, float32 or uint8.
+        transposed: codes, scale and zero are [o, ..] instead.
+        whole: x is rounded to 8 bits, by its groups, and multiplied by whole numbers; codes of four
+            bits are then whole numbers themselves, whatever `table` says.
     """
-    o = codes.shape[1]
-    result = jax.ShapeDtypeStruct((x.shape[0], o), x.dtype)
+    result = jax.ShapeDtypeStruct((x.shape[0], codes.shape[0 if transposed else 1]), x.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], result, vmap_method="sequential")
-    zero = jnp.zeros((0, o), jnp.float32) if zero is None else zero
+    zero = jnp.zeros((0, 0), jnp.float32) if zero is None else zero
     table = jnp.zeros((0,), jnp.float32) if table is None else table
-    return call(x, codes, scale, zero, table)
+    return call(x, codes, scale, zero, table, transposed=transposed, whole=whole)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers.native import products as native
 from ed_layers.quantization.formats import FORMATS
-from ed_layers.quantization.stored import Stored, joined
+from ed_layers.quantization.stored import Scales, Stored, joined
 
 #: Values that are decoded at once on a CPU: 8 MB of float32, which caches hold. Larger matrices are
 #: multiplied a block of columns at a time; elsewhere compilers do the like on their own.
@@ -88,25 +88,38 @@ def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Arr
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
+    stored = w.table if isinstance(w, Turned) else w
     if isinstance(w, Turned):
-        whole = w.table.activations
-        return _in_blocks(_turned_whole_numbers if whole else partial(_turned, precision), x, w)
-    once = _whole_numbers if w.activations else partial(_decoded, precision)
+        once = _turned_whole_numbers if stored.activations else partial(_turned, precision)
+    else:
+        once = _whole_numbers if w.activations else partial(_decoded, precision)
     by_xla = partial(_in_blocks, once)
-    if w.activations or w.axis == -1:
-        return by_xla(x, w)
-    if not native.takes_codes(math.prod(x.shape[:-1]), x.dtype, w.codes):
+    # Groups have to lie along what is contracted.
+    fits = stored.axis == (-1 if isinstance(w, Turned) else -2)
+    rows = math.prod(x.shape[:-1])
+    if not fits or not native.takes_codes(rows, x.dtype, stored.codes, whole=stored.activations):
         return by_xla(x, w)
     return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
 
 
-def _by_library(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
+def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, "*rows o"]:
     """The product by the native library, which reads the codes as they are."""
-    scale, form = w.scales(), FORMATS[w.format]
-    zero = None if w.zero is None else w.zero.astype(jnp.float32)
-    zero = None if zero is None else jnp.broadcast_to(zero, scale.shape)
-    table = form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None
-    y = native.product_of_codes(x.reshape(-1, x.shape[-1]), w.codes, scale, zero, table)
+    stored = w.table if isinstance(w, Turned) else w
+    scale, zero, form = stored.scale, stored.zero, FORMATS[stored.format]
+    if isinstance(scale, Scales):
+        scale = scale.numbers()
+    if zero is not None:
+        zero = zero if zero.dtype == jnp.uint8 else zero.astype(jnp.float32)
+        zero = jnp.broadcast_to(zero, scale.shape)
+    y = native.product_of_codes(
+        x.reshape(-1, x.shape[-1]),
+        stored.codes,
+        scale,
+        zero,
+        form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None,
+        transposed=isinstance(w, Turned),
+        whole=stored.activations,
+    )
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -1,0 +1,64 @@
+// Attention on a CPU: the arguments, and the functions of one level. Nothing depends on XLA.
+#pragma once
+
+#include <cstdint>
+
+namespace ed {
+
+// How keys and values are stored.
+enum class Stored { kFloat32, kBfloat16, kInt8, kFp8 };
+
+// Numbers of rows, heads and slots; the numbers of one head and slot lie together. Strides are in
+// numbers.
+struct Slots {
+  const void* data;
+  Stored kind;
+  int64_t row, head, slot;
+  // Of codes: a scale for each head and slot, or one for each of several groups of its numbers.
+  const float* scale;
+  int64_t scale_row, scale_head, scale_slot, scale_group, scale_groups;
+};
+
+// One call: softmax(cap(scale * q k) where allowed) v, the heads of q in groups that share a head
+// of k and v. Slots of one row may lie in pages: then `row` is the stride of pages.
+struct Attend {
+  const void* q;  // [batch, queries, heads, key_dim], float32 or bfloat16
+  bool q_is_bfloat16;
+  Slots keys, values;
+  int64_t batch, queries, heads, groups, slots, key_dim, value_dim;
+
+  // Of row b: query i is token `first_query[b] + i` of [.., heads, key_dim], and there are
+  // `first_query[b + 1] - first_query[b]`; null = `queries` for each.
+  const int32_t* first_query;
+  int64_t rows;             // of first_query that are in use
+  const int32_t* lengths;   // of pages: slots of each row, queries included; null = `slots`
+  const int32_t* pages;     // [batch, pages_of_row]; null = no pages
+  int64_t page_size, pages_of_row;
+
+  // Who may attend to whom: as MaskInfo of ed_infra.masks. [batch, queries] and [batch, slots];
+  // null = a slot's index is its place, the queries are the last tokens of their row.
+  const int32_t *q_segments, *q_index, *k_segments, *k_index;
+  bool causal;
+  int32_t window, chunk;  // 0 = none
+
+  float scale, soft_cap;  // soft_cap 0 = none
+  const float* sinks;     // [heads] or null
+
+  void* out;   // as q, with value_dim
+  float* lse;  // [batch, queries, heads] or null; -inf for a query that sees nothing
+
+  // Of the backward pass: all as q, k and v lie; float32.
+  const float *d_out, *shared;  // shared [batch, queries, heads]: sum(d_out * out) - d_lse
+  float *d_q, *d_k, *d_v;
+};
+
+struct Attention {
+  // Queries of a task, and the attention of queries [first, last) of a row over a key head.
+  int64_t (*queries_of_task)(const Attend&);
+  void (*forward)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
+  // Gradients by one query head: all of d_q, and its part [slots, key_dim] and [slots, value_dim]
+  // of d_k and d_v.
+  void (*backward)(const Attend&, int64_t row, int64_t head, float* d_k, float* d_v);
+};
+
+}  // namespace ed

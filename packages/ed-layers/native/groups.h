@@ -1,0 +1,63 @@
+// What the kernels of a product share: rows of x and y, and the scales of groups of codes.
+#pragma once
+
+#include "product.h"
+#include "simd.h"
+
+namespace ed {
+namespace {
+
+// Store `count` sums of one row of y.
+inline void write(const Product& p, int64_t row, int64_t column, const float* sums, int64_t count) {
+  int64_t at = row * p.outputs + column;
+  if (!p.x_is_bfloat16) {
+    std::memcpy(static_cast<float*>(p.y) + at, sums, count * sizeof(float));
+    return;
+  }
+  auto* to = static_cast<uint16_t*>(p.y) + at;
+  for (int64_t c = 0; c < count; ++c) to[c] = narrow(sums[c]);
+}
+
+// The rows of a product as float32: the product's own, or a copy of bfloat16 rows.
+struct WideRows {
+  explicit WideRows(const Product& p) : copy(p.x_is_bfloat16 ? p.rows * p.inputs : 0) {
+    x = p.x_is_bfloat16 ? copy.data : static_cast<const float*>(p.x);
+    if (!p.x_is_bfloat16) return;
+    auto* numbers = static_cast<const uint16_t*>(p.x);
+    for (int64_t i = 0; i < p.rows * p.inputs; ++i) copy.data[i] = widen(numbers[i]);
+  }
+  Scratch copy;
+  const float* x;
+};
+
+// One number of [groups, outputs], or of [outputs, groups].
+inline float of_group(const Product& p, const OfGroups& numbers, int64_t group, int64_t output) {
+  int64_t at = p.transposed ? output * (p.inputs / p.group) + group : group * p.outputs + output;
+  if (numbers.kind == Small::kFloat32) return static_cast<const float*>(numbers.data)[at];
+  uint8_t byte = static_cast<const uint8_t*>(numbers.data)[at];
+  if (numbers.kind == Small::kUint8) return byte;
+  // A power of two, E8M0: the exponent of a float32 alone, of which the least is subnormal.
+  return byte == 255 ? __builtin_nanf("") : from_bits(byte ? uint32_t{byte} << 23 : 1u << 22);
+}
+
+// The numbers of one group and the outputs of a tile.
+struct TileNumbers {
+  const float* get(const Product& p, const OfGroups& numbers, int64_t group, int64_t column,
+                   int64_t count) {
+    if (numbers.data == nullptr) return nullptr;
+    if (numbers.kind == Small::kFloat32 && !p.transposed && count == kTile)
+      return static_cast<const float*>(numbers.data) + group * p.outputs + column;
+    for (int64_t c = 0; c < count; ++c) copy[c] = of_group(p, numbers, group, column + c);
+    for (int64_t c = count; c < kTile; ++c) copy[c] = 0;
+    return copy;
+  }
+  alignas(64) float copy[kTile];
+};
+
+// Codes of inputs [i, i + count) never cross the end of a group: their sum is scaled once.
+inline int64_t codes_of_block(const Product& p, int64_t i, int64_t most_codes) {
+  return least(most_codes, p.group - i % p.group);
+}
+
+}  // namespace
+}  // namespace ed

@@ -1,0 +1,210 @@
+// The product in whole numbers: rows of x in 8 bits by codes of 8 or 4 bits, summed exactly in 32
+// bits over each block of inputs of a group, for one level of instructions.
+//
+// The rows are rounded once for all tasks (`round_row`): each group has a scale. Of codes of four
+// bits, which have an even and an odd input in a byte, even inputs come before odd ones. Four codes
+// that lie along the inputs are multiplied and added by one instruction, so a tile of the matrix is
+// made of such fours first.
+#pragma once
+
+#include "columns.h"
+
+namespace ed {
+namespace {
+
+constexpr int64_t kWhole = 256;  // inputs of a block
+constexpr int64_t kFours = kWhole / 4;
+
+// How a group is laid out: in blocks of kWhole inputs, halves of which are even and odd inputs.
+struct Blocks {
+  explicit Blocks(const Product& p)
+      : halves(p.format == Format::kFourBits ? 2 : 1), count((p.group + kWhole - 1) / kWhole) {}
+  int64_t halves, count;
+};
+
+WholeSizes whole_sizes(const Product& p) {
+  int64_t blocks = p.inputs / p.group * Blocks(p).count;
+  return {blocks * kWhole, blocks};
+}
+
+// Numbers, scales and sums of one row: as `rounded` of ed_layers.quantization.qarray has them.
+void round_row(const Product& p, int64_t row) {
+  Blocks blocks(p);
+  int64_t groups = p.inputs / p.group;
+  int8_t* numbers = p.numbers + row * groups * blocks.count * kWhole;
+  int32_t* sums = p.row_sums + row * groups * blocks.count;
+  std::memset(numbers, 0, groups * blocks.count * kWhole);
+  Scratch wide(p.x_is_bfloat16 ? p.inputs : 0);
+  const float* x = static_cast<const float*>(p.x) + row * p.inputs;
+  if (p.x_is_bfloat16) {
+    auto* from = static_cast<const uint16_t*>(p.x) + row * p.inputs;
+    for (int64_t i = 0; i < p.inputs; ++i) wide.data[i] = widen(from[i]);
+    x = wide.data;
+  }
+  for (int64_t g = 0; g < groups; ++g, x += p.group) {
+    float largest = 0;
+    for (int64_t i = 0; i < p.group; ++i) {
+      float size = __builtin_fabsf(x[i]);
+      largest = size > largest || size != size ? size : largest;
+    }
+    float scale = largest * (1.0f / 127);
+    p.row_scale[row * groups + g] = scale;
+    for (int64_t b = 0; b < blocks.count; ++b, numbers += kWhole) {
+      int64_t k = least(kWhole, p.group - b * kWhole);
+      int32_t sum = 0;
+      for (int64_t i = 0; i < k; ++i) {
+        float number = x[b * kWhole + i] / (scale == 0 ? 1 : scale);
+        // To the nearest, ties to even: what is added has no bits for fractions. NaN has no number;
+        // the scale is NaN, too.
+        float nearest = (number + 0x1.8p23f) - 0x1.8p23f;
+        auto whole = static_cast<int8_t>(nearest == nearest ? nearest : 0);
+        sum += whole;
+        numbers[i % blocks.halves * (kWhole / 2) + i / blocks.halves] = whole;
+      }
+      *sums++ = sum;
+    }
+  }
+}
+
+// Four rows of bytes [kTile] as fours [kTile, 4].
+ED_INLINE void interleave(const uint8_t* const* rows, uint8_t* to) {
+#if defined(__AVX512BW__)
+  __m512i r[4];
+  for (int j = 0; j < 4; ++j) r[j] = _mm512_loadu_si512(rows[j]);
+  __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
+  __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
+  // Quarter l of v[q] has the columns from 16 l + 4 q on: turned, quarter q of vector l.
+  __m512i v[4] = {_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c),
+                  _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)};
+  __m512i e = _mm512_shuffle_i32x4(v[0], v[1], 0x44), f = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+  __m512i g = _mm512_shuffle_i32x4(v[0], v[1], 0xee), h = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+  _mm512_store_si512(to, _mm512_shuffle_i32x4(e, f, 0x88));
+  _mm512_store_si512(to + 64, _mm512_shuffle_i32x4(e, f, 0xdd));
+  _mm512_store_si512(to + 128, _mm512_shuffle_i32x4(g, h, 0x88));
+  _mm512_store_si512(to + 192, _mm512_shuffle_i32x4(g, h, 0xdd));
+#else
+  for (int64_t c = 0; c < kTile; ++c)
+    for (int j = 0; j < 4; ++j) to[4 * c + j] = rows[j][c];
+#endif
+}
+
+// Codes of inputs [i, i + k) and `count` outputs from `column` on as fours [kFours, kTile, 4]; of
+// four bits the even inputs, and from the middle on the odd ones. What is beyond is any number: the
+// numbers of x are zero there.
+void fours(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count, uint8_t* panel) {
+  bool half = p.format == Format::kFourBits;
+  int64_t first = half ? i / 2 : i, bytes = half ? (k + 1) / 2 : k;
+  auto* w = static_cast<const uint8_t*>(p.w);
+  int64_t fours = (bytes + 3) / 4;
+  if (p.transposed) {
+    int64_t stride = half ? p.inputs / 2 : p.inputs;
+    for (int64_t c = 0; c < count; ++c) {
+      const uint8_t* from = w + (column + c) * stride + first;
+      for (int64_t n = 0; n < bytes / 4; ++n) std::memcpy(panel + (n * kTile + c) * 4, from + 4 * n, 4);
+      if (bytes % 4) {
+        uint8_t last[4] = {};
+        std::memcpy(last, from + bytes / 4 * 4, bytes % 4);
+        std::memcpy(panel + (bytes / 4 * kTile + c) * 4, last, 4);
+      }
+    }
+  } else {
+    alignas(64) uint8_t copies[4][kTile] = {};
+    for (int64_t n = 0; n < fours; ++n) {
+      const uint8_t* rows[4];
+      for (int64_t j = 0; j < 4; ++j) {
+        rows[j] = copies[j];
+        if (4 * n + j >= bytes) continue;  // whatever was there
+        const uint8_t* from = w + (first + 4 * n + j) * p.outputs + column;
+        if (count < kTile)
+          std::memcpy(copies[j], from, count);
+        else
+          rows[j] = from, prefetch(from + 2 * kTile);
+      }
+      interleave(rows, panel + n * 4 * kTile);
+    }
+  }
+  int64_t vectors = fours * 4 * kTile / (kLanes * 4);
+  auto* at = reinterpret_cast<char*>(panel);
+  for (int64_t v = 0; v < vectors; ++v, at += sizeof(Ints)) {
+    Ints codes = load_ints(at);
+    if (half) {
+      Ints odd = (codes >> 4) & 0x0f0f0f0f;
+      std::memcpy(at + kFours / 2 * 4 * kTile, &odd, sizeof odd);
+      codes &= 0x0f0f0f0f;
+    } else if (kBias) {
+      codes ^= static_cast<int32_t>(0x80808080u);
+    }
+    std::memcpy(at, &codes, sizeof codes);
+  }
+}
+
+// sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row.
+template <int R>
+void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes, const uint8_t* w,
+                    const float* scale, const float* zero, float* sums, int64_t sums_stride) {
+  Blocks blocks(p);
+  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+  int bias = blocks.halves == 1 ? kBias : 0;
+  Ints acc[R][kVectors];
+  ED_UNROLL
+  for (int r = 0; r < R; ++r)
+    ED_UNROLL
+    for (int c = 0; c < kVectors; ++c) acc[r][c] = Ints{} - bias * p.row_sums[(row + r) * all + block];
+  for (int64_t half = 0; half < blocks.halves; ++half) {
+    const int8_t* x = p.numbers + (row * all + block) * kWhole + half * (kWhole / 2);
+    const uint8_t* panel = w + half * (kFours / 2) * 4 * kTile;
+    for (int64_t n = 0; n < (bytes + 3) / 4; ++n) {
+      Ints column[kVectors];
+      ED_UNROLL
+      for (int c = 0; c < kVectors; ++c) column[c] = load_ints(panel + (n * kTile + c * kLanes) * 4);
+      ED_UNROLL
+      for (int r = 0; r < R; ++r) {
+        int32_t number;
+        std::memcpy(&number, x + r * all * kWhole + 4 * n, 4);
+        ED_UNROLL
+        for (int c = 0; c < kVectors; ++c) acc[r][c] = dot_of_bytes(acc[r][c], column[c], number);
+      }
+    }
+  }
+  ED_UNROLL
+  for (int r = 0; r < R; ++r) {
+    Vec of_row = broadcast(p.row_scale[(row + r) * groups + block / blocks.count]);
+    Vec of_zero = broadcast(p.row_sums[(row + r) * all + block]);
+    ED_UNROLL
+    for (int c = 0; c < kVectors; ++c) {
+      Vec sum = to_numbers(acc[r][c]);
+      if (zero != nullptr) sum -= load(zero + c * kLanes) * of_zero;
+      float* to = sums + r * sums_stride + c * kLanes;
+      store(to, load(to) + sum * (of_row * load(scale + c * kLanes)));
+    }
+  }
+}
+
+void whole(const Product& p, int64_t first, int64_t last) {
+  int64_t width = (last - first + kTile - 1) / kTile * kTile;
+  Scratch sums(p.rows * width), panel(kWhole * kTile / 4);
+  std::memset(sums.data, 0, p.rows * width * sizeof(float));
+  auto* w = reinterpret_cast<uint8_t*>(panel.data);
+  TileNumbers of_scale, of_zero;
+  Blocks blocks(p);
+  for (int64_t block = 0; block < p.inputs / p.group * blocks.count; ++block) {
+    int64_t group = block / blocks.count, in_group = block % blocks.count * kWhole;
+    int64_t k = least(kWhole, p.group - in_group);
+    for (int64_t column = first; column < last; column += kTile) {
+      int64_t count = least(kTile, last - column);
+      fours(p, group * p.group + in_group, k, column, count, w);
+      const float* scale = of_scale.get(p, p.scale, group, column, count);
+      const float* zero = of_zero.get(p, p.zero, group, column, count);
+      row_blocks<kRows>(p.rows, [&](auto r, int64_t row) {
+        for (int64_t c = 0; c < count; c += kBlock)
+          multiply_whole<decltype(r)::value>(p, row, block, k / blocks.halves, w + 4 * c, scale + c,
+                                             zero ? zero + c : zero,
+                                             sums.data + row * width + column - first + c, width);
+      });
+    }
+  }
+  for (int64_t r = 0; r < p.rows; ++r) write(p, r, first, sums.data + r * width, last - first);
+}
+
+}  // namespace
+}  // namespace ed

@@ -1,0 +1,139 @@
+"""Attention of the native library, as functions of arrays.
+
+Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
+and keys, d head dim of values, T flat tokens, n sequences, p pages of a sequence, P pages, L layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from ed_layers.native.library import TARGETS
+
+#: Segments and order of queries and keys: int32 [b, s], [b, s], [b, t], [b, t].
+Mask = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attention(
+    scale: float,
+    soft_cap: float,
+    causal: bool,
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b t g k"],
+    v: Float[Array, "b t g d"],
+    mask: Mask,
+    limits: Int[Array, " 2"],
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b s h"]]:
+    """Softmax attention, summed in float32, and the log-sum-exp of the scores of each query.
+
+    Args:
+        soft_cap: 0 = none.
+        limits: window and chunk, 0 = none.
+
+    Returns:
+        the result in the dtype of `q`, zeros for a query that sees nothing; and the log-sum-exp,
+        then -inf.
+    """
+    return forward(scale, soft_cap, causal, q, k, v, mask, limits)
+
+
+def forward(scale, soft_cap, causal, q, k, v, mask, limits):
+    shape = (*q.shape[:3], v.shape[-1])
+    results = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    call = jax.ffi.ffi_call(TARGETS["ed_attention"], results, vmap_method="sequential")
+    return tuple(call(q, k, v, *mask, limits, **_numbers(scale, soft_cap), causal=causal))
+
+
+def forward_and_save(scale, soft_cap, causal, q, k, v, mask, limits):
+    # Named in here, so that a remat policy which keeps them need not run the forward pass again.
+    results = forward(scale, soft_cap, causal, q, k, v, mask, limits)
+    out, lse = checkpoint_name(results, "attn_output")
+    return (out, lse), (q, k, v, mask, limits, out, lse)
+
+
+def backward(scale, soft_cap, causal, saved, cotangents):
+    q, k, v, mask, limits, out, lse = saved
+    d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
+    shared = jnp.sum(d_out * out, axis=-1) - d_lse
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wide]
+    call = jax.ffi.ffi_call(TARGETS["ed_attention_back"], results, vmap_method="sequential")
+    scoring = _numbers(scale, soft_cap)
+    grads = call(*wide, *mask, limits, lse, shared, d_out, **scoring, causal=causal)
+    return *(d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True)), None, None
+
+
+attention.defvjp(forward_and_save, backward)
+
+
+def attention_to_slots(
+    q: Float[Array, "b s h k"],
+    keys: jax.Array,
+    values: jax.Array,
+    scales: tuple[jax.Array, jax.Array],
+    layer: Int[Array, " 1"],
+    mask: Mask,
+    limits: Int[Array, " 2"],
+    sinks: Float[Array, " h"],
+    *,
+    scale: float,
+    soft_cap: float,
+    causal: bool,
+) -> Float[Array, "b s h d"]:
+    """Attention to one layer of a contiguous cache, read where it lies. No gradient.
+
+    Args:
+        keys, values: [L, b, g, t, k] and [L, b, g, t, d], float32, bfloat16, int8 or
+            float8_e4m3fn.
+        scales: of codes, float32 [L, b, g, groups, t]; else `no_scale()`.
+        sinks: [0] = none.
+    """
+    result = jax.ShapeDtypeStruct((*q.shape[:3], values.shape[-1]), q.dtype)
+    call = jax.ffi.ffi_call(TARGETS["ed_attention_cached"], result, vmap_method="sequential")
+    scoring = _numbers(scale, soft_cap)
+    return call(q, keys, values, *scales, layer, *mask, limits, sinks, **scoring, causal=causal)
+
+
+def attention_to_pages(
+    q: Float[Array, "T h k"],
+    pool: jax.Array,
+    pool_scale: jax.Array,
+    layer: Int[Array, " 1"],
+    batch: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    limits: Int[Array, " 2"],
+    sinks: Float[Array, " h"],
+    *,
+    value_dim: int,
+    scale: float,
+    soft_cap: float,
+) -> Float[Array, "T h d"]:
+    """Causal attention of a flat batch to one layer of pages, read where they lie. No gradient.
+
+    Args:
+        pool: [L, P, page_size, g, 2, k], or with one entry in place of two.
+        pool_scale: of codes, float32 [L, P, g, 2, groups, page_size]; else `no_scale()`.
+        batch: of the sequences, int32: offsets of their tokens [n + 1], their lengths [n], how many
+            are in use [1], and their pages [n, p].
+        sinks: [0] = none.
+    """
+    result = jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)
+    call = jax.ffi.ffi_call(TARGETS["ed_attention_paged"], result, vmap_method="sequential")
+    scoring = _numbers(scale, soft_cap)
+    return call(q, pool, pool_scale, layer, *batch, limits, sinks, **scoring)
+
+
+def no_scale() -> jax.Array:
+    """What stands beside numbers that are no codes."""
+    return jnp.zeros((0,), jnp.float32)
+
+
+def _numbers(scale: float, soft_cap: float) -> dict[str, np.float32]:
+    """Attributes: the library takes no float64."""
+    return {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap)}

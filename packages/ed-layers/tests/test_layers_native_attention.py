@@ -1,0 +1,276 @@
+"""Attention of the native library against float64: every reading, any shape, mask and storage; and
+calls that it does not know, which go to plain XLA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra.masks import MaskInfo
+from ed_layers.attention import native
+from ed_layers.attention.blockwise import blockwise_attention
+from ed_layers.attention.kernel import Cached, Paged, Projected
+from ed_layers.attention.registry import kernels_here
+from ed_layers.attention.scoring import Scoring
+from ed_layers.cache.codes import Codes, Format, decode
+from ed_layers.cache.protocol import Pages, Stored
+from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.native import library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.skipif(
+    library.level() is None, reason="not built: python -m ed_layers.native build"
+)
+SIZES = st.integers(1, 90)
+HEADS = st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3)])
+LIMITS = st.sampled_from([None, 1, 7, 70])
+CAPS = st.sampled_from([None, 5.0])
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' process has several devices."""
+    monkeypatch.setenv(library.VARIABLE, "1")
+
+
+def drawn(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def segments(rng: np.random.Generator, b: int, n: int) -> np.ndarray:
+    """Segments one after another, padding in between and behind."""
+    ids = np.sort(rng.integers(1, 4, (b, n)), axis=1)
+    return np.where(rng.random((b, n)) < 0.1, 0, ids).astype(np.int32)
+
+
+def exact(q, k, v, allowed, scoring: Scoring) -> np.ndarray:
+    """Attention in float64: q [b, s, h, k], k and v [b, t, g, ..], allowed [b, s, t]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("bshk,bthk->bhst", q, k) * scoring.scale
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * np.tanh(scores / scoring.soft_cap)
+    scores = np.where(np.asarray(allowed)[:, None], scores, -np.inf)
+    top = np.max(scores, axis=-1, keepdims=True, initial=-1e30)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if scoring.sinks is not None:
+        sinks = np.asarray(scoring.sinks, np.float64)[None, :, None, None]
+        total = np.where(total > 0, total + np.exp(np.minimum(sinks - top, 700)), total)
+    weights = weights / np.where(total == 0, 1, total)
+    return np.einsum("bhst,bthd->bshd", weights, v)
+
+
+def near(ours: jax.Array, expected: np.ndarray) -> None:
+    slack = 2**-7 if ours.dtype == jnp.bfloat16 else 2e-5
+    np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=slack, atol=slack)
+
+
+def projected(rng, b, s, t, heads, k, d, causal, scoring, dtype="float32", *, same=True):
+    """A call over keys of its own; `same`: of the same tokens as the queries."""
+    h, g = heads
+    q = drawn(rng, b, s, h, k, dtype=dtype)
+    keys, values = drawn(rng, b, t, g, k, dtype=dtype), drawn(rng, b, t, g, d, dtype=dtype)
+    of_queries = MaskInfo.from_segments(segments(rng, b, s), causal)
+    of_keys = of_queries if same and s == t else MaskInfo.from_segments(segments(rng, b, t), causal)
+    info = replace(
+        of_queries,
+        kv_segment_ids=of_keys.kv_segment_ids,
+        kv_index=of_keys.kv_index,
+        in_order=False,
+    )
+    return Projected(name="flash_attn2", q=q, k=keys, v=values, mask_info=info, scoring=scoring)
+
+
+def scoring_of(rng, h, k, window, chunk, cap, sinks) -> Scoring:
+    sink = drawn(rng, h) if sinks else None
+    return Scoring(scale=k**-0.5, window=window, chunk=chunk, soft_cap=cap, sinks=sink)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    s=SIZES,
+    t=SIZES,
+    heads=HEADS,
+    dims=st.sampled_from([(8, 8), (5, 19), (64, 64)]),
+    causal=st.booleans(),
+    window=LIMITS,
+    chunk=LIMITS,
+    cap=CAPS,
+    sinks=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_prompts_are_exact(s, t, heads, dims, causal, window, chunk, cap, sinks, dtype, seed):
+    rng = np.random.default_rng(seed)
+    scoring = scoring_of(rng, heads[0], dims[0], window, chunk, cap, sinks)
+    call = projected(rng, 2, s, t, heads, *dims, causal, scoring, dtype, same=bool(seed % 2))
+    assert not native.KERNELS[0].refusals(call)
+    allowed = call.mask_info.allowed(window=window, chunk=chunk)
+    near(native.prompt_attention(call), exact(call.q, call.k, call.v, allowed, scoring))
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "chunk", "cap", "sinks", "dims"),
+    [
+        (True, None, None, None, False, (16, 16)),
+        (True, jnp.int32(20), None, 4.0, True, (16, 24)),
+        (False, 9, 32, None, True, (7, 16)),
+    ],
+)
+def test_gradients_are_those_of_plain_xla(causal, window, chunk, cap, sinks, dims) -> None:
+    rng = np.random.default_rng(0)
+    scoring = scoring_of(rng, 6, dims[0], window, chunk, cap, sinks)
+    call = projected(rng, 2, 150, 150, (6, 2), *dims, causal, scoring)
+    weights = drawn(rng, 2, 150, 6, dims[1])
+    sinks_given = () if scoring.sinks is None else (scoring.sinks,)
+
+    def loss(run):
+        def of(q, k, v, *sinks):
+            own = replace(scoring, sinks=sinks[0] if sinks else None)
+            return jnp.sum(run(replace(call, q=q, k=k, v=v, scoring=own)) * weights)
+
+        return jax.grad(of, argnums=tuple(range(3 + len(sinks_given))))
+
+    ours = loss(native.prompt_attention)(call.q, call.k, call.v, *sinks_given)
+    plain = loss(blockwise_attention)(call.q, call.k, call.v, *sinks_given)
+    for own, other in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
+
+
+def stored_as(x: jax.Array, kind: str):
+    if kind in ("int8", "fp8"):
+        return Format(kind, 4).encode(x)
+    return x.astype(kind)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    s=st.integers(1, 20),
+    t=st.integers(1, 200),
+    heads=HEADS,
+    kind=st.sampled_from(["float32", "bfloat16", "int8", "fp8"]),
+    layered=st.booleans(),
+    window=LIMITS,
+    cap=CAPS,
+    sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap, sinks, seed):
+    rng = np.random.default_rng(seed)
+    h, g = heads
+    lead = (3,) if layered else ()
+    keys, values = (stored_as(drawn(rng, *lead, 2, g, t, 8), kind) for _ in range(2))
+    written = rng.integers(0, t + 1, (2, 1))
+    slots = np.arange(t, dtype=np.int32)[None]
+    info = MaskInfo(
+        jnp.asarray(rng.integers(0, 2, (2, s)), jnp.int32),
+        jnp.asarray(slots < written, jnp.int32),
+        jnp.asarray(np.maximum(written - s + np.arange(s), 0), jnp.int32),
+        jnp.asarray(np.broadcast_to(slots, (2, t))),
+    )
+    at = (jnp.int32(1),) if layered else ()
+    stored = Stored(keys, values, at, info, "leaves", ordered=True)
+    scoring = scoring_of(rng, h, 8, window, None, cap, sinks)
+    q = drawn(rng, 2, s, h, 8)
+    name = "autoregressive_decodeattn"
+    call = Cached(name=name, q=q, scoring=scoring, stored=stored)
+    assert not native.KERNELS[1].refusals(call)
+    numbers = (decode(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
+    expected = exact(q, *numbers, info.allowed(window=window), scoring)
+    near(native.cache_attention(call), expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    heads=HEADS,
+    kind=st.sampled_from(["float32", "bfloat16", "int8", "fp8"]),
+    page_size=st.sampled_from([1, 4, 16]),
+    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 90)), min_size=1, max_size=4),
+    window=LIMITS,
+    sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sinks, seed) -> None:
+    rng = np.random.default_rng(seed)
+    h, g = heads
+    n, most = len(lens) + 1, 112 // page_size  # one sequence slot is empty
+    pool_size = n * most
+    numbers = drawn(rng, 2, pool_size, page_size, g, 2, 8)
+    pool = numbers.astype(kind) if "float" in kind else None
+    if pool is None:
+        codes = Format(kind, None).encode(jnp.moveaxis(numbers, 2, 4))
+        pool = Codes(jnp.moveaxis(codes.values, 4, 2), codes.scale)
+        numbers = jnp.moveaxis(decode(codes, "float32"), 4, 2)
+    else:
+        numbers = pool.astype("float32")
+    table = rng.permutation(pool_size).reshape(n, most).astype(np.int32)
+    offsets = np.cumsum([0, *(s for s, _ in lens)])
+    tokens = int(offsets[-1]) + 2  # two of padding
+    ragged = RaggedBatch(
+        cu_q_lens=jnp.asarray([*offsets, offsets[-1]], jnp.int32),
+        kv_lens=jnp.asarray([*(s + before for s, before in lens), 0], jnp.int32),
+        seq_of_token=jnp.zeros((tokens,), jnp.int32),
+        slots={},
+        page_table={"full": jnp.asarray(table)},
+        state_slots=jnp.zeros((n,), jnp.int32),
+        num_seqs=jnp.int32(len(lens)),
+    )
+    scoring = scoring_of(rng, h, 8, window, None, None, sinks)
+    q = drawn(rng, tokens, h, 8)
+    name = "ragged_page_attention_v3"
+    call = Paged(
+        name=name,
+        q=q,
+        scoring=scoring,
+        pages=Pages(pool, (jnp.int32(1),), "full"),
+        ragged=ragged,
+    )
+    assert not native.KERNELS[2].refusals(call)
+    out = native.page_attention(call)
+    for i, (s, before) in enumerate(lens):
+        rows = numbers[1][table[i]].reshape(1, -1, g, 2, 8)[:, : s + before]
+        at = jnp.arange(s + before, dtype=jnp.int32)[None]
+        info = MaskInfo(jnp.ones((1, s), jnp.int32), jnp.ones_like(at), at[:, before:], at)
+        own = slice(int(offsets[i]), int(offsets[i + 1]))
+        expected = exact(q[own][None], rows[..., 0, :], rows[..., 1, :], info.allowed(window), scoring)
+        near(out[own], expected[0])
+    assert not np.asarray(out[-2:]).any()
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    rng = np.random.default_rng(0)
+    scoring = Scoring(scale=0.25)
+    call = projected(rng, 3, 130, 130, (6, 2), 16, 16, True, scoring)
+    whole = np.asarray(native.prompt_attention(call))
+    row = jax.tree.map(lambda x: x[1:2], (call.q, call.k, call.v, call.mask_info))
+    q, k, v, info = row
+    alone = native.prompt_attention(replace(call, q=q, k=k, v=v, mask_info=info))
+    np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
+
+
+def test_what_it_does_not_know_is_refused_in_words() -> None:
+    rng = np.random.default_rng(0)
+    call = projected(rng, 1, 4, 4, (2, 1), 8, 8, True, Scoring(scale=1.0))
+    kernel = native.KERNELS[0]
+    assert kernel in kernels_here(call)
+    half = replace(call, scoring=replace(call.scoring, softmax_dtype="bfloat16"))
+    biased = replace(call, scoring=replace(call.scoring, bias=jnp.zeros((1, 1, 4, 4))))
+    narrow = replace(call, q=call.q.astype("float16"))
+    for refused, words in ((half, "a softmax in"), (biased, "a bias"), (narrow, "float16")):
+        assert any(words in reason for reason in kernel.refusals(refused))
+
+
+def test_nan_stays_where_it_is() -> None:
+    rng = np.random.default_rng(0)
+    call = projected(rng, 2, 5, 5, (2, 1), 8, 8, True, Scoring(scale=1.0))
+    info = MaskInfo.full(2, 5)
+    call = replace(call, mask_info=info, k=call.k.at[1, 2].set(jnp.nan))
+    out = np.asarray(native.prompt_attention(call))
+    assert np.isfinite(out[0]).all()
+    assert np.isfinite(out[1, :2]).all()
+    assert np.isnan(out[1, 2:]).all()
