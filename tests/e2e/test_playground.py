@@ -280,6 +280,7 @@ def test_it_fits_a_phone_and_is_named(open_tab) -> None:
             tab.theme(scheme)
             tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
         tab.press("Escape", ESCAPE)
+        tab.until("getComputedStyle(document.querySelector('#settings')).visibility === 'hidden'")
         tab.click("#theme")
         tab.click("#theme")
         assert tab.js("document.documentElement.dataset.theme") == "dark"
