@@ -1,14 +1,17 @@
-"""Files and batches: every line has an answer, over the end of the server, and to its owner alone."""
+"""Files and batches: every line has an answer, also after a restart, for its owner alone."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import time
 
 import httpx
 import openai
 import pytest
-from ed_esurge.server import answers
+from ed_esurge.command.run_batch import answer_lines
+from ed_esurge.server import answers, create_app
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
@@ -92,10 +95,14 @@ def test_one_bad_line_stops_no_other(served):
     assert len(good["two"]["response"]["body"]["choices"]) == 2
     failed = rows(client, done.error_file_id)
     codes = [row["error"]["code"] for row in failed if row["error"]]
-    assert sorted(codes) == sorted(
-        ["invalid_json", "invalid_json", "invalid_value", "invalid_url", "duplicate_custom_id"]
-        + ["invalid_value"]
-    )
+    assert sorted(codes) == [
+        "duplicate_custom_id",
+        "invalid_json",
+        "invalid_json",
+        "invalid_url",
+        "invalid_value",
+        "invalid_value",
+    ]
     answered = {row["custom_id"]: row["response"] for row in failed if row["response"]}
     assert answered["unknown"]["status_code"] == 400
     assert answered["model"]["body"]["error"]["code"] == "model_not_found"
@@ -212,3 +219,25 @@ def test_a_batch_can_be_cancelled(tmp_path):
         done = over(client, batch.id)
         assert done.status == "cancelled"
         assert 0 < len(rows(client, done.output_file_id)) == done.request_counts.completed < 99
+
+
+def test_a_file_is_answered_in_order():
+    """The command, without a server: the same lines and answers, several models' in one file."""
+    engines = {
+        name: ScriptedEngine(lambda prompt, choice, name=name: name, delay=delay)
+        for name, delay in (("slow", 0.01), ("fast", 0.0))
+    }
+    bodies = [{**CHAT, "model": name, "max_tokens": 8} for name in ("slow", "fast", "none")]
+    lines = [line(str(place), bodies[place % 3]) for place in range(9)]
+    lines += ["{", line("last", {"prompt": "a", "model": "fast"}, "/v1/completions")]
+    to = io.BytesIO()
+    site = create_app(engines).state.site
+    source = io.BytesIO("\n".join(lines).encode())
+    counts = asyncio.run(answer_lines(site, source, to, 4))
+    written = [json.loads(row) for row in to.getvalue().splitlines()]
+    assert counts == (7, 4)
+    assert [row["custom_id"] for row in written] == [*map(str, range(9)), None, "last"]
+    texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in written[:2]]
+    assert texts == ["slow", "fast"]
+    assert written[2]["response"]["status_code"] == 404
+    assert written[9]["error"]["code"] == "invalid_json"
