@@ -6,11 +6,14 @@ and all later runs share.
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 ROOT = pathlib.Path(__file__).parent
 CACHE = ROOT / ".cache" / "jax"
@@ -37,3 +40,34 @@ os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 # The same examples on each run, and no limit on a call that may compile.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("default")
+
+#: Resident bytes of a worker above which the programs of the files before are dropped.
+MANY_PROGRAMS = 3 << 30
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file on one worker, so that no model of theirs is compiled twice.
+
+    Families and the like have groups of their own. Whole products come first: they take longest.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).as_posix()))
+    items.sort(key=lambda item: item.path.is_relative_to(ROOT / "packages"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """Drop compiled programs after a file, where a worker holds many."""
+    yield
+    jax = sys.modules.get("jax")
+    if jax is not None and resident_bytes() > MANY_PROGRAMS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 on a system without /proc."""
+    statm = pathlib.Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

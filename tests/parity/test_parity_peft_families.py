@@ -40,6 +40,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     r"[./]out_proj$": ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
     # transformers multiplies by the weight of this layer, whatever PEFT put round the layer.
     r"[./]dt_proj$": ("falcon_mamba", "jamba", "mamba"),
+    # transformers makes matrices for these experts too, so PEFT's are larger than any checkpoint's.
+    r"[./]experts[./].*": ("longcat_flash: experts that do nothing",),
 }
 
 
@@ -82,8 +84,9 @@ def spec_in_peft(subject: Subject) -> LoraSpec:
 
 
 def without(left_out: dict[str, tuple[str, ...]], subject: Subject) -> LoraSpec:
-    """All layers but those."""
-    out = [pattern for pattern, families in left_out.items() if subject.model_type in families]
+    """All layers but those of this family, or of this configuration."""
+    names = {subject.model_type, str(subject)}
+    out = [pattern for pattern, left in left_out.items() if names.intersection(left)]
     none = "".join(f"(?!.*{pattern})" for pattern in out)
     return replace(EVERYTHING, targets=f"{EVERYTHING.targets}{none}")
 

@@ -40,6 +40,7 @@ def error_of(path, **options) -> str:
         ("a.jsonl", GOOD + b'{"a": {"b": 1, "b": 2}}\n', r":2: .*'b' is there twice"),
         ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json.*'a' is there twice"),
         ("a.jsonl", GOOD + b'{"a": NaN}\n', r":2: .*NaN is no value of JSON"),
+        ("a.jsonl", GOOD + b'{"a": 1e999}\n', r":2: .*1e999 is too large"),
         ("a.json", b'[{"a": -Infinity}]', r"-Infinity is no value of JSON"),
         ("a.jsonl", GOOD + b'{"a": "\xe9"}\n', r":2: not UTF-8 text.*on_error"),
         ("a.jsonl", GOOD + b'{"a": "\0"}\n', r":2: a NUL byte"),
@@ -71,9 +72,10 @@ def test_lone_surrogates(jsonl):
     path = jsonl([{"content": "half \ud800"}])
     with pytest.raises(DataError, match=r":1, content_field: .*'\\ud800' at character 5 is half"):
         list(documents(Inform(data_files=path)))
-    path = jsonl([{"content": [{"role": "user", "content": "\udc00"}]}])
-    with pytest.raises(DataError, match="half of a surrogate pair"):
-        list(documents(Inform(data_files=path)))
+    for said in ("\udc00", [{"type": "text", "text": "\udc00"}]):
+        path = jsonl([{"content": [{"role": "user", "content": said}]}])
+        with pytest.raises(DataError, match="half of a surrogate pair"):
+            list(documents(Inform(data_files=path)))
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(mixture, tokenizer, tmp_path, caplog):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from ed_data import data_report
+from ed_data.encoding import Encoding
 from ed_data.near import near_duplicates
 from ed_data.prepare import prepare
 from ed_data.tokenize import Encoder
@@ -78,7 +79,7 @@ def test_nearly_equal_documents_are_counted(mixture, tokenizer):
     ]
     made = mixture(rows)
     encoder = Encoder.create(tokenizer, made.tokenization, None)
-    (part,) = prepare(made, encoder, "train", made.cache_dir)
+    (part,) = prepare(made, Encoding(encoder), "train", made.cache_dir)
     assert near_duplicates(part) == 3  # of base, of other, and "short"
     (source,) = data_report(made, tokenizer, near=True).sources
     assert source.near_duplicates == 3

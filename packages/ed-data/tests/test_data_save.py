@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -154,3 +156,64 @@ def test_of_two_processes_that_save_one_wins(mixture, tokenizer, tmp_path, monke
     assert len(calls) == 2
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+
+
+class Hub:
+    """What `huggingface_hub.HfApi` is asked."""
+
+    calls: list = []  # noqa: RUF012
+    error: Exception | None = None
+
+    def create_repo(self, repo_id, **options):
+        if Hub.error is not None:
+            raise Hub.error
+        Hub.calls.append(("create_repo", repo_id, options))
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        names = sorted(p.name for p in Path(folder_path).iterdir())
+        Hub.calls.append(("upload_folder", repo_id, names, options))
+
+
+@pytest.mark.proves(
+    "mixture.save.push_to_hub", "mixture.save.hub_repo_id", "mixture.save.hub_private"
+)
+def test_a_save_is_pushed_once(mixture, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [])
+    monkeypatch.setattr(Hub, "error", None)
+    save = {"path": str(tmp_path / "out"), "push_to_hub": True, "hub_repo_id": "sheep"}
+    made = mixture(save={**save, "hub_private": True})
+    build_loader(made, tokenizer)
+    build_loader(made, tokenizer)
+    created, uploaded = Hub.calls
+    assert created == (
+        "create_repo",
+        "sheep",
+        {"repo_type": "dataset", "private": True, "exist_ok": True},
+    )
+    names = [".ed_data.json", "train-00000-of-00001.parquet"]
+    assert uploaded[:3] == ("upload_folder", "me/sheep", names)
+    assert uploaded[3]["repo_type"] == "dataset"
+    assert uploaded[3]["ignore_patterns"] == [".ed_data.json"]
+    build_loader(made.replace(save={**save, "hub_repo_id": "goats"}), tokenizer)
+    assert [call[1] for call in Hub.calls[2:]] == ["goats", "me/goats"]
+
+
+def test_what_cannot_be_pushed(mixture, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [])
+    monkeypatch.setattr(Hub, "error", OSError("401 Unauthorized"))
+    made = mixture(save={"path": str(tmp_path / "out"), "push_to_hub": True, "hub_repo_id": "x"})
+    with pytest.raises(DataError, match=r"is complete, and cannot be pushed.*401.*log in"):
+        build_loader(made, tokenizer)
+    assert len(list((tmp_path / "out").glob("*.parquet"))) == 1
+    monkeypatch.setattr(Hub, "error", None)
+    build_loader(made, tokenizer)  # nothing is written again
+    assert [call[0] for call in Hub.calls] == ["create_repo", "upload_folder"]
+    for options, says in (
+        ({"path": "out", "push_to_hub": True}, "push_to_hub needs it"),
+        ({"path": "s3://a/b", "push_to_hub": True, "hub_repo_id": "x"}, "a folder of this machine"),
+    ):
+        with pytest.raises(ValidationError, match=says):
+            Saving(**options)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ed_data import Column, DataError, Schema, StreamLoader, build_loader, contents, texts
 from ed_data.batch import Layout
+from ed_data.encoding import Encoding
 from ed_data.lazy import LazyTokens
 from ed_data.mixture import IntArray
 from ed_data.plan import Rows
@@ -237,7 +238,7 @@ class Counted:
 def stream(tokenizer, size: int = 64, **details) -> StreamLoader:
     encoder = Encoder(tokenizer, True, tokenizer.eos_token_id, False, 100, TEXT)
     documents = [Example({"content": f"number {i} " + "sheep " * (i % 5)}) for i in range(30)]
-    order = Counted(LazyTokens(documents, encoder, "x"), size)
+    order = Counted(LazyTokens(documents, Encoding(encoder), "x"), size)
     return StreamLoader(order, Layout(1, size, 0), {"size": size, **details})
 
 

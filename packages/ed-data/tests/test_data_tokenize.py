@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ed_data import DataError, Tokenization
 from ed_data.cache import new_file, new_folder
+from ed_data.encoding import Encoding
 from ed_data.prepare import prepare
 from ed_data.schema import Example
 from ed_data.store import TokenStore, write_store
@@ -32,6 +33,10 @@ def encoder_of(tokenizer, eos=None, **options) -> Encoder:
     return Encoder.create(tokenizer, Tokenization(**options), eos)
 
 
+def encoding_of(tokenizer, **options) -> Encoding:
+    return Encoding(encoder_of(tokenizer, **options))
+
+
 def tokens_of(parts) -> list[list[int]]:
     store = parts[0].tokens
     numbers = np.arange(len(store.hashes))
@@ -44,7 +49,7 @@ def tokens_of(parts) -> list[list[int]]:
 def test_tokens_are_the_tokenizers_with_an_end(mixture, tokenizer, on_the_fly):
     texts = ["one", "two sheep", "and goats"]
     options = mixture(texts, pack_on_the_fly=on_the_fly, tokenization={"batch_size": 2})
-    parts = prepare(options, encoder_of(tokenizer, batch_size=2), "train", options.cache_dir)
+    parts = prepare(options, encoding_of(tokenizer, batch_size=2), "train", options.cache_dir)
     expected = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts]
     assert tokens_of(parts) == expected
     assert Path(options.cache_dir).exists() != on_the_fly
@@ -54,7 +59,7 @@ def test_pieces_can_be_read_alone(mixture, tokenizer):
     options = mixture(["one two three", "four five"])
     for on_the_fly in (False, True):
         given = options.replace(pack_on_the_fly=on_the_fly)
-        parts = prepare(given, encoder_of(tokenizer), "train", options.cache_dir)
+        parts = prepare(given, encoding_of(tokenizer), "train", options.cache_dir)
         whole = tokens_of(parts)
         found, _ = parts[0].tokens.gather(np.array([1, 0]), np.array([2, 1]), np.array([1, 3]))
         assert found.tolist() == whole[1][2:3] + whole[0][1:4]
@@ -160,7 +165,7 @@ def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
     def error_of(rows) -> str:
         options = mixture(rows)
         with pytest.raises(DataError) as error:
-            prepare(options, encoder_of(tokenizer), "train", options.cache_dir)
+            prepare(options, encoding_of(tokenizer), "train", options.cache_dir)
         assert error.value.path == ("informs", 0)
         return str(error.value)
 
@@ -177,7 +182,7 @@ def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
 def test_the_cache_knows_what_it_was_made_from(mixture, tokenizer, jsonl, tmp_path):
     def stores_after(options) -> int:
         encoder = encoder_of(tokenizer, eos=options.pack_eos_token_id)
-        prepare(options, encoder, "train", options.cache_dir)
+        prepare(options, Encoding(encoder), "train", options.cache_dir)
         return len(list((tmp_path / "cache" / "tokens").iterdir()))
 
     made = mixture(["one", "two"])
@@ -192,9 +197,9 @@ def test_the_cache_knows_what_it_was_made_from(mixture, tokenizer, jsonl, tmp_pa
 
 def test_reading_again_does_not_tokenize(mixture, tokenizer, monkeypatch):
     made = mixture()
-    first = tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir))
+    first = tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
     monkeypatch.setattr(Encoder, "encode", None)
-    assert tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir)) == first
+    assert tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
 
 
 def test_a_function_with_other_values_is_another_cache(mixture, tokenizer, jsonl):
@@ -204,18 +209,18 @@ def test_a_function_with_other_values_is_another_cache(mixture, tokenizer, jsonl
     def run(what):
         informs = [{"data_files": jsonl(["a"]), "preprocessing_fn": add(what)}]
         made = mixture(informs=informs)
-        return tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir))
+        return tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
 
     assert run("x") != run("y")
 
 
 def test_a_broken_store_is_made_again(mixture, tokenizer, tmp_path, caplog):
     made = mixture()
-    first = tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir))
+    first = tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
     (store,) = (tmp_path / "cache" / "tokens").iterdir()
     with open(store / "tokens.bin", "r+b") as stream:
         stream.truncate(100)
-    assert tokens_of(prepare(made, encoder_of(tokenizer), "train", made.cache_dir)) == first
+    assert tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
     assert "cut short" in caplog.text
 
 

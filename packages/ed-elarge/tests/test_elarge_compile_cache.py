@@ -23,3 +23,19 @@ def test_the_users_own_folder_stands(unset):
     jax.config.update("jax_compilation_cache_dir", "mine")
     actions.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == "mine"
+
+
+def test_small_programs_are_kept_too(unset, monkeypatch, tmp_path):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        jax.config.update(name, 1.0)
+        actions.keep_compiled_programs()  # the environment of the tests names a time of its own
+        assert jax.config.values[name] == 1.0
+        monkeypatch.delenv(name.upper())
+        jax.config.update("jax_compilation_cache_dir", None)
+        actions.keep_compiled_programs()
+        assert jax.config.values[name] == 0
+    finally:
+        jax.config.update(name, before)

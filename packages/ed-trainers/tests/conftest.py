@@ -65,8 +65,9 @@ class ToyModel(nnx.Module):
         logits_at="all",
         key=None,
     ):
-        assert inputs_embeds is None
-        x = self.embed_tokens[...].astype(jnp.float32)[input_ids]
+        x = inputs_embeds
+        if x is None:
+            x = self.embed_tokens[...].astype(jnp.float32)[input_ids]
         s = input_ids.shape[1]
         same = segment_ids[:, :, None] == segment_ids[:, None, :]
         past = jnp.where(same & jnp.tri(s, dtype=bool), 1.0, 0.0)

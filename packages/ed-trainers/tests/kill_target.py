@@ -1,6 +1,7 @@
 """A training run in a process of its own, to be killed. Run by test_trainers_kill.py.
 
-Usage: python kill_target.py DIRECTORY STEPS [--lora] [--die-while-saving STEP [--phase PHASE]]
+Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo]
+                             [--die-while-saving STEP [--phase PHASE]]
 
 With `--die-while-saving`, the process kills itself (SIGKILL) as soon as the checkpoint of that step
 has reached a phase: it is `begun`, its files are `written`, or its checksums are (`sealed`).
@@ -16,8 +17,9 @@ import time
 import numpy as np
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import Callback, SFTArguments, SFTTrainer
+from ed_trainers import Callback, arguments_class, trainer_class
 from ed_trainers.stored import checksums
+from method_runs import Pairs
 
 VOCAB, LENGTH, ROWS = 128, 32, 8
 
@@ -42,6 +44,14 @@ class Loader:
             "segment_ids": np.where(column < cut, 1, 2).astype(np.int32),
             "position_ids": np.where(column < cut, column, column - cut).astype(np.int32),
         }
+
+
+class PairLoader(Pairs):
+    """Packed pairs, as slow."""
+
+    def batch_at(self, step: int) -> dict[str, np.ndarray]:
+        time.sleep(0.02)
+        return super().batch_at(step)
 
 
 def die() -> None:
@@ -79,6 +89,7 @@ def main() -> None:
     parser.add_argument("--die-while-saving", type=int)
     parser.add_argument("--phase", choices=["begun", "written", "sealed"], default="begun")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--dpo", action="store_true", help="pairs, and the first weights beside")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -91,7 +102,8 @@ def main() -> None:
         attention_dropout=0.1,
         sharding_axis_dims=(1, -1, 1, 1, 1),
     )
-    arguments = SFTArguments(
+    method, loader = ("dpo", PairLoader) if given.dpo else ("sft", Loader)
+    arguments = arguments_class(method)(
         save_directory=given.directory,
         total_batch_size=ROWS,
         gradient_accumulation_steps=2,
@@ -113,11 +125,11 @@ def main() -> None:
     model = LlamaForCausalLM.create(config)
     if given.lora:
         model = model.apply_lora(LoraSpec(rank=2, dropout=0.1))
-    SFTTrainer(
+    trainer_class(method)(
         arguments,
         model=model,
-        train_dataset=Loader(),
-        eval_dataset=Loader(),
+        train_dataset=loader(),
+        eval_dataset=loader(),
         callbacks=callbacks,
     ).train()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import random
 import shutil
 import subprocess
-import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import optax
@@ -16,7 +17,7 @@ from ed_infra.errors import CheckpointError
 from ed_trainers import Callback, SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import MetricsLog, read_rows
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import checksums, disk
 
@@ -135,15 +136,18 @@ def small_disk(tmp_path):
 
 
 class Disk(Callback):
-    """Fills the disk after the checkpoint of one step, and empties it before that of another."""
+    """Fills the disk after the checkpoint of one step, and empties it before that of another.
+
+    Checkpoints are written in the background: each ends before the disk changes under it.
+    """
 
     def __init__(self, folder, full, free):
         self.file, self.full, self.free = folder / "filler", full, free
 
     def on_log(self, trainer, row):
+        if row["step"] in (self.full + 1, self.free):
+            trainer._loop.checkpoints.wait()
         if row["step"] == self.full + 1:
-            while not (self.file.parent / f"run/checkpoints/{self.full}").exists():
-                time.sleep(0.01)
             left = shutil.disk_usage(self.file.parent).free
             self.file.write_bytes(b"x" * (left - 16384))
         if row["step"] == self.free:
@@ -165,6 +169,10 @@ def run(toy, folder, callbacks=(), **given):
     return trainer.train()
 
 
+QUIET = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
+
+@QUIET
 def test_a_full_disk_is_said_and_the_run_goes_on_to_the_next_save(toy, small_disk, capsys):
     output = run(toy, small_disk, [Disk(small_disk, full=3, free=8)])
     out = capsys.readouterr().out
@@ -181,6 +189,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_to_the_next_save(toy, small_dis
     )
 
 
+@QUIET
 def test_a_disk_that_stays_full_ends_in_a_message_and_a_run_that_can_go_on(toy, small_disk):
     filler = Disk(small_disk, full=6, free=None)
     with pytest.raises(CheckpointError, match=r"checkpoint 12 could not be written.*checkpoint 6"):
@@ -189,3 +198,59 @@ def test_a_disk_that_stays_full_ends_in_a_message_and_a_run_that_can_go_on(toy, 
     output = run(toy, small_disk)
     assert output.checkpoint_path.name == "12"
     assert output.metrics["steps"] == 12
+
+
+class Brim(Callback):
+    """Fills the disk to its last byte at the row of one step, and empties it at that of another."""
+
+    def __init__(self, folder, full, free=None):
+        self.file, self.full, self.free = folder / "filler", full, free
+
+    def on_log(self, trainer, row):
+        if row["step"] == self.free:
+            self.file.unlink()
+        if row["step"] == self.full:
+            trainer._loop.checkpoints.wait()
+            with self.file.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(b"x" * 4096):
+                    pass
+
+
+@QUIET
+def test_rows_of_metrics_wait_while_the_disk_is_full(toy, small_disk, capsys):
+    words = {"note": "x" * 3000}  # so that a page of the disk holds one row
+    brim = Brim(small_disk, full=4, free=9)
+    log = MetricsLog(small_disk / "metrics.jsonl", active=True)
+    log.restart(0)
+    trainer = SimpleNamespace(_loop=SimpleNamespace(checkpoints=SimpleNamespace(wait=int)))
+    for step in range(1, 13):
+        log.write({"step": step, "loss": 1.0, **words})
+        brim.on_log(trainer, {"step": step})
+        if step == 8:
+            log.flush()
+            assert len(read_rows(small_disk / "metrics.jsonl")) < 8
+    log.close()
+    assert [row["step"] for row in read_rows(small_disk / "metrics.jsonl")] == list(range(1, 13))
+    out = capsys.readouterr().out
+    assert out.count("rows of metrics.jsonl wait until they can be written: the disk of") == 1
+
+
+@QUIET
+def test_a_model_that_a_full_disk_has_no_room_for_is_written_by_the_next_run(toy, small_disk):
+    settings = {"save_steps": None, "max_training_steps": 4}
+    brim = Brim(small_disk, full=4)
+
+    class Late(Callback):
+        """Fills the disk when the last checkpoint is complete."""
+
+        def on_save(self, trainer, step):
+            brim.on_log(trainer, {"step": 4})
+
+    with pytest.raises(
+        CheckpointError, match=r"the model could not be written .* is full.*run the"
+    ):
+        run(toy, small_disk, [Late()], **settings)
+    brim.file.unlink()
+    output = run(toy, small_disk, **settings)
+    assert output.metrics["steps"] == 4
+    assert (small_disk / "run/model/config.json").is_file()

@@ -72,8 +72,12 @@ def test_rows_without_pairs_count_nowhere(step, batch):
     near(step(more)[0], step(batch)[0])
 
 
-@pytest.mark.parametrize("storage", [True, False], ids=["scanned", "unrolled"])
-def test_the_reference_of_adapters_is_the_base_without_a_copy(batch, storage):
+@pytest.mark.parametrize(
+    ("storage", "quantized"),
+    [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.nightly)],
+    ids=["scanned", "unrolled", "quantized"],
+)
+def test_the_reference_of_adapters_is_the_base_without_a_copy(batch, storage, quantized):
     def model():
         config = LlamaConfig(
             vocab_size=32,
@@ -85,7 +89,8 @@ def test_the_reference_of_adapters_is_the_base_without_a_copy(batch, storage):
             scan_layers=storage,
             sharding_axis_dims=(1, 1, 1, 1, 1),
         )
-        return LlamaForCausalLM.create(config)
+        made = LlamaForCausalLM.create(config)
+        return made.quantize({"dtype": "nf4", "group_size": 8}) if quantized else made
 
     def adapted():
         learner = model().apply_lora(LoraSpec(rank=2))

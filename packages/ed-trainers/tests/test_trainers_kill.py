@@ -103,7 +103,7 @@ def test_killed_many_times_on_eight_devices(tmp_path, seed):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("extra", [(), ("--lora",)], ids=["sft", "lora"])
+@pytest.mark.parametrize("extra", [(), ("--lora",), ("--dpo",)], ids=["sft", "lora", "dpo"])
 def test_killed_twenty_times(tmp_path, monkeypatch, extra):
     """At random and in each phase of a checkpoint."""
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -127,9 +127,10 @@ def test_killed_twenty_times(tmp_path, monkeypatch, extra):
 
 
 @pytest.mark.nightly
-def test_sigterm_saves_and_exits_with_zero(tmp_path, monkeypatch):
+@pytest.mark.parametrize("extra", [(), ("--dpo",)], ids=["sft", "dpo"])
+def test_sigterm_saves_and_exits_with_zero(tmp_path, monkeypatch, extra):
     monkeypatch.setenv("XLA_FLAGS", "")
-    process = start(tmp_path / "parts")
+    process = start(tmp_path / "parts", *extra)
     deadline = time.monotonic() + 300
     while not (rows := read_rows(tmp_path / "parts/metrics.jsonl")) or rows[-1]["step"] < 6:
         assert process.poll() is None and time.monotonic() < deadline
@@ -139,5 +140,5 @@ def test_sigterm_saves_and_exits_with_zero(tmp_path, monkeypatch):
     assert "stopped by SIGTERM at step" in out
     reached = newest(tmp_path / "parts")
     assert reached >= 6
-    assert f"resumed from step {reached} of {STEPS}" in finish(start(tmp_path / "parts"))
-    assert exact(tmp_path / "parts") == whole(tmp_path / "whole")
+    assert f"resumed from step {reached} of {STEPS}" in finish(start(tmp_path / "parts", *extra))
+    assert exact(tmp_path / "parts") == whole(tmp_path / "whole", *extra)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import SFTArguments, SFTTrainer
+from ed_trainers import arguments_class, trainer_class
 from ed_trainers.figures.metrics import read_rows
 from flax import nnx
+from method_runs import Pairs
 
 
 class Packed:
@@ -33,7 +34,9 @@ class Packed:
 SPEC = LoraSpec(rank=3, alpha=6.0)
 
 
-def trained(directory, *, spec=SPEC, config=None, quantized=None, **given):
+def trained(
+    directory, *, spec=SPEC, config=None, quantized=None, method="sft", data=Packed, **given
+):
     """Losses, the model before, and the state after."""
     settings = {
         "vocab_size": 64,
@@ -48,7 +51,7 @@ def trained(directory, *, spec=SPEC, config=None, quantized=None, **given):
     }
     before = LlamaForCausalLM.create(LlamaConfig(**settings))
     before = (before.quantize(quantized) if quantized else before).apply_lora(spec)
-    arguments = SFTArguments(
+    arguments = arguments_class(method)(
         **{
             "save_directory": str(directory),
             "total_batch_size": 8,
@@ -60,7 +63,7 @@ def trained(directory, *, spec=SPEC, config=None, quantized=None, **given):
             **given,
         }
     )
-    trainer = SFTTrainer(arguments, model=before, train_dataset=Packed())
+    trainer = trainer_class(method)(arguments, model=before, train_dataset=data())
     after = trainer.train().state
     rows = read_rows(directory / "metrics.jsonl")
     return [row["loss"] for row in rows if "loss" in row], before, after
@@ -109,11 +112,19 @@ def test_other_adapters_learn(tmp_path, spec):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("config", [{}, {"sharding_axis_dims": (2, 2, 1, 2, 1)}], ids=str)
-def test_over_a_quantized_base(tmp_path, config):
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"config": {"sharding_axis_dims": (2, 2, 1, 2, 1)}},
+        {"method": "dpo", "data": Pairs, "config": {"max_position_embeddings": 24}},
+    ],
+    ids=["one device", "mesh", "dpo"],
+)
+def test_over_a_quantized_base(tmp_path, given):
     """The codes stay as they are to the bit, and what is saved is the adapter alone."""
     losses, before, state = trained(
-        tmp_path, config=config, quantized={"dtype": "nf4", "group_size": 16}, do_last_save=True
+        tmp_path, quantized={"dtype": "nf4", "group_size": 16}, do_last_save=True, **given
     )
     assert losses[-1] < losses[0]
     old, new = jax.tree.leaves(before.split_module()[2]), jax.tree.leaves(state.graphother)

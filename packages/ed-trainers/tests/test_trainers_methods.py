@@ -11,6 +11,7 @@ from ed_infra.outputs import EmbeddingOutput, SequenceClassifierOutput
 from ed_models.tasks.pooling import Pooling
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.arguments import METHODS
+from ed_trainers.losses import neftune
 from flax import nnx
 from method_runs import Pairs, apart, documents, near, near_reports, one_step, packed
 from pydantic import ValidationError
@@ -188,6 +189,31 @@ def test_full_logits_are_nowhere(toy, batches, method):
     for full in (f"[{tokens},{toy.vocab}]", f"[{shape[0]},{shape[-1]},{toy.vocab}]"):
         assert full not in text
     assert f",8,{toy.vocab}]" not in text, "nor the chunks' logits one after the other"
+
+
+NOISY = [n for n in GIVEN if "neftune_noise_alpha" in METHODS[n].arguments.model_fields]
+
+
+@pytest.mark.parametrize("method", NOISY)
+def test_noise_on_embeddings_reaches_the_learner(step, batches, monkeypatch, method):
+    def table(model):
+        return lambda ids: model.embed_tokens[...].astype(jnp.float32)[ids]
+
+    monkeypatch.setattr(neftune, "token_table", table)
+    batch = batches[METHODS[method].rows]
+    plain, report = step(method, batch)
+    noisy, noisy_report = step(method, batch, neftune_noise_alpha=5.0)
+    leaves, others = jax.tree.leaves(noisy), jax.tree.leaves(plain)
+    assert all(np.isfinite(leaf).all() for leaf in leaves)
+    assert any(np.max(np.abs(a - b)) > 1e-5 for a, b in zip(leaves, others, strict=True))
+    assert noisy_report["loss"] != report["loss"]
+
+
+def test_methods_without_noise_refuse_it():
+    for name, entry in METHODS.items():
+        if "neftune_noise_alpha" not in entry.arguments.model_fields:
+            with pytest.raises(ValidationError, match="neftune_noise_alpha"):
+                arguments_class(name)(neftune_noise_alpha=5.0)
 
 
 def test_rows_that_are_not_of_the_method_are_refused(toy):

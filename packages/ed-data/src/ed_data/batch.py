@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,15 @@ class Layout:
     attention_mask: bool = False
 
 
-def make_batch(rows: Rows, layout: Layout) -> Batch:
+def make_batch(rows: Rows, layout: Layout, only: Sequence[int] | None = None) -> Batch:
     """Fill the arrays of a batch from planned rows, without a loop over tokens or pieces.
 
     Fewer rows than `batch_size` leave empty ones.
+
+    Args:
+        rows: of the whole batch.
+        layout: of the whole batch.
+        only: rows to make, in this order; the tokens of the others are not read. None makes all.
 
     Returns:
         int32 arrays [b, s] for each column: `input_ids`; `labels`, unshifted, -100 on padding and
@@ -56,6 +62,9 @@ def make_batch(rows: Rows, layout: Layout) -> Batch:
     if layout.width_multiple is not None and len(rows.row):
         longest = int(max(_per_row(rows, count).max() for count in counts))
         width = min(-(-longest // layout.width_multiple) * layout.width_multiple, width)
+    if only is not None:
+        rows, layout, chosen = _chosen(rows, layout, only)
+        counts = [count[chosen] for count in counts]
     batch: Batch = {}
     for column, (name, count) in enumerate(zip(layout.columns, counts, strict=True)):
         arrays = _column(rows, layout, column, count, width)
@@ -64,6 +73,25 @@ def make_batch(rows: Rows, layout: Layout) -> Batch:
                 batch[value.name] = arrays.pop(value.name)
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
     return batch
+
+
+def _chosen(rows: Rows, layout: Layout, only: Sequence[int]) -> tuple[Rows, Layout, IntArray]:
+    """Some rows alone, and the numbers of their pieces."""
+    place = np.full(layout.batch_size, -1, np.int64)
+    place[list(only)] = np.arange(len(only))
+    to = place[rows.row]
+    pieces = np.flatnonzero(to >= 0)
+    pieces = pieces[np.argsort(to[pieces], kind="stable")]
+    few = Rows(
+        rows.tokens,
+        rows.source[pieces],
+        rows.document[pieces],
+        rows.start[pieces],
+        rows.length[pieces],
+        to[pieces],
+        rows.segment[pieces],
+    )
+    return few, replace(layout, batch_size=len(only)), pieces
 
 
 def _lengths(rows: Rows, column: int, columns: int) -> IntArray:

@@ -9,9 +9,10 @@ from ed_data import stream
 from ed_data.batch import Layout
 from ed_data.checks import check_names
 from ed_data.config import Inform, Mixture
+from ed_data.encoding import Encoding
 from ed_data.errors import DataError
 from ed_data.loader import Loader, StreamLoader, hash_of
-from ed_data.mixture import DocumentOrder, Shares
+from ed_data.ordering import document_order, order_details, schedule_of, shares_of
 from ed_data.plan import WINDOW, RowOptions, RowPlan
 from ed_data.prepare import check_split, default_cache_dir, file_cache, named, prepare
 from ed_data.pretrained import load_tokenizer
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 ORDER_VERSION = 1
 _LONGEST_MULTIPLE = 8  # columns of a batch padded to its longest row
 _DEFAULT_SEED = 42
-_WHOLE = 2**16  # the block of a stream without block_mixture
 
 
 def build_loader(
@@ -69,6 +69,15 @@ def build_loader(
     limit = _document_limit(mixture, length, schema)
     for path, message in check_names(mixture, schema):  # before anything long starts
         raise DataError(message, path)
+    for key in ("informs", "eval_informs"):
+        for i, inform in enumerate(getattr(mixture, key)):
+            if inform.is_visual:
+                raise DataError(
+                    f"inform {inform.label!r} has images, and these batches hold text alone: save "
+                    "the mixture without a loader (save_mixture), or take build_prompts, whose "
+                    "batches have the images beside the prompts",
+                    (key, i, "type"),
+                )
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
@@ -114,21 +123,22 @@ def _indexed(
     shuffle: bool,
     folder: str,
 ) -> Loader:
-    parts = prepare(mixture, encoder, split, folder)
-    weights = mixture.mixture_weights if split == "train" else None
-    order = DocumentOrder(
-        [len(part.members) for part in parts],
-        weights=None if weights is None else [weights[part.label] for part in parts],
-        stop_strategy=mixture.stop_strategy,
-        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
-        seed=options.seed,
-        shuffle=shuffle,
-        buffer=mixture.shuffle_buffer_size,
-    )
-    order_details = {
-        **_order_details(mixture, options, weights, shuffle),
+    encoding = Encoding(encoder, mixture.tokenization.num_proc)
+    try:
+        # A save reads everything anyway.
+        parts = prepare(mixture, encoding, split, folder, wait=mixture.save is not None)
+    except BaseException:
+        encoding.close()
+        raise
+    encoding.rest()
+    labels, sizes = [part.label for part in parts], [len(part.members) for part in parts]
+    order = document_order(mixture, labels, sizes, split, options.seed, shuffle)
+    by_step = schedule_of(mixture, labels, split) is not None
+    own_details = {
+        **_order_details(mixture, options, split, shuffle),
         "window": WINDOW,
-        "documents_per_epoch": order.documents_per_epoch(),
+        # By a schedule, the rows of an epoch decide on it.
+        "documents_per_epoch": sizes if by_step else order.documents_per_epoch(),
     }
     data_details = {
         "split": split,
@@ -138,12 +148,14 @@ def _indexed(
     details = {
         "data": data_details,
         "tokenizer": encoder.fingerprint,
-        "order": order_details,
+        "order": own_details,
         "batch_size": options.batch_size,
     }
     index = None
+    # The steps of a schedule are steps of so many rows.
+    plan_details = {**own_details, "batch_size": options.batch_size} if by_step else own_details
     if not mixture.pack_on_the_fly:
-        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": order_details})
+        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": plan_details})
     plan = RowPlan(order, parts, options, index)
     if encoder.has_loss_mask:
         plan.check_labels()
@@ -153,6 +165,7 @@ def _indexed(
         details,
         workers=mixture.prefetch_workers,
         depth=mixture.prefetch_buffer_size,
+        on_close=encoding.close,
     )
 
 
@@ -181,15 +194,11 @@ def _stream(
             seeds = (SHARDS, options.seed, number) if moves else None
             passes.append(Passes(documents, keep, seeds, required=not held_out))
             outlines[f"{number}:{inform.label}"] = documents.outline()
-    weights = mixture.mixture_weights if split == "train" else None
-    shares = None
-    if weights is not None:
-        block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
-        shares = Shares.of_weights([weights[each.label] for each in passes], block)
+    shares = shares_of(mixture, [each.label for each in passes], split)
     mixed = MixedDocuments(passes, shares, mixture.stop_strategy, options.seed, shuffle)
     plan = StreamPlan(
         mixed,
-        encoder,
+        Encoding(encoder, mixture.tokenization.num_proc),
         options,
         mixture.shuffle_buffer_size if shuffle else 0,
         ahead=mixture.prefetch_workers > 0 and mixture.prefetch_buffer_size > 0,
@@ -198,7 +207,7 @@ def _stream(
         "data": {"split": split, "eval_fraction": fraction, "sources": outlines},
         "tokenizer": encoder.fingerprint,
         "order": {
-            **_order_details(mixture, options, weights, shuffle),
+            **_order_details(mixture, options, split, shuffle),
             "streaming": True,
             "window": [stream.WINDOW, stream.TOKENS],
         },
@@ -208,16 +217,11 @@ def _stream(
 
 
 def _order_details(
-    mixture: Mixture, options: RowOptions, weights: dict[str, float] | None, shuffle: bool
+    mixture: Mixture, options: RowOptions, split: str, shuffle: bool
 ) -> dict[str, Any]:
     return {
         "version": ORDER_VERSION,
-        "seed": options.seed,
-        "shuffle": shuffle,
-        "shuffle_buffer_size": mixture.shuffle_buffer_size,
-        "mixture_weights": weights,
-        "stop_strategy": mixture.stop_strategy if weights is not None else None,
-        "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
+        **order_details(mixture, split, options.seed, shuffle),
         "pack_strategy": options.strategy,
         "max_length": options.max_length,
         "pack_shuffle": options.shuffle_rows,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ed_data.config import Mixture
 from ed_data.errors import DataError, KeyPath
 from ed_data.inform import FILE_TYPES, Inform
-from ed_data.schema import TEXT, Schema
+from ed_data.schema import PROMPT, TEXT, Schema
 from ed_data.sources.python import resolve
 from ed_data.transforms import Documents, function
 
@@ -94,7 +94,7 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
     if mixture.mixture_weights is None:
         idle("there are no mixture_weights", "stop_strategy")
     elif len(mixture.informs) == 1:
-        idle("there is only one inform", "mixture_weights")
+        idle("there is only one inform", "mixture_weights", "mixture_schedule")
     if mixture.prefetch_workers == 0:
         idle("prefetch_workers is 0", "prefetch_buffer_size")
     elif mixture.prefetch_buffer_size == 0:
@@ -107,6 +107,13 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
     if mixture.streaming or mixture.pack_on_the_fly or not mixture.cache_remote_files:
         idle("no remote file is copied", "cache_expiry_seconds")
 
+    if mixture.save is not None and not mixture.save.push_to_hub:
+        for key in ("hub_repo_id", "hub_private"):
+            if key in mixture.save.model_fields_set:
+                remarks.append((("save", key), f"{key} has no effect: push_to_hub is off"))
+    if not any(inform.is_visual for inform in mixture.informs):
+        idle("no inform has images", "image_target_field")
+
     reason = "nothing is saved" if mixture.save is None else "packed rows are saved, not documents"
     if mixture.save is None or mixture.pack_tokens:
         idle(reason, "text_target_field")
@@ -114,13 +121,13 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
             path = ("tokenization", "output_field")
             remarks.append((path, f"output_field has no effect: {reason}"))
         for i, inform in enumerate(mixture.informs):
-            # A column of the schema may read the field all the same.
+            # A column of the schema may read the field all the same; prompts bring it along.
             unread = [name for name in inform.additional_fields if name not in schema.fields]
-            if unread:
+            if unread and schema != PROMPT:
                 message = f"{', '.join(unread)}: additional_fields have no effect: {reason}"
                 remarks.append((("informs", i, "additional_fields"), message))
     for i, inform in enumerate(mixture.eval_informs):
-        if inform.additional_fields:
+        if inform.additional_fields and schema != PROMPT:
             message = "additional_fields have no effect: evaluation data is not saved"
             remarks.append((("eval_informs", i, "additional_fields"), message))
     return remarks

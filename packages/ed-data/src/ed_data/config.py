@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -41,6 +42,9 @@ class Tokenization(Options):
     `truncation: false` splits in both. An end-of-text token ends each document that is not cut.
     `assistant_only_loss` takes the loss of chat rows on the answers: what the chat template puts in
     `{% generation %}`, and where it marks nothing, what each answer adds to the text.
+
+    `num_proc` processes encode `batch_size` documents each at a time, for chats above all: of plain
+    texts, the tokenizer uses every core as it is.
     """
 
     tokenizer: str | None = None
@@ -51,6 +55,7 @@ class Tokenization(Options):
     return_attention_mask: bool = False
     output_field: str = "input_ids"
     batch_size: RowCount = 1000
+    num_proc: Annotated[int, Field(gt=0, le=256)] | None = None
     assistant_only_loss: bool = False
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
@@ -78,7 +83,11 @@ def _bytes(value: object) -> object:
 
 
 class Saving(Options):
-    """Where and how to write the processed data (documents, or packed rows when packing)."""
+    """Where and how to write the processed data (documents, or packed rows when packing).
+
+    `push_to_hub` uploads the folder to the dataset `hub_repo_id` of the Hugging Face hub, which is
+    made if it is not there, with the account of `hf auth login` or `HF_TOKEN`.
+    """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"output_path": "path"}
 
@@ -90,15 +99,47 @@ class Saving(Options):
     max_shard_size: Annotated[int | None, BeforeValidator(_bytes)] = None
     compression: str | None = None
     overwrite: bool = False
+    push_to_hub: bool = False
+    hub_repo_id: str | None = None
+    hub_private: bool | None = None
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.max_shard_size is not None and self.num_shards != 1:
             yield ("max_shard_size",), "num_shards says how many there are: keep one of the two"
+        if self.push_to_hub and not self.hub_repo_id:
+            yield ("hub_repo_id",), "push_to_hub needs it: 'organisation/name' of the dataset"
+        if self.push_to_hub and "://" in self.path:
+            yield ("path",), f"push_to_hub uploads a folder of this machine, not {self.path!r}"
         known = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
         if self.compression is not None and self.compression not in known:
             hint = f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})"
             message = f"format {self.format} has no compression {self.compression!r}{hint}"
             yield ("compression",), message
+
+
+class MixturePoint(Options):
+    """The weights of a mixture from a step on, or at a step."""
+
+    step: Annotated[int, Field(gt=0, le=2**40)]
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+
+
+class MixtureSchedule(Options):
+    """How `mixture_weights` change over the steps of training.
+
+    `mixture_weights` are the weights at step 0. `step` keeps the weights of a point until the next
+    one; `linear` and `cosine` lead from each to the next. Documents are divided anew where a window
+    begins (16,384 documents; of a stream, see `streaming`), exactly in each of its blocks.
+    """
+
+    type: Literal["step", "linear", "cosine"] = "step"
+    points: tuple[MixturePoint, ...] = Field(min_length=1)
+
+    def _problems(self) -> Iterator[tuple[KeyPath, str]]:
+        for i, (before, after) in enumerate(pairwise(self.points)):
+            if before.step >= after.step:
+                message = f"step {after.step} does not come after {before.step}: put them in order"
+                yield ("points", i + 1, "step"), message
 
 
 def _stop_strategy(value: object) -> object:
@@ -111,7 +152,8 @@ class Mixture(Options):
     Without `mixture_weights` an epoch holds each document once. With them, `stop_strategy` says
     how long an epoch is: as many documents as all informs have (`restart`), until the first inform
     has been read (`first_exhausted`), or until all have (`all_exhausted`, also `longest`).
-    `block_mixture` keeps the proportions in every block of `mixture_block_size` documents.
+    `mixture_schedule` changes the weights over the steps. `block_mixture` keeps the proportions in
+    every block of `mixture_block_size` documents.
 
     `shuffle_buffer_size` bounds how far a document moves (None: a full permutation; 0 or 1: none).
     `pack_shuffle` orders the packed rows randomly within buffers of
@@ -134,6 +176,7 @@ class Mixture(Options):
     cloud_retry_delay: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
     cache_expiry_seconds: Annotated[float, Field(gt=0.0, le=2**40)] | None = None
     text_target_field: str = "text"
+    image_target_field: str = "image"
 
     batch_size: RowCount | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
@@ -154,6 +197,7 @@ class Mixture(Options):
         Literal["restart", "first_exhausted", "all_exhausted"], BeforeValidator(_stop_strategy)
     ] = "restart"
     mixture_weights: dict[str, float] | None = None
+    mixture_schedule: MixtureSchedule | None = None
 
     prefetch_workers: Annotated[int, Field(ge=0, le=256)] = 2
     prefetch_buffer_size: Annotated[int, Field(ge=0, le=4096)] = 4
@@ -180,7 +224,7 @@ class Mixture(Options):
             if name not in labels:
                 hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
                 yield ("mixture_weights", name), f"no inform is named {name!r}{hint}"
-            if weight <= 0:
+            if weight < 0 or (weight == 0 and self.mixture_schedule is None):
                 yield (
                     ("mixture_weights", name),
                     f"the weight of {name!r} is {weight}; a weight is above 0 (leave the inform "
@@ -192,3 +236,30 @@ class Mixture(Options):
                 yield ("informs", i, "name"), message
             elif label not in (self.mixture_weights or {}):
                 yield ("mixture_weights",), f"inform {label!r} has no weight"
+        if self.mixture_schedule is not None:
+            yield from self._schedule_problems(self.mixture_schedule, labels)
+
+    def _schedule_problems(
+        self, schedule: MixtureSchedule, labels: list[str]
+    ) -> Iterator[tuple[KeyPath, str]]:
+        if self.mixture_weights is None:
+            yield ("mixture_weights",), "mixture_schedule needs them: the weights at step 0"
+        elif not sum(self.mixture_weights.values()):
+            yield ("mixture_weights",), "every weight is 0: nothing would be read"
+        if self.stop_strategy != "restart":
+            message = (
+                "with a mixture_schedule an epoch is as many documents as there are: leave "
+                "stop_strategy out, or write restart"
+            )
+            yield ("stop_strategy",), message
+        for i, point in enumerate(schedule.points):
+            path = ("mixture_schedule", "points", i, "weights")
+            for name in point.weights:
+                if name not in labels:
+                    hint = f"{did_you_mean(name, labels)} (the names are: {', '.join(labels)})"
+                    yield (*path, name), f"no inform is named {name!r}{hint}"
+            for label in labels:
+                if label not in point.weights:
+                    yield path, f"inform {label!r} has no weight; 0 leaves the inform out"
+            if not sum(point.weights.values()):
+                yield path, "every weight is 0: nothing would be read"

@@ -20,8 +20,8 @@ class Kind:
     """A kind of source. A new kind is one entry of `KINDS` and the file that it names.
 
     Attributes:
-        reader: `"module:Class"`, called with the inform and the folder for copies of remote files
-            (or None); the result is an `ed_data.sources.Source`.
+        reader: `"module:name"` of a class or function, called with the inform and how remote data
+            are read (or None); the result is an `ed_data.sources.Source`.
         suffixes: the files that are of this kind; none where a source is not made of files.
         aliases: other spellings of its name.
         label: from `data_files` to the name of an inform that has none of its own.
@@ -33,6 +33,8 @@ class Kind:
     label: Callable[[str], str] = str
 
 
+#: The type of files of any format whose rows have images.
+VISUAL = "visual"
 _FILES = "ed_data.sources.files:FileSource"
 #: Kinds of sources by name, which is the `type` of an inform. A file format is also an entry of
 #: `ed_data.sources.formats.READERS`.
@@ -43,7 +45,7 @@ KINDS: dict[str, Kind] = {
     "tsv": Kind(_FILES, (".tsv",)),
     "txt": Kind(_FILES, (".txt", ".md"), ("text",)),
     "arrow": Kind(_FILES, (".arrow",)),
-    "huggingface": Kind("ed_data.sources.hub:HubSource", aliases=("hf",)),
+    "huggingface": Kind("ed_data.sources.hub:hub_source", aliases=("hf",)),
     "python": Kind(
         "ed_data.sources.python:PythonSource", label=lambda address: address.rpartition(":")[2]
     ),
@@ -102,6 +104,10 @@ class Inform(Options):
     A row that cannot be read, formatted or encoded stops the run; with `on_error: skip` it is left
     out, counted and reported. A file that is damaged as a whole always stops it.
 
+    `type: visual` reads files whose rows have an image beside a text: `image_field` names its path
+    or its bytes, or `pixel_field` its pixels, and `text_field` the text (another name of
+    `content_field`). Of a dataset's id, one of the two fields says that it is visual.
+
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
     list of token ids.
     """
@@ -113,6 +119,9 @@ class Inform(Options):
     dataset_split_name: str | None = None
     content_field: str = "content"
     additional_fields: tuple[str, ...] = ()
+    image_field: str | None = None
+    pixel_field: str | None = None
+    text_field: str | None = None
     num_rows: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
     format_callback: Function = None
     format_fields: dict[str, str] | None = None
@@ -135,6 +144,7 @@ class Inform(Options):
         elif kind == "python" and ":" not in str(files):
             message = f"data_files of type python is 'module:attribute', not {files!r}"
             yield ("data_files",), message
+        yield from self._visual_problems()
         if kind != "huggingface" and self.dataset_split_name is not None:
             yield (
                 ("dataset_split_name",),
@@ -157,6 +167,25 @@ class Inform(Options):
                 message = f"{count} fields are renamed to {new!r}: one would hide the others"
                 yield ("format_fields",), message
 
+    def _visual_problems(self) -> Iterator[tuple[KeyPath, str]]:
+        if self.image_field is not None and self.pixel_field is not None:
+            yield ("pixel_field",), "a row has one image: keep image_field or pixel_field"
+        if not self.is_visual:
+            if self.text_field is not None:
+                message = "text_field is for visual rows: write content_field, or set image_field"
+                yield ("text_field",), message
+        elif self.image_field is None and self.pixel_field is None:
+            message = "visual rows need image_field (a path or bytes) or pixel_field (numbers)"
+            yield ("image_field",), message
+        if self.text_field is not None and "content_field" in self.model_fields_set:
+            yield ("text_field",), "text_field is another name of content_field: keep one"
+
+    @property
+    def is_visual(self) -> bool:
+        """Whether the rows have images."""
+        named = self.image_field is not None or self.pixel_field is not None
+        return named or (self.type or "").lower() == VISUAL
+
     @property
     def kind(self) -> str:
         """The canonical type: a key of `KINDS`.
@@ -164,12 +193,13 @@ class Inform(Options):
         Raises:
             DataError: neither the type nor the suffix of the first file is known.
         """
-        if self.type is not None:
+        if self.type is not None and self.type.lower() != VISUAL:
             plain, known = self.type.lower(), list[str]()
             for name, kind in KINDS.items():
                 if plain in (name, *kind.aliases):
                     return name
                 known += [name, *kind.aliases]
+            known.append(VISUAL)
             if "/" in self.type and self.data_files is None:
                 return "huggingface"
             raise DataError(

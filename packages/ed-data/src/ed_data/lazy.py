@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ed_data.encoding import Encoding, Job
 from ed_data.mixture import IntArray
 from ed_data.schema import Example
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
 from ed_data.store import digest_of
-from ed_data.tokenize import Encoder
 from ed_data.transforms import Documents, Placed, Tally
 
 #: Tokens that are kept, about 128 MiB of them.
@@ -87,22 +87,25 @@ class LazyTokens:
 
     Args:
         documents: a list of them, or `ReadAgain`.
-        encoder: makes the tokens.
+        encoding: makes the tokens.
         label: the inform's name, for messages.
         tally: counts documents that cannot be encoded, where they may be skipped.
     """
 
+    complete = True
+
     def __init__(
         self,
         documents: Numbered,
-        encoder: Encoder,
+        encoding: Encoding,
         label: str,
         tally: Tally | None = None,
         skip: bool = False,
     ) -> None:
-        self._documents, self._encoder, self._label = documents, encoder, label
+        self._documents, self._encoding, self._label = documents, encoding, label
         self.tally = tally or Tally()
         self._skip = skip
+        encoder = self._encoder = encoding.encoder
         self.columns = len(encoder.schema.columns)
         digests, contents = array("Q"), array("Q")
         for document in documents:
@@ -166,14 +169,10 @@ class LazyTokens:
     def _encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, _Columns]]:
         wanted = sorted({int(n) for n in numbers})
         size = self._encoder.batch_size
-        for at in range(0, len(wanted), size):
-            batch = wanted[at : at + size]
-            skip = None
-            if self._skip:  # what was counted once is not counted again
-                fresh = bool((self._lengths[batch, 0] < 0).all())
-                skip = self.tally if fresh else Tally()
-            documents = [self._documents[n] for n in batch]
-            encoded = self._encoder.encode(documents, self._label, skip)
+        batches = [wanted[at : at + size] for at in range(0, len(wanted), size)]
+        for batch, encoded in zip(
+            batches, self._encoding.map(map(self._job, batches)), strict=True
+        ):
             # Tokens stand in for masks and values that nobody reads.
             tokens = [ids.astype(np.int32) for ids in encoded.tokens]
             masks, values = encoded.masks or tokens, encoded.values or tokens
@@ -183,6 +182,13 @@ class LazyTokens:
                 self._lengths[n] = [len(ids) for ids, *_ in columns]
                 self._keep(n, columns)
                 yield n, columns
+
+    def _job(self, batch: list[int]) -> Job:
+        tally = None
+        if self._skip:  # what was counted once is not counted again
+            fresh = bool((self._lengths[batch, 0] < 0).all())
+            tally = self.tally if fresh else Tally()
+        return Job([self._documents[n] for n in batch], self._label, tally)
 
     def _keep(self, number: int, columns: _Columns) -> None:
         self._kept[number] = columns

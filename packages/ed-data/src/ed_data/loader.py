@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from ed_data.batch import Batch, Layout, make_batch
-from ed_data.errors import DataError
+from ed_data.errors import DataError, listing
 from ed_data.plan import IndexedOrder, StreamedOrder
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class Loader:
 
     Training data never ends: epoch follows epoch, each in its own order, and a batch may hold
     rows of two. Evaluation data is read once, in order; the rows that its last batch lacks are
-    empty (labels -100). Every process sees the batch of all; none holds a share of its own.
+    empty (labels -100). Every process makes the whole batch, or its share; see `for_rows`.
 
     Made by `ed_data.build_loader`.
 
@@ -31,6 +31,8 @@ class Loader:
         details: everything that the batches depend on, as JSON values.
         workers: threads that make batches ahead; see `Prefetcher`.
         depth: batches made ahead.
+        on_close: ends what the order works with.
+        rows: those of each batch that are made; None makes all.
 
     Attributes:
         batch_size: rows of a batch.
@@ -47,13 +49,17 @@ class Loader:
         *,
         workers: int = 0,
         depth: int = 0,
+        on_close: Callable[[], None] | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
+        self._layout, self._workers, self._depth = layout, workers, depth
+        self._on_close = on_close
         self.batch_size, self.seq_length = layout.batch_size, layout.seq_length
         self.split = "train" if order.endless else "eval"
         self.fingerprint = hash_of(details)
         self._order, self._details = order, details
         self._prefetch = Prefetcher(
-            lambda step: make_batch(order.rows_at(step), layout), workers, depth
+            lambda step: make_batch(order.rows_at(step), layout, rows), workers, depth
         )
         self._step = 0
 
@@ -66,6 +72,31 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Figures of the first epoch, as `RowPlan.stats` describes."""
         return self._order.stats
+
+    def for_rows(self, rows: Sequence[int]) -> Loader:
+        """Return a loader of some rows of the same batches: the share of one process of several.
+
+        The tokens of other rows are not read, and arrays have `len(rows)` rows; `batch_size`, the
+        fingerprint and the state are those of the whole, so a state fits any number of processes.
+
+        Args:
+            rows: numbers of rows of a batch, without repetition: for example
+                `range(index * batch_size // count, (index + 1) * batch_size // count)`.
+
+        Raises:
+            DataError: there is no such row, or one is named twice.
+        """
+        loader = Loader(
+            self._order,
+            self._layout,
+            self._details,
+            workers=self._workers,
+            depth=self._depth,
+            on_close=self._on_close,
+            rows=checked_rows(rows, self.batch_size),
+        )
+        loader._step = self._step
+        return loader
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step: int32 arrays [b, s], as `make_batch` describes.
@@ -107,6 +138,8 @@ class Loader:
     def close(self) -> None:
         """Stop prefetching."""
         self._prefetch.close()
+        if self._on_close is not None:
+            self._on_close()
 
 
 class StreamLoader:
@@ -117,6 +150,7 @@ class StreamLoader:
         layout: the arrays of a batch.
         details: everything that the batches depend on, as JSON values.
         split: `"train"` goes on where it is; `"eval"` begins anew with each iteration.
+        rows: those of each batch that are made; None makes all.
     """
 
     #: Nothing is known of what has not been read.
@@ -128,7 +162,9 @@ class StreamLoader:
         layout: Layout,
         details: dict[str, Any],
         split: str = "train",
+        rows: Sequence[int] | None = None,
     ) -> None:
+        self._rows = rows
         self.batch_size, self.seq_length, self.split = layout.batch_size, layout.seq_length, split
         self.fingerprint = hash_of(details)
         self._order, self._layout, self._details = order, layout, details
@@ -145,8 +181,17 @@ class StreamLoader:
             self._order.load_state_dict(self._begin)
         return self
 
+    def for_rows(self, rows: Sequence[int]) -> StreamLoader:
+        """Return a loader of some rows, as `Loader.for_rows`; it goes on in place of this one.
+
+        Which documents share a row is known only when all of a window are encoded, so each process
+        reads the whole stream, and makes the arrays of its own rows.
+        """
+        chosen = checked_rows(rows, self.batch_size)
+        return StreamLoader(self._order, self._layout, self._details, self.split, chosen)
+
     def __next__(self) -> Batch:
-        return make_batch(next(self._order), self._layout)
+        return make_batch(next(self._order), self._layout, self._rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is, as JSON values, and the details of the data."""
@@ -208,6 +253,21 @@ class Prefetcher(Generic[T]):
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def checked_rows(rows: Sequence[int], batch_size: int) -> list[int]:
+    """Numbers of rows of a batch.
+
+    Raises:
+        DataError: there is no such row, or one is named twice.
+    """
+    chosen = [int(row) for row in rows]
+    if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*range(batch_size)}:
+        raise DataError(
+            f"rows {listing(chosen)}: name some of the rows 0 to {batch_size - 1} of a batch, each "
+            "once"
+        )
+    return chosen
 
 
 def hash_of(details: object) -> str:

@@ -14,7 +14,7 @@ that is resumed after an upgrade must see the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -145,6 +145,9 @@ class DocumentOrder:
         self._per_epoch = self._shares.counts(self.epoch_size)
         self._pass = lru_cache(maxsize=2 * len(self._sizes) + 2)(self._make_pass)
 
+    def follow(self, window: int, step_of: Callable[[int], int]) -> None:
+        """The shares are the same in every window of a plan: `ScheduledOrder` has others."""
+
     def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
         """Return the informs and the document numbers at positions `start` to `stop` of an epoch.
 
@@ -193,16 +196,22 @@ class DocumentOrder:
             return inform, position - (ends - sizes)[inform]
         before = self._shares.counts(begin)
         counts = np.array(self._shares.counts(end), np.int64) - np.array(before, np.int64)
+        # Draws of an inform run on from epoch to epoch: a later epoch reads first the documents
+        # that an earlier one left out.
+        drawn = [epoch * n + offset for n, offset in zip(self._per_epoch, before, strict=True)]
+        key = (_BLOCKS, self._seed, epoch, block) if self._shuffle else None
+        return self._arranged(counts, drawn, key)
+
+    def _arranged(
+        self, counts: IntArray, drawn: Sequence[int], key: tuple[int, ...] | None
+    ) -> tuple[IntArray, IntArray]:
+        """A block of `counts[i]` documents of each inform i, of which `drawn[i]` came before."""
         inform = np.repeat(np.arange(len(counts)), counts)
         rank = np.arange(len(inform)) - np.repeat(np.cumsum(counts) - counts, counts)
         document = np.empty(len(inform), np.int64)
-        for i, offset in enumerate(before):
+        for i, before in enumerate(drawn):
             here = inform == i
-            # Draws of an inform run on from epoch to epoch: a later epoch reads first the documents
-            # that an earlier one left out.
-            draw = epoch * self._per_epoch[i] + offset + rank[here]
-            document[here] = self._draw(i, draw)
-        key = (_BLOCKS, self._seed, epoch, block) if self._shuffle else None
+            document[here] = self._draw(i, before + rank[here])
         order = shuffled(counts, key)
         # Shuffle the informs, but keep the order of the documents of each, which its pass decided.
         inform_at = inform[order]

@@ -159,7 +159,7 @@ class RowPlan:
         parts: the documents of each inform.
         options: how documents become rows.
         index_folder: where row counts are kept, or None to keep them in memory and to pack each
-            window only when it is reached.
+            window only when it is reached, as while a store is being written.
     """
 
     def __init__(
@@ -179,6 +179,7 @@ class RowPlan:
         self._totals: list[tuple[int, int]] = []  # tokens placed, tokens dropped
         self._kept: OrderedDict[int, Window] = OrderedDict()
         self._lock = threading.RLock()
+        order.follow(WINDOW, self._first_step)
 
     def rows_at(self, step: int) -> Rows:
         """Return the rows of a step."""
@@ -266,6 +267,10 @@ class RowPlan:
                 self._kept.popitem(last=False)
             return window
 
+    def _first_step(self, number: int) -> int:
+        """The step in which a window begins, whose predecessors have been counted."""
+        return (self._ends[number - 1] if number else 0) // self._options.batch_size
+
     def check_labels(self) -> None:
         """Look for a token with loss in the first window.
 
@@ -306,11 +311,11 @@ class RowPlan:
         """Extend the index to a window: by its whole epoch from disk, or window by window."""
         while len(self._ends) <= number:
             epoch, place = divmod(len(self._ends), self.windows_per_epoch)
-            if self._folder is not None and place == 0:
-                for row in self._epoch_index(epoch):
-                    self._extend(*row)
-                continue
-            self._extend(*self._measure(len(self._ends)))
+            complete = all(tokens.complete for tokens in self.tokens)
+            if self._folder is not None and place == 0 and complete:
+                self._count_epoch(self._folder, epoch)
+            else:
+                self._extend(*self._measure(len(self._ends)))
 
     def _extend(self, rows: int, placed: int, dropped: int) -> None:
         self._ends.append((self._ends[-1] if self._ends else 0) + rows)
@@ -320,25 +325,27 @@ class RowPlan:
         window = self.window(number)
         return window.packing.rows, window.packing.tokens, window.dropped
 
-    def _epoch_index(self, epoch: int) -> list[list[int]]:
-        assert self._folder is not None
-        path = self._folder / f"rows-{epoch}.bin"
+    def _count_epoch(self, folder: Path, epoch: int) -> None:
+        path = folder / f"rows-{epoch}.bin"
         try:
             # Not numpy.load: see the note in store.py.
             kept = np.fromfile(path, np.int64)
         except OSError:
             kept = np.empty(0, np.int64)
         if len(kept) == 3 * self.windows_per_epoch:
-            return kept.reshape(-1, 3).tolist()
-        first = epoch * self.windows_per_epoch
-        index = [self._measure(first + place) for place in range(self.windows_per_epoch)]
-        remove_abandoned(self._folder)
+            for row in kept.reshape(-1, 3).tolist():
+                self._extend(*row)
+            return
+        index = list[tuple[int, int, int]]()
+        for _ in range(self.windows_per_epoch):
+            index.append(self._measure(len(self._ends)))
+            self._extend(*index[-1])
+        remove_abandoned(folder)
         try:
             with new_file(path) as part:
                 np.array(index, np.int64).tofile(part)
         except DataError as error:  # a cache that is only read, shared by many, has the tokens
             log.warning("the plan of the rows is not kept: %s", error)
-        return [list(row) for row in index]
 
 
 def one_per_row(lengths: IntArray, capacity: int) -> Packing:

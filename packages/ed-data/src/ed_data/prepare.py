@@ -6,6 +6,8 @@ tokenizer nor the order of files, and equal documents are always on the same sid
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 import logging
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +27,24 @@ from tqdm import tqdm
 from ed_data import transforms
 from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
+from ed_data.encoding import Encoding
 from ed_data.errors import DataError
+from ed_data.growing import GrowingTokens
 from ed_data.lazy import LazyTokens, ReadAgain
 from ed_data.mixture import IntArray
 from ed_data.schema import TEXT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
 from ed_data.store import VERSION, Part, Tokens, TokenStore, write_store
-from ed_data.tokenize import Encoded, Encoder
+from ed_data.tokenize import Encoded
 from ed_data.transforms import Documents, Tally
 
 T = TypeVar("T")
 log = logging.getLogger("ed_data")
+#: Bytes of a source from which on training does not wait for its store.
+ASIDE = 2**26
+#: Stores that are being written by this process, by their folder.
+_GROWING: WeakValueDictionary[Path, GrowingTokens] = WeakValueDictionary()
 
 
 def default_cache_dir() -> str:
@@ -44,8 +53,18 @@ def default_cache_dir() -> str:
     return os.environ.get("ED_DATA_CACHE") or os.path.join(home, "ed-data")
 
 
-def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> list[Part]:
+def prepare(
+    mixture: Mixture, encoding: Encoding, split: str, cache_dir: str, *, wait: bool = True
+) -> list[Part]:
     """Return the documents of a split as tokens, from the cache where they are there.
+
+    Args:
+        mixture: the sources.
+        encoding: makes the tokens.
+        split: `"train"` or `"eval"`.
+        cache_dir: where stores are.
+        wait: for stores to be complete; else those of large sources are written on the side, until
+            `encoding` is closed.
 
     Raises:
         DataError: a source is missing or empty, or the split is.
@@ -54,7 +73,7 @@ def prepare(mixture: Mixture, encoder: Encoder, split: str, cache_dir: str) -> l
     def tokens(key: str, number: int) -> tuple[Part, NDArray[np.uint64], NDArray[np.uint64]]:
         inform = getattr(mixture, key)[number]
         with named(key, number):
-            store = _tokens(inform, mixture, encoder, cache_dir)
+            store = _tokens(inform, mixture, encoding, cache_dir, wait)
             report(inform.label, store.tally)
         return Part(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
 
@@ -241,6 +260,7 @@ def file_cache(mixture: Mixture, cache_dir: str) -> FileCache:
         mixture.cloud_max_retries,
         mixture.cloud_retry_delay,
         mixture.cache_expiry_seconds,
+        mixture.streaming,
     )
 
 
@@ -249,22 +269,15 @@ def read_documents(inform: Inform, files: FileCache, schema: Schema) -> Iterator
     return _counted(Documents(inform, open_source(inform, files), schema))
 
 
-def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) -> Tokens:
+def _tokens(
+    inform: Inform, mixture: Mixture, encoding: Encoding, cache_dir: str, wait: bool
+) -> Tokens:
+    encoder = encoding.encoder
     source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
     documents = Documents(inform, source, schema)
     if mixture.pack_on_the_fly:
-        documents.check_first_row()
-        tokens = LazyTokens(
-            ReadAgain(documents),
-            encoder,
-            label,
-            documents.tally,
-            skip=inform.on_error == "skip",
-        )
-        if not len(tokens.hashes):
-            raise _no_documents(documents)
-        return tokens
+        return _lazy(documents, encoding)
     key = {
         "version": VERSION,
         "documents": transforms.fingerprint(inform, source, schema),
@@ -272,23 +285,54 @@ def _tokens(inform: Inform, mixture: Mixture, encoder: Encoder, cache_dir: str) 
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / name
+    growing = _GROWING.get(folder)
+    if growing is not None and not growing.closed and not wait:
+        return growing
     remove_abandoned(folder.parent)
     if (folder / "meta.json").exists():
         try:
             return TokenStore(folder)
         except DataError as error:
             log.warning("tokenizing %s again: %s", label, error)
+
+    def write(
+        documents: Documents, encoding: Encoding, through: Callable[[Iterable[T]], Iterable[T]]
+    ) -> TokenStore:
+        skip = documents.tally if inform.on_error == "skip" else None
+        batches: Iterable[Encoded] = encoding.all(_counted(documents), label, skip)
+        return write_store(
+            folder,
+            through(_with_progress(batches, label)),
+            vocab_size=encoder.vocab_size,
+            encoder=encoder.fingerprint,
+            about={"inform": label, "key": key},
+            columns=len(schema.columns),
+            tally=documents.tally,
+        )
+
+    if wait or sum(documents.shards) < ASIDE:
+        documents.check_first_row()
+        return write(documents, encoding, iter)
+
+    def write_aside(through: Callable[[Iterable[T]], Iterable[T]]) -> TokenStore:
+        # A tokenizer of its own: one that is in use cannot be used by another thread.
+        own = replace(encoder, tokenizer=copy.deepcopy(encoder.tokenizer))
+        with contextlib.closing(Encoding(own, encoding.processes)) as aside:
+            return write(Documents(inform, source, schema), aside, through)
+
+    growing = _GROWING[folder] = GrowingTokens(_lazy(documents, encoding), write_aside)
+    encoding.closing.callback(growing.close)
+    return growing
+
+
+def _lazy(documents: Documents, encoding: Encoding) -> LazyTokens:
     documents.check_first_row()
-    skip = documents.tally if inform.on_error == "skip" else None
-    return write_store(
-        folder,
-        _with_progress(encoder.encode_all(_counted(documents), label, skip), label),
-        vocab_size=encoder.vocab_size,
-        encoder=encoder.fingerprint,
-        about={"inform": label, "key": key},
-        columns=len(schema.columns),
-        tally=documents.tally,
-    )
+    inform = documents.inform
+    skip = inform.on_error == "skip"
+    tokens = LazyTokens(ReadAgain(documents), encoding, inform.label, documents.tally, skip)
+    if not len(tokens.hashes):
+        raise _no_documents(documents)
+    return tokens
 
 
 def _counted(documents: Documents) -> Iterator[Example]:

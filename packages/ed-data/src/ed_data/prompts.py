@@ -18,6 +18,7 @@ from ed_data.errors import DataError
 from ed_data.lazy import ReadAgain
 from ed_data.loader import check_state, hash_of
 from ed_data.mixture import DocumentOrder
+from ed_data.ordering import document_order, order_details
 from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
 from ed_data.pretrained import load_tokenizer
 from ed_data.schema import PROMPT, Content, Example, Schema
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: Without block_mixture, the weights of a schedule change after so many prompts.
+_BLOCK = 2048
+
+
 class Prompts(NamedTuple):
     """A batch of prompts.
 
@@ -37,7 +42,8 @@ class Prompts(NamedTuple):
         prompts: as they were written: texts, chat messages or ids.
         input_ids: their tokens; a chat ends with the head of an answer.
         fields: the `additional_fields` of each inform, by name: one value for each prompt, None
-            where its inform does not have the field.
+            where its inform does not have the field. Of visual rows also the images, under
+            `image_target_field`.
         sources: the name of the inform of each.
     """
 
@@ -77,7 +83,9 @@ class PromptLoader:
         split: str,
         details: dict[str, Any],
         stats: dict[str, Any],
+        image: str,
     ) -> None:
+        self._image = image
         self.batch_size, self.split, self.stats = batch_size, split, stats
         self.fingerprint = hash_of(details)
         self._sources, self._order, self._encoder = sources, order, encoder
@@ -114,10 +122,13 @@ class PromptLoader:
         labels = [self._sources[i].label for i, _ in drawn]
         encode = self._encoder.encode_prompts
         names = dict.fromkeys(name for example in examples for name in example.extra)
+        fields = {name: [example.extra.get(name) for example in examples] for name in names}
+        if any(example.image is not None for example in examples):
+            fields[self._image] = [example.image for example in examples]
         return Prompts(
             [example.content for example in examples],
             [encode([e], label)[0] for e, label in zip(examples, labels, strict=True)],
-            {name: [example.extra.get(name) for example in examples] for name in names},
+            fields,
             labels,
         )
 
@@ -199,29 +210,22 @@ def build_prompts(
         sources.append(source._replace(members=source.members[chosen]))
         digests[f"{len(digests)}:{source.label}"] = digest_of(own, encoder.fingerprint)
     shuffle = shuffle and split == "train"
-    weights = mixture.mixture_weights if split == "train" else None
-    order = DocumentOrder(
-        [len(source.members) for source in sources],
-        weights=None if weights is None else [weights[source.label] for source in sources],
-        stop_strategy=mixture.stop_strategy,
-        block_size=mixture.mixture_block_size if mixture.block_mixture else None,
-        seed=seed,
-        shuffle=shuffle,
-        buffer=mixture.shuffle_buffer_size,
-    )
+    labels, sizes = [s.label for s in sources], [len(s.members) for s in sources]
+    order = document_order(mixture, labels, sizes, split, seed, shuffle)
     rows = batch_size or mixture.batch_size or 1
+    block = min(mixture.mixture_block_size if mixture.block_mixture else _BLOCK, order.epoch_size)
+    blocks = -(-order.epoch_size // block)
+
+    def first_step(number: int) -> int:
+        """The step at which a block begins: each document is one row."""
+        epoch, place = divmod(number, blocks)
+        return (epoch * order.epoch_size + place * block) // rows
+
+    order.follow(block, first_step)
     details = {
         "data": {"split": split, "eval_fraction": mixture.eval_fraction, "sources": digests},
         "tokenizer": encoder.fingerprint,
-        "order": {
-            "seed": seed,
-            "shuffle": shuffle,
-            "shuffle_buffer_size": mixture.shuffle_buffer_size,
-            "mixture_weights": weights,
-            "stop_strategy": mixture.stop_strategy if weights is not None else None,
-            "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
-            "max_length": limit,
-        },
+        "order": {**order_details(mixture, split, seed, shuffle), "max_length": limit},
         "batch_size": rows,
     }
     stats = {
@@ -231,7 +235,16 @@ def build_prompts(
         }
         for source in sources
     }
-    return PromptLoader(sources, order, encoder, rows, split, details, {"sources": stats})
+    return PromptLoader(
+        sources,
+        order,
+        encoder,
+        rows,
+        split,
+        details,
+        {"sources": stats},
+        mixture.image_target_field,
+    )
 
 
 def _fits(encoder: Encoder, example: Example, label: str, limit: int) -> bool:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from ed_data.errors import DataError
 from ed_data.mixture import Shares, permutation
+from ed_data.schedule import ScheduledShares
 from ed_data.schema import Example
 from ed_data.sources.lines import START, Spot
-from ed_data.transforms import Documents, Placed
+from ed_data.transforms import Documents, Placed, Tally
 
 SHARDS, _DRAWS = 5, 6  # they name uses of the seed, as in mixture
 
@@ -104,6 +105,18 @@ class Drawn(NamedTuple):
     example: Example
 
 
+class Mark(NamedTuple):
+    """A place in what is read.
+
+    Attributes:
+        state: of the documents.
+        tallies: of each inform, up to there.
+    """
+
+    state: dict[str, Any]
+    tallies: list[Tally]
+
+
 class MixedDocuments:
     """Documents of several informs; epoch follows epoch.
 
@@ -123,7 +136,7 @@ class MixedDocuments:
     def __init__(
         self,
         passes: Sequence[Passes],
-        shares: Shares | None,
+        shares: Shares | ScheduledShares | None,
         stop_strategy: str,
         seed: int,
         shuffle: bool,
@@ -134,6 +147,11 @@ class MixedDocuments:
         self.epoch, self._drawn, self._size = 0, 0, 0
         self._counts, self._ended = [0] * len(passes), [False] * len(passes)
         self._block: tuple[int, list[int]] | None = None
+
+    def at_step(self, step: int) -> None:
+        """Say where training is: shares that follow the steps change with the next block."""
+        if isinstance(self._shares, ScheduledShares):
+            self._shares.step = step
 
     def next(self) -> Drawn | None:
         """Return the next document, or None where an epoch ends (and the next one begins)."""
@@ -178,7 +196,9 @@ class MixedDocuments:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where reading is, as JSON values."""
+        shares = self._shares
         return {
+            **({"schedule": shares.state_dict()} if isinstance(shares, ScheduledShares) else {}),
             "epoch": self.epoch,
             "epoch_size": self._size,
             "drawn": self._drawn,
@@ -187,10 +207,26 @@ class MixedDocuments:
             "informs": [each.state_dict() for each in self.passes],
         }
 
+    def mark(self) -> Mark:
+        """Return where reading is and what has been counted, for `rewind`."""
+        tallies = [Tally.of_json(each.documents.tally.as_json()) for each in self.passes]
+        return Mark(self.state_dict(), tallies)
+
+    def rewind(self, mark: Mark) -> None:
+        """Go back to a mark, if reading went on behind it."""
+        if self.state_dict() == mark.state:
+            return
+        self.load_state_dict(mark.state)
+        for each, tally in zip(self.passes, mark.tallies, strict=True):
+            each.documents.tally = tally
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""
         self.epoch, self._size, self._drawn = state["epoch"], state["epoch_size"], state["drawn"]
         self._counts, self._ended = list(state["counts"]), list(state["ended"])
+        if isinstance(self._shares, ScheduledShares):
+            self._shares.load_state_dict(state["schedule"])
+            self._block = None
         for each, own in zip(self.passes, state["informs"], strict=True):
             each.load_state_dict(own)
 

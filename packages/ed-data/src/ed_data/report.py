@@ -6,6 +6,7 @@ realised shares of the informs, duplicates, and the first rows as the trainer se
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from ed_data.build import build_loader
 from ed_data.config import Mixture
+from ed_data.encoding import Encoding
 from ed_data.loader import Loader
 from ed_data.near import near_duplicates
 from ed_data.prepare import default_cache_dir, prepare
@@ -199,6 +201,12 @@ def data_report(
             for inform in mixture.informs
         ]
         mixture = mixture.replace(informs=informs, streaming=False, pack_on_the_fly=True)
+    tokenizer = load_tokenizer(mixture, tokenizer)
+    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
+    folder = mixture.cache_dir or cache_dir or default_cache_dir()
+    encoding = Encoding(encoder, mixture.tokenization.num_proc)
+    with contextlib.closing(encoding):
+        parts = prepare(mixture, encoding, "train", folder)
     loader = build_loader(
         mixture,
         tokenizer,
@@ -209,10 +217,6 @@ def data_report(
         schema=schema,
     )
     assert isinstance(loader, Loader)
-    tokenizer = load_tokenizer(mixture, tokenizer)
-    encoder = Encoder.create(tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema)
-    folder = mixture.cache_dir or cache_dir or default_cache_dir()
-    parts = prepare(mixture, encoder, "train", folder)
     lengths = [part.tokens.lengths(part.members) for part in parts]
     everything = np.concatenate(lengths)
     prefix = f"{schema.columns[0].name}_" if schema.columns[0].name else ""

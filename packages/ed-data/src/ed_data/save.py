@@ -11,6 +11,7 @@ from itertools import islice
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import fsspec
+import numpy as np
 
 from ed_data.batch import Batch
 from ed_data.config import Mixture, Saving
@@ -19,6 +20,7 @@ from ed_data.prepare import default_cache_dir, file_cache, read_documents
 from ed_data.schema import TEXT, Row, Schema
 from ed_data.sources.files import is_local
 from ed_data.tokenize import Encoder
+from ed_data.visual import Image
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,6 +85,8 @@ def save_mixture(
     if fs.exists(path):
         saved = _read_marker(fs, path)
         if loader is not None and saved.get("key") == marker:
+            if options.push_to_hub and saved.get("pushed") != options.hub_repo_id:
+                _push(path, saved, options)
             return [f"{path}/{name}" for name in saved["files"]]
         if not options.overwrite and (fs.isfile(path) or fs.ls(path, detail=False)):
             raise DataError(
@@ -105,7 +109,39 @@ def save_mixture(
     finally:
         if fs.exists(part):
             fs.rm(part, recursive=True)
+    if options.push_to_hub:
+        _push(path, {"key": marker, "files": names}, options)
     return [f"{path}/{name}" for name in names]
+
+
+def _push(path: str, marker: Row, options: Saving) -> None:
+    """Upload a finished folder, and note that it was."""
+    import huggingface_hub
+
+    try:
+        api = huggingface_hub.HfApi()
+        repo = api.create_repo(
+            str(options.hub_repo_id),
+            repo_type="dataset",
+            private=options.hub_private,
+            exist_ok=True,
+        ).repo_id
+        api.upload_folder(
+            repo_id=repo,
+            repo_type="dataset",
+            folder_path=path,
+            ignore_patterns=[_MARKER],
+            delete_patterns=["train-*-of-*"],
+            commit_message="Upload dataset",
+        )
+    except (OSError, ValueError) as error:  # HfHubHTTPError is an OSError
+        raise DataError(
+            f"mixture.save: {path!r} is complete, and cannot be pushed to {options.hub_repo_id!r}: "
+            f"{error}; log in (hf auth login, or HF_TOKEN) and run again, or leave push_to_hub out",
+            ("save", "push_to_hub"),
+        ) from error
+    with open(os.path.join(path, _MARKER), "w", encoding="utf-8") as stream:
+        json.dump({**marker, "pushed": options.hub_repo_id}, stream)
 
 
 def _packed_rows(loader: Packed) -> Iterator[Row]:
@@ -139,12 +175,19 @@ def _document_rows(
                 fields = document.fields
                 if schema == TEXT:
                     fields = {mixture.text_target_field: document.content}
+                if document.image is not None:
+                    fields = {**fields, mixture.image_target_field: _saved(document.image)}
                 values = zip(schema.values, document.values, strict=True)
                 fields = {**fields, **{v.field: value for v, value in values}}
                 row = {**fields, **document.extra, "source": inform.label}
                 if encoder is not None:
                     row.update((name, next(tokens).tolist()) for name in names)
                 yield row
+
+
+def _saved(image: Image) -> object:
+    """An image as a column of a table."""
+    return image.tolist() if isinstance(image, np.ndarray) else image
 
 
 def _write_shards(
@@ -212,7 +255,14 @@ class _Writer:
                     self._fs, self._path, "wt", compression=compression, encoding="utf-8"
                 )
                 self._stream = file.open()
-            self._stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            try:
+                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            except TypeError as error:
+                raise DataError(
+                    f"mixture.save: a row cannot be written as JSON: {error}; use format parquet",
+                    ("save", "format"),
+                ) from error
+            self._stream.writelines(lines)
             return
         import pyarrow as pa
 

@@ -151,12 +151,14 @@ class Example:
         extra: the row's `additional_fields`.
         place: file and line (or row) of the document, for messages.
         values: the numbers, in the order of `Schema.values`.
+        image: of a visual row, as `ed_data.visual.Image`.
     """
 
     fields: dict[str, Content]
     extra: Row = field(default_factory=dict)
     place: str = ""
     values: tuple[float | tuple[float, ...], ...] = ()
+    image: Any = None
 
     @property
     def content(self) -> Content:
@@ -166,6 +168,8 @@ class Example:
     @property
     def digest(self) -> int:
         """A 64-bit hash of all fields: the same in every file and every run."""
+        if self.image is not None:
+            return _hash([self.fields, self.values, _image_key(self.image)])
         if self.values:
             return _hash([self.fields, self.values])
         return _hash(self.content if len(self.fields) == 1 else self.fields)
@@ -174,6 +178,13 @@ class Example:
     def content_digest(self) -> int:
         """A 64-bit hash of the content alone: it decides whether the document is held out."""
         return _hash(self.content)
+
+
+def _image_key(image: Any) -> str:
+    raw = image.get("bytes") if isinstance(image, dict) else image
+    if hasattr(image, "tobytes"):  # pixels
+        raw = f"{image.shape}{image.dtype}".encode() + image.tobytes()
+    return hashlib.blake2b(raw).hexdigest() if isinstance(raw, bytes) else str(image)
 
 
 def _hash(value: object) -> int:

@@ -42,11 +42,17 @@ class Tokens(Protocol):
         hashes: `Example.content_digest` of each document.
         columns: sequences of each document.
         tally: what became of the rows that the documents were read from.
+        complete: whether every length is known, or can be soon; False while a store is written.
     """
 
     hashes: NDArray[np.uint64]
     columns: int
-    tally: Tally
+
+    @property
+    def tally(self) -> Tally: ...
+
+    @property
+    def complete(self) -> bool: ...
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
         """Return the number of tokens in a column of each document; None: in the longest one."""
@@ -91,6 +97,8 @@ class TokenStore:
     Raises:
         DataError: the folder is not a complete store of this version.
     """
+
+    complete = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)

@@ -8,20 +8,22 @@ the one that batches are made of, and the next, which a thread prepares meanwhil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ed_data.encoding import Encoding, Job
 from ed_data.mixture import IntArray, permutation
 from ed_data.packing import pack
 from ed_data.plan import RowOptions, Rows, Window, has_labels, no_labels, one_per_row
-from ed_data.reading import Drawn, MixedDocuments
+from ed_data.reading import Drawn, Mark, MixedDocuments
 from ed_data.store import digest_of, joined
-from ed_data.tokenize import Encoder
+from ed_data.tokenize import Encoded
 from ed_data.transforms import Tally
 
 #: Documents of a window, at least: enough for best-fit to fill rows to 99 %.
@@ -41,6 +43,8 @@ class WindowTokens:
         columns: sequences of each document.
         values: of each token, likewise.
     """
+
+    complete = True
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class StreamWindow:
     Attributes:
         number: windows before it.
         begins: the state of the documents where it begins.
+        row: rows before it.
         tokens: its documents.
         window: its rows.
         ends_epoch: whether an epoch ends with it.
@@ -98,10 +103,47 @@ class StreamWindow:
 
     number: int
     begins: dict[str, Any]
+    row: int
     tokens: WindowTokens
     window: Window
     ends_epoch: bool
     drawn: list[int]
+
+
+#: Tokens, loss mask and values of one column of a document.
+_Columns = tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]
+_NO: tuple[list[Any], ...] = ([], [], [])
+
+
+@dataclass
+class _Batch:
+    """Documents that are encoded together.
+
+    Attributes:
+        documents: as they were read.
+        ends_epoch: whether an epoch ends behind them.
+        after: where reading is behind them.
+        columns: of each document, in their order; None where the tokens are not there yet.
+        places: of each inform whose documents are being encoded, the numbers of these.
+        skipped: of each inform, the documents that could not be encoded.
+    """
+
+    documents: list[Drawn]
+    ends_epoch: bool
+    after: Mark
+    columns: list[Any]
+    places: list[list[int]] = field(default_factory=list)
+    skipped: dict[int, Tally] = field(default_factory=dict)
+
+    def fill(self, places: list[int], encoded: Encoded, width: int) -> None:
+        """Take the tokens of the documents at some places."""
+        tokens = [ids.astype(np.int32) for ids in encoded.tokens]
+        # Tokens stand in for masks and values that nobody reads.
+        masks, values = encoded.masks or tokens, encoded.values or tokens
+        columns = list(zip(tokens, masks, values, strict=True))
+        for number, place in enumerate(places):
+            own = columns[number * width : (number + 1) * width]
+            self.columns[place * width : (place + 1) * width] = own
 
 
 class StreamPlan:
@@ -109,7 +151,7 @@ class StreamPlan:
 
     Args:
         documents: what is read.
-        encoder: makes the tokens.
+        encoding: makes the tokens.
         options: how documents become rows.
         buffer: documents that change places with each other; None: all of a window; 0 or 1: none.
         ahead: prepare the next window in a thread.
@@ -118,17 +160,19 @@ class StreamPlan:
     def __init__(
         self,
         documents: MixedDocuments,
-        encoder: Encoder,
+        encoding: Encoding,
         options: RowOptions,
         buffer: int | None,
         ahead: bool,
     ) -> None:
-        self._documents, self._encoder, self._options = documents, encoder, options
+        self._documents, self._encoding, self._options = documents, encoding, options
+        self._encoder = encoding.encoder
         self._buffer, self.endless = buffer, options.endless
         self._size = max(WINDOW, buffer or 0)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ed-data") if ahead else None
         self._next: Future[StreamWindow] | None = None
         self._number = 0  # of the window that is made next
+        self._first_row = 0  # rows before it
         self._window: StreamWindow | None = None
         self._row = 0
         self._over = False
@@ -181,16 +225,24 @@ class StreamPlan:
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is: where its window begins in each inform, and the row in it."""
         if self._window is not None:
-            number, begins = self._window.number, self._window.begins
+            number, begins, before = self._window.number, self._window.begins, self._window.row
         else:  # at the beginning, or at the end
-            number, begins = self._number, self._documents.state_dict()
-        return {"over": self._over, "window": number, "row": self._row, "documents": begins}
+            number, begins, before = self._number, self._documents.state_dict(), self._first_row
+        return {
+            "over": self._over,
+            "window": number,
+            "rows_before": before,
+            "row": self._row,
+            "documents": begins,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken."""
         self._settle()
         self._window, self._over, self._failure = None, state["over"], None
         self._number, self._row = state["window"], state["row"]
+        # A state of an earlier version has no such number, nor weights that follow the steps.
+        self._first_row = state.get("rows_before", 0)
         if not self._over:
             self._documents.load_state_dict(state["documents"])
 
@@ -200,6 +252,7 @@ class StreamPlan:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+        self._encoding.close()
 
     def _settle(self) -> None:
         ahead, self._next = self._next, None
@@ -228,28 +281,29 @@ class StreamPlan:
         return ready
 
     def _make(self) -> StreamWindow:
-        begins, number = self._documents.state_dict(), self._number
-        ids: list[NDArray[np.int32]] = []
-        masks: list[NDArray[Any]] = []
-        values: list[NDArray[Any]] = []
-        drawn = [0] * len(self._documents.passes)
+        begins, number, row = self._documents.state_dict(), self._number, self._first_row
+        self._documents.at_step(row // self._options.batch_size)
+        columns, skipped, drawn = (
+            list[_Columns](),
+            list[dict[int, Tally]](),
+            [0] * len(self._documents.passes),
+        )
         read = size = 0
         ends_epoch = False
-        while read < self._size and size < TOKENS and not ends_epoch:
-            batch: list[Drawn] = []
-            while len(batch) < min(_ENCODED, self._size - read):
-                document = self._documents.next()
-                if document is None:
-                    ends_epoch = True
-                    break
-                batch.append(document)
+        for batch in self._batches():
+            columns += batch.columns
+            skipped.append(batch.skipped)
+            ends_epoch = batch.ends_epoch
+            read += len(batch.documents)
+            for document in batch.documents:
                 drawn[document.inform] += 1
-            read += len(batch)
-            for tokens, mask, value in self._encode(batch):
-                ids.append(tokens)
-                masks.append(mask)
-                values.append(value)
-                size += len(tokens)
+            size += sum(len(ids) for ids, *_ in batch.columns)
+            if size >= TOKENS:
+                self._documents.rewind(batch.after)  # processes may be ahead
+                break
+        for inform, tally in (pair for each in skipped for pair in each.items()):
+            self._documents.passes[inform].documents.tally.add(tally)
+        ids, masks, values = (list(each) for each in zip(*columns, strict=True)) if columns else _NO
         tokens = WindowTokens(
             ids,
             masks if self._encoder.has_loss_mask else None,
@@ -260,28 +314,48 @@ class StreamPlan:
         if number == 0 and self._encoder.has_loss_mask and not has_labels([tokens], window):
             raise no_labels(read, window.dropped)
         self._number += 1
-        return StreamWindow(number, begins, tokens, window, ends_epoch, drawn)
+        self._first_row += window.packing.rows
+        return StreamWindow(number, begins, row, tokens, window, ends_epoch, drawn)
 
-    def _encode(
-        self, batch: list[Drawn]
-    ) -> Sequence[tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]]:
-        """Tokens, masks and values of the columns of each document, in the order of the batch."""
-        columns = len(self._encoder.schema.columns)
-        result: list[Any] = [None] * (len(batch) * columns)
-        for number, each in enumerate(self._documents.passes):
-            at = [i for i, document in enumerate(batch) if document.inform == number]
-            if not at:
-                continue
-            tally = each.documents.tally if each.documents.inform.on_error == "skip" else None
-            encoded = self._encoder.encode([batch[i].example for i in at], each.label, tally)
-            tokens = [ids.astype(np.int32) for ids in encoded.tokens]
-            # Tokens stand in for masks and values that nobody reads.
-            masks, values = encoded.masks or tokens, encoded.values or tokens
-            pairs = list(zip(tokens, masks, values, strict=True))
-            for place, i in enumerate(at):
-                own = pairs[place * columns : (place + 1) * columns]
-                result[i * columns : (i + 1) * columns] = own
-        return result
+    def _batches(self) -> Iterator[_Batch]:
+        """The documents from here on with their tokens, until there are enough for a window."""
+        reading = deque[_Batch]()
+
+        def jobs() -> Iterator[Job]:
+            for batch in self._read():
+                reading.append(batch)
+                for number, each in enumerate(self._documents.passes):
+                    at = [i for i, d in enumerate(batch.documents) if d.inform == number]
+                    if at:
+                        batch.places.append(at)
+                        tally = None
+                        if each.documents.inform.on_error == "skip":
+                            tally = batch.skipped.setdefault(number, Tally())
+                        yield Job([batch.documents[i].example for i in at], each.label, tally)
+
+        width = len(self._encoder.schema.columns)
+        for encoded in self._encoding.map(jobs()):
+            batch = reading[0]
+            batch.fill(batch.places.pop(0), encoded, width)
+            if None not in batch.columns:
+                yield reading.popleft()
+        yield from reading  # an epoch that ends without another document
+
+    def _read(self) -> Iterator[_Batch]:
+        """The documents from here on, as many as a window has at most."""
+        left, over = self._size, False
+        width = len(self._encoder.schema.columns)
+        while left and not over:
+            documents: list[Drawn] = []
+            while len(documents) < min(_ENCODED, left):
+                document = self._documents.next()
+                if document is None:
+                    over = True
+                    break
+                documents.append(document)
+            left -= len(documents)
+            columns: list[Any] = [None] * (len(documents) * width)
+            yield _Batch(documents, over, self._documents.mark(), columns)
 
     def _pack(self, tokens: WindowTokens, documents: int, number: int) -> Window:
         options, key = self._options, (self._options.seed, number)

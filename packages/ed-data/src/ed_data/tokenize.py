@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, takewhile
@@ -138,14 +138,6 @@ class Encoder:
         if self.schema != TEXT:
             options.append(self.schema.as_json())
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
-
-    def encode_all(
-        self, documents: Iterable[Example], label: str, skip: Skipped | None = None
-    ) -> Iterator[Encoded]:
-        """Encode documents batch by batch, in their order; see `encode`."""
-        stream = iter(documents)
-        while batch := list(islice(stream, self.batch_size)):
-            yield self.encode(batch, label, skip)
 
     def encode(self, documents: list[Example], label: str, skip: Skipped | None = None) -> Encoded:
         """Encode documents of the inform `label`.

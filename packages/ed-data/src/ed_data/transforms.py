@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ed_data.content import checked, checked_steps, number
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import TEXT, Content, Example, Row, Schema
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
+from ed_data.sources.files import FileSource
 from ed_data.sources.lines import START, Record, Spot
 from ed_data.sources.python import resolve
+from ed_data.visual import image_of
 
 
 @dataclass
@@ -34,6 +37,12 @@ class Tally:
         """Count a row that is left out."""
         self.dropped[reason] += 1
         self.examples.setdefault(reason, where)
+
+    def add(self, other: Tally) -> None:
+        """Count what another tally has counted after this one."""
+        self.rows += other.rows
+        self.dropped.update(other.dropped)
+        self.examples = {**other.examples, **self.examples}
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -91,12 +100,16 @@ class Documents:
         self._names = {name: name for name in schema.fields}
         if "content_field" in inform.model_fields_set:
             self._names[schema.content] = inform.content_field
+        if inform.text_field is not None:
+            self._names[schema.content] = inform.text_field
+        self._image = inform.image_field or inform.pixel_field
         self._steps = {column.field for column in schema.columns if column.steps}
-        self._keys = {schema.content: "content_field"}
+        self._keys = {schema.content: "text_field" if inform.text_field else "content_field"}
         self._columns = None
         if self._callback is None and not inform.format_fields:
             wanted = [*self._names.values(), *inform.additional_fields]
             wanted += [value.field for value in schema.values]
+            wanted += [] if self._image is None else [self._image]
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -118,10 +131,11 @@ class Documents:
         Raises:
             DataError: a row cannot be read or is no document, and `on_error` is not `skip`.
         """
+        folder = self._folder(shard)
         for record in records(self.source, shard, self._columns, start):
             self.tally.rows += 1
             try:
-                example = self._document(record)
+                example = self._document(record, folder)
             except DataError as error:
                 if self.inform.on_error == "raise":
                     raise
@@ -188,7 +202,12 @@ class Documents:
             row = {inform.format_fields.get(name, name): value for name, value in row.items()}
         return row
 
-    def _document(self, record: Record) -> Example | None:
+    def _folder(self, shard: int) -> str:
+        """The folder of a part of the source; empty where it is no file."""
+        files = self.source.files if isinstance(self.source, FileSource) else ()
+        return os.path.dirname(files[shard].address) if files else ""
+
+    def _document(self, record: Record, folder: str) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
         where = f"inform {self.inform.label!r}, {record.place}"
@@ -203,7 +222,7 @@ class Documents:
             if self._prepare is not None and value is not None:
                 value = _call(self._prepare, value, "preprocessing_fn", where)
                 reason = "dropped by preprocessing_fn" if value is None else reason
-            check = _checked_steps if name in self._steps else _checked
+            check = checked_steps if name in self._steps else checked
             content = check(value, from_field, where, name == self.schema.content)
             if content is None and name in self.schema.learned:
                 self.tally.drop(reason, record.place)
@@ -212,7 +231,14 @@ class Documents:
         extra = {
             n: _take(row, n, "additional_fields", where) for n in self.inform.additional_fields
         }
-        return Example(fields, extra, record.place, self._values(row, fields, where))
+        image = None
+        if self._image is not None:
+            key = "image_field" if self.inform.image_field else "pixel_field"
+            image = image_of(_take(row, self._image, key, where), self.inform, folder, where)
+            if image is None:
+                self.tally.drop(f"{self._image!r} is null", record.place)
+                return None
+        return Example(fields, extra, record.place, self._values(row, fields, where), image)
 
     def _values(
         self, row: Row, fields: dict[str, Content], where: str
@@ -226,7 +252,7 @@ class Documents:
             found = _take(row, value.field, "format_fields", where)
             column = columns[value.column]
             if not column.steps:
-                result.append(_number(found, value.field, where))
+                result.append(number(found, value.field, where))
                 continue
             steps = fields[column.field]
             if not isinstance(found, list | tuple) or len(found) != len(steps):
@@ -234,7 +260,7 @@ class Documents:
                     f"{where}: {value.field!r} has one number for each of the {len(steps)} steps "
                     f"of {column.field!r}, not {found!r}; correct the row"
                 )
-            result.append(tuple(_number(item, value.field, where) for item in found))
+            result.append(tuple(number(item, value.field, where) for item in found))
         return tuple(result)
 
 
@@ -260,6 +286,8 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
         "format_callback": _hash_function(inform, "format_callback"),
         "preprocessing_fn": _hash_function(inform, "preprocessing_fn"),
     }
+    if inform.is_visual:
+        facts["visual"] = [inform.image_field, inform.pixel_field, inform.text_field]
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
     return facts if schema == TEXT else {**facts, "schema": schema.as_json()}
@@ -329,64 +357,3 @@ def _take(row: Row, name: str, key: str, where: str) -> Any:
             (key,),
         )
     return row[name]
-
-
-def _checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    """The content, or None where it is empty."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        _check_text(value, field, where, is_content)
-        return value if value.strip() else None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    wrong = f"is a {type(value).__name__}; it must be a text, a list of chat messages or token ids"
-    if isinstance(value, list | tuple):
-        items = list(value)
-        if not items:
-            return None
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            return items
-        if all(isinstance(item, dict) and "role" in item and "content" in item for item in items):
-            for item in items:
-                if isinstance(item["content"], str):
-                    _check_text(item["content"], field, where, is_content)
-            return items
-        wrong = "holds neither chat messages {'role': …, 'content': …} nor token ids"
-    raise DataError(
-        f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
-    )
-
-
-def _checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
-    if value is not None and not (
-        isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
-    ):
-        raise DataError(
-            f"{where}: {field!r} is a list of texts, the steps of an answer, not {value!r}; "
-            "correct the row, or drop it in format_callback"
-        )
-    for text in value or ():
-        _check_text(text, field, where, is_content)
-    return list(value) if value else None
-
-
-def _number(value: Any, field: str, where: str) -> float:
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise DataError(
-            f"{where}: {field!r} is a number, true or false, not {value!r}; correct the row, or "
-            "drop it in format_callback"
-        )
-    return float(value)
-
-
-def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])
-        raise DataError(
-            f"{where}, {'content_field' if is_content else repr(field)}: the tokenizer cannot "
-            f"encode the text: {half} at character {error.start} is half of a surrogate pair; "
-            "correct the row, or drop it in format_callback"
-        ) from error

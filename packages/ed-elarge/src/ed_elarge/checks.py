@@ -244,7 +244,7 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
         return
     entry = run.method_entry
     reads = [*entry.needs, *entry.may_read]
-    for name in ("reference", "teacher"):
+    for name in ("reference", "teacher", "reward"):
         section = f"{name}_model"
         if section in run.written and name not in reads:
             listing = ", ".join(f"{other}_model" for other in reads) or "no other model"
@@ -292,6 +292,20 @@ def tasks_of_section(run: RunConfig) -> Iterator[Problem]:
     if run.eval is not None:
         run_here = any(a.name == "eval" and not a.options.tasks for a in run.actions)
         yield from _tasks(run, run.eval, ("eval", "tasks"), run_here)
+
+
+def benchmarks(run: RunConfig) -> Iterator[Problem]:
+    """The tasks of `trainer.benchmarks`, and that the model writes what is asked for."""
+    trainer = run.trainer
+    if trainer is None or run.eval is None:
+        return
+    task = run.method_entry.task
+    for option in ("generation_interval", "benchmark_interval"):
+        if task != TaskType.CAUSAL_LM and getattr(trainer, option) is not None:
+            message = f"{run.method} trains a model for {task.value!r}, which generates nothing"
+            yield Problem(("trainer", option), message, True)
+    named = run.eval.model_copy(update={"tasks": trainer.benchmarks})
+    yield from _tasks(run, named, ("trainer", "benchmarks"), run.will("train"))
 
 
 def tasks_of_action(run: RunConfig, action: Action) -> Iterator[Problem]:

@@ -74,8 +74,14 @@ class Tasks:
                 raise ConfigError(f"the task {name!r} cannot be loaded ({detail})") from error
 
 
-def run(engine: eSurge, tasks: Tasks) -> dict[str, Any]:
-    """Evaluate, and keep the results; returns what lm-eval returns, with JSON values only."""
+def run(engine: eSurge, tasks: Tasks, results_file: Path | None = None) -> dict[str, Any]:
+    """Evaluate, and keep the results; returns what lm-eval returns, with JSON values only.
+
+    Args:
+        engine: answers the requests.
+        tasks: what is asked.
+        results_file: where the results go; default: `tasks.results`.
+    """
     from ed_esurge.lm_eval import eSurgeLM
     from lm_eval.evaluator import simple_evaluate
 
@@ -110,8 +116,9 @@ def run(engine: eSurge, tasks: Tasks) -> dict[str, Any]:
         fewshot_random_seed=options.fewshot_random_seed,
     )
     text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
-    tasks.results.parent.mkdir(parents=True, exist_ok=True)
-    tasks.results.write_text(text, "utf-8")
+    file = results_file or tasks.results
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, "utf-8")
     return json.loads(text)
 
 

@@ -179,6 +179,10 @@ class eLargeModel(Setters):
         """The model of the section `teacher_model`."""
         return self.part("teacher")
 
+    def build_reward_model(self) -> CausalLM:
+        """The model of the section `reward_model`."""
+        return self.part("reward")
+
     def build_dataset(self) -> Loader | StreamLoader:
         """The loader of training batches."""
         return self.part("loaders")[0]

@@ -57,6 +57,11 @@ def teacher_model(run: RunConfig) -> Iterator[Problem]:
     yield from _other_model("teacher_model", run.teacher_model)
 
 
+def reward_model(run: RunConfig) -> Iterator[Problem]:
+    """Directory of the reward model."""
+    yield from _other_model("reward_model", run.reward_model)
+
+
 def adapter(run: RunConfig) -> Iterator[Problem]:
     """The directory of the adapter; hub ids are looked up on loading."""
     if run.lora is not None and run.lora.name_or_path is not None:

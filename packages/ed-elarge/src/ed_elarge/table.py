@@ -114,6 +114,12 @@ SECTIONS: dict[str, Section] = {
         looks=(surroundings.teacher_model,),
         builds={"teacher": "ed_elarge.build:teacher_model"},
     ),
+    "reward_model": Section(
+        OtherModelSection,
+        has_default=False,
+        looks=(surroundings.reward_model,),
+        builds={"reward": "ed_elarge.build:reward_model"},
+    ),
     "quantization": Section(
         QuantizationSection,
         has_default=False,
@@ -146,12 +152,16 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
-        checks=(checks.other_models,),
+        checks=(checks.other_models, checks.benchmarks),
         looks=(surroundings.save_directory,),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
     ),
-    "esurge": Section(EngineConfig, idle=idle.engine, builds={"engine": "ed_elarge.build:engine"}),
+    "esurge": Section(
+        EngineConfig,
+        idle=idle.engine,
+        builds={"engine": "ed_elarge.build:engine", "rollout": "ed_elarge.build:rollout"},
+    ),
     "eval": Section(
         EvalSection,
         checks=(checks.tasks_of_section,),
@@ -160,14 +170,9 @@ SECTIONS: dict[str, Section] = {
     ),
 }
 
-#: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
-LATER: frozenset[str] = frozenset({"reward_model"})
-
 
 def unknown_section(name: object) -> str:
     """The message for a section that does not exist."""
-    if name in LATER:
-        return f"the section {name!r} is not part of this version of ed-elarge"
     known = [*SECTIONS, "actions"]
     return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
 

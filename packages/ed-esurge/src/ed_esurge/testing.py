@@ -10,11 +10,14 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ed_infra.errors import CheckpointError
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.adapters import AdapterTable, LoadedAdapter
 from ed_esurge.outputs import (
     CompletionOutput,
     FinishReason,
@@ -73,7 +76,7 @@ class ScriptedEngine:
 
     Attributes:
         requests: sampling parameters by request id, in order of arrival.
-        options: how each was queued (`priority`, `cache_salt`), by request id.
+        options: how each was queued (`priority`, `cache_salt`, `lora_name`), by request id.
         aborted: ids of the requests that nobody followed to their end.
     """
 
@@ -100,6 +103,7 @@ class ScriptedEngine:
         self._delay = delay
         self._fail_after = fail_after
         self._running = 0
+        self._adapters = AdapterTable(self.config.max_loras)
 
     def check_structured(self, wanted: StructuredOutputs) -> None:
         """Compile a grammar; the script is not held to it."""
@@ -153,10 +157,29 @@ class ScriptedEngine:
             if not done:
                 self.aborted.append(request_id)
 
+    async def load_lora_adapter(self, name: str, source: Path) -> None:
+        """Take a directory with an `adapter_config.json` for an adapter."""
+        if not (source / "adapter_config.json").is_file():
+            raise CheckpointError(f"{source} holds no adapter_config.json")
+        self._adapters.add(name, 1, str(source), ())
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Drop an adapter."""
+        self._adapters.remove(name)
+
+    def list_lora_adapters(self) -> list[LoadedAdapter]:
+        """The adapters in the order in which they came."""
+        return list(self._adapters)
+
     async def embed(
-        self, prompt_token_ids: list[int], pooling_params: PoolingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        pooling_params: PoolingParams,
+        request_id: str,
+        **options: Any,
     ) -> RequestOutput:
         """A vector of how often the first eight bytes of the vocabulary occur."""
+        self.options[request_id] = options
         await asyncio.sleep(self._delay)
         vector = np.bincount(np.asarray(prompt_token_ids) % 8, minlength=8).astype(np.float32)
         if pooling_params.normalize:

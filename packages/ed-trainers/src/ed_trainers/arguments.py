@@ -15,11 +15,15 @@ from ed_infra.options import Positive
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
+from ed_trainers.options.gkd import GKDArguments
+from ed_trainers.options.groups import GRPOArguments, RLOOArguments, RLVRArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.next_token import NextTokenArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
+from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.scores import PRMArguments, RewardArguments
+from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 
 __all__ = [
     "ARGUMENTS",
@@ -52,6 +56,7 @@ class MethodEntry(NamedTuple):
         may_read: the frozen models that it can also do without.
         task: what its model is for, a `TaskType`.
         labels: outputs of the model's head, where it is no language model.
+        samples: whether it learns from completions of its own: its trainer takes a `rollout`.
     """
 
     arguments: type[TrainingArguments]
@@ -61,6 +66,7 @@ class MethodEntry(NamedTuple):
     may_read: tuple[str, ...] = ()
     task: TaskType = TaskType.CAUSAL_LM
     labels: int | None = None
+    samples: bool = False
 
 
 #: `trainer_type` -> the method.
@@ -113,6 +119,55 @@ METHODS: dict[str, MethodEntry] = {
         rows="embedding",
         task=TaskType.EMBEDDING,
     ),
+    "grpo": MethodEntry(
+        GRPOArguments,
+        "ed_trainers.methods.grpo:GRPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "rloo": MethodEntry(
+        RLOOArguments,
+        "ed_trainers.methods.rloo:RLOOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "rlvr": MethodEntry(
+        RLVRArguments,
+        "ed_trainers.methods.rlvr:RLVRTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "ppo": MethodEntry(
+        PPOArguments,
+        "ed_trainers.methods.ppo:PPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "gkd": MethodEntry(
+        GKDArguments,
+        "ed_trainers.methods.gkd:GKDTrainer",
+        rows="prompt",
+        needs=("teacher",),
+        samples=True,
+    ),
+    "xpo": MethodEntry(
+        XPOArguments,
+        "ed_trainers.methods.xpo:XPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "nash_md": MethodEntry(
+        NashMDArguments,
+        "ed_trainers.methods.nash_md:NashMDTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
     "prm": MethodEntry(
         PRMArguments,
         "ed_trainers.methods.prm:PRMTrainer",
@@ -120,6 +175,20 @@ METHODS: dict[str, MethodEntry] = {
         task=TaskType.SEQUENCE_CLASSIFICATION,
         labels=2,
     ),
+}
+
+# Option -> options that do nothing without it.
+_NEEDED = {
+    "generation_interval": (
+        "generation_prompts",
+        "generation_num_prompts",
+        "generation_max_new_tokens",
+        "generation_temperature",
+        "generation_top_p",
+    ),
+    "benchmark_interval": ("benchmarks",),
+    "benchmarks": ("benchmark_interval",),
+    "profile_start_step": ("profile_steps",),
 }
 
 #: `trainer_type` -> its options.
@@ -164,7 +233,7 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
             idle.append(("warmup_steps", f"{why}: the learning rate only rises"))
             if arguments.scheduler in DECAYING:
                 idle.append(("scheduler", f"{why}: the learning rate never decays"))
-        for name in ("save_steps", "evaluation_steps"):
+        for name in ("save_steps", "evaluation_steps", "generation_interval", "benchmark_interval"):
             every = getattr(arguments, name)
             if every is not None and every > steps:
                 idle.append((name, f"the run ends after {steps} steps, at the end it acts anyway"))
@@ -180,4 +249,21 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
         for name in ("project", "run_name"):
             if name in arguments.model_fields_set:
                 idle.append((name, "report_to names no tracker"))
+    return idle + _idle_probes(arguments)
+
+
+def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
+    """The idle options of previews, benchmarks and the profiler."""
+    idle = []
+    for needed, names in _NEEDED.items():
+        if not getattr(arguments, needed):
+            here = [name for name in names if name in arguments.model_fields_set]
+            idle += [(name, f"{needed} is not set") for name in here]
+    if arguments.generation_prompts and "generation_num_prompts" in arguments.model_fields_set:
+        idle.append(("generation_num_prompts", "generation_prompts says which there are"))
+    if not arguments.generation_temperature and arguments.generation_top_p < 1:
+        idle.append(("generation_top_p", "generation_temperature is 0: nothing is sampled"))
+    steps, first = arguments.max_training_steps, arguments.profile_start_step
+    if steps is not None and first is not None and first > steps:
+        idle.append(("profile_start_step", f"the run ends after {steps} steps"))
     return idle

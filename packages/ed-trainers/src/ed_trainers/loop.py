@@ -4,74 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
-import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run, move_aside
-from ed_trainers.contract import Batch, Method
+from ed_trainers.contract import Batch
 from ed_trainers.diverged import Divergence
-from ed_trainers.evaluation import Evaluator
-from ed_trainers.feed import Feed, HostBatch
+from ed_trainers.feed import count_tokens
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
+from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
 from ed_trainers.interrupt import StopRequest
+from ed_trainers.job import Job
 from ed_trainers.optimizers import build_optimizer, build_schedule
-from ed_trainers.options.base import TrainingArguments
-from ed_trainers.placement import Placement, microbatches
+from ed_trainers.placement import microbatches
+from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
+from ed_trainers.stored import disk
+from ed_trainers.stored.arrays import size_of
 from ed_trainers.stored.saved import model_facts
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
-
-
-class Notify(Protocol):
-    """Tells callbacks of an event."""
-
-    def __call__(self, event: str, *values: object) -> None:
-        """Call the method `event` of every callback with the values."""
-        ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """The parts of one training run.
-
-    Attributes:
-        arguments: options of the run.
-        total_steps: updates of the whole run.
-        feed: the training batches.
-        method: batch, loss and frozen models.
-        placement: puts batches on the devices.
-        evaluator: of the held-out data, if there are any.
-        begin: makes the state that training begins with, unless a checkpoint has a later one.
-        adopt: takes a state whose arrays replace those of `begin`.
-        save_model: writes the trained model into a directory.
-        notify: tells callbacks.
-    """
-
-    arguments: TrainingArguments
-    total_steps: int
-    feed: Feed
-    method: Method
-    placement: Placement
-    evaluator: Evaluator | None
-    begin: Callable[[], EasyDeLState]
-    adopt: Callable[[EasyDeLState], None]
-    save_model: Callable[[Path], None]
-    notify: Notify
 
 
 class TrainingLoop:
@@ -99,11 +63,12 @@ class TrainingLoop:
             say=self._say,
         )
         others = sinks_of(self.arguments, self._say) if first else ()
-        self.log = MetricsLog(directory / RECORD, others, active=first)
+        self.log = MetricsLog(directory / RECORD, others, active=first, say=self._say)
         self.meter = Meter()
+        self._profile = ProfileWindow(self.arguments, self._say)
         self.progress: Progress | None = None
-        # Reports that are still on the device: (step, report, tokens of the step).
-        self._pending: tuple[int, dict[str, jax.Array], int] | None = None
+        # What is still on the device: (step, report, tokens of the step, figures of its batch).
+        self._pending: tuple[int, dict[str, jax.Array], int, Mapping[str, float]] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
         self._lent: list[Weights] = []
@@ -123,6 +88,7 @@ class TrainingLoop:
         finally:
             # Also after an error: a checkpoint that was begun becomes complete.
             self.checkpoints.close()
+            self._profile.stop()
             self.log.close()
             if self.progress is not None:
                 self.progress.close()
@@ -210,16 +176,23 @@ class TrainingLoop:
             if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
                 self._stopped_by = self.stop.reason
                 self._save_asked = self.stop.take_save()
-            if self._evaluation_is_due() or self._save_is_due():
+            if self._profile.ends_with(self.step):
+                self._finish_pending()
+                self._profile.stop()
+            probes = [p for p in self.job.probes if self._is_time(p.every)]
+            if probes or self._evaluation_is_due() or self._save_is_due():
                 self._finish_pending()
                 if self._evaluation_is_due():
                     self._evaluate()
+                for probe in probes:
+                    self._look(probe)
                 if self._save_is_due():
                     with self.meter.spending("checkpoint"):
                         self._save()
         self._finish_pending()
 
     def _one_step(self) -> None:
+        self._profile.before(self.step + 1)
         with self.meter.fetching(self._devices_are_idle):
             prepared = self.job.method.prepare(self.job.feed.batch(self.step))
             height = next(iter(prepared.values())).shape[0]
@@ -234,7 +207,8 @@ class TrainingLoop:
             self._lent.pop().end()
         self._leaves, report = self._call(placed)
         self.step += 1
-        previous, self._pending = self._pending, (self.step, report, count_tokens(prepared))
+        of_batch = count_tokens(prepared), self.job.feed.figures
+        previous, self._pending = self._pending, (self.step, report, *of_batch)
         if previous is not None:
             self._finish(*previous)
 
@@ -265,7 +239,13 @@ class TrainingLoop:
             pending, self._pending = self._pending, None
             self._finish(*pending)
 
-    def _finish(self, step: int, report: Mapping[str, jax.Array], tokens: int) -> None:
+    def _finish(
+        self,
+        step: int,
+        report: Mapping[str, jax.Array],
+        tokens: int,
+        of_batch: Mapping[str, float],
+    ) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
         self._divergence.check(step, figures, self.checkpoints.steps)
@@ -277,7 +257,7 @@ class TrainingLoop:
         if step % self.arguments.log_steps and step not in (1, self.total):
             return
         del figures["weight"]
-        row = {"step": step, "loss": figures.pop("loss"), **figures}
+        row = {"step": step, "loss": figures.pop("loss"), **figures, **of_batch}
         self._write(row | {"tokens": tokens, "time": time.time()} | self.meter.row())
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -288,11 +268,28 @@ class TrainingLoop:
 
     # --- pauses ---
 
+    def _is_time(self, every: int | None) -> bool:
+        """Whether it is time for what is done every so many steps, and at the end."""
+        return self.step == self.total or (every is not None and self.step % every == 0)
+
+    def _look(self, probe: Probe) -> None:
+        state = self._shown_state()
+        weights = Weights(state.graphdef, state.graphstate, state.graphother, version=self.step)
+        with self.meter.spending("evaluation"):
+            row, lines = probe.look(weights)
+        weights.end()
+        self._write({"step": self.step, **row, "time": time.time()})
+        for line in lines:
+            self._say(f"step {self.step}: {line}")
+
+    def _shown_state(self) -> EasyDeLState:
+        """The state whose model is evaluated: the running mean, where there is one."""
+        return self._state().averaged() if self.arguments.use_ema else self._state()
+
     def _evaluation_is_due(self) -> bool:
         if self.job.evaluator is None:
             return False
-        every = self.arguments.evaluation_steps
-        if self.step != self.total and (every is None or self.step % every):
+        if not self._is_time(self.arguments.evaluation_steps):
             return False
         last = self.log.last(evaluation=True)
         return last is None or last["step"] != self.step
@@ -301,9 +298,8 @@ class TrainingLoop:
         assert self.job.evaluator is not None
         assert self.progress is not None
         began = time.monotonic()
-        state = self._state().averaged() if self.arguments.use_ema else self._state()
         with self.meter.spending("evaluation"):
-            metrics = self.job.evaluator.run(state, self.progress.evaluating)
+            metrics = self.job.evaluator.run(self._shown_state(), self.progress.evaluating)
         if self.arguments.save_best_k or self.arguments.load_best_model_at_end:
             self._best.check(metrics)
         seconds = time.monotonic() - began
@@ -342,12 +338,13 @@ class TrainingLoop:
                 f"stopped by {stopped_by} at step {self.step} of {self.total}; "
                 f"to go on, run the same command again: it resumes from {path}"
             )
-        elif self.arguments.do_last_save:
-            self.job.save_model(directory / MODEL)
-            self._say(f"trained {self.step} steps; the model{which} is in {directory / MODEL}")
+        failed = self.checkpoints.failed
+        if stopped_by is None and self.arguments.do_last_save:
+            not_saved = self._save_model(directory / MODEL, which, path)
+            failed = failed or not_saved
         self.job.notify("on_train_end", self.step)
-        if self.checkpoints.failed is not None:
-            raise CheckpointError(self.checkpoints.failed)
+        if failed is not None:
+            raise CheckpointError(failed)
         return {
             "state": self._state(),
             "metrics": self._summary(),
@@ -355,6 +352,19 @@ class TrainingLoop:
             "best_checkpoint_path": None if best is None else self.checkpoints.path(best),
             "stopped_by": stopped_by,
         }
+
+    def _save_model(self, target: Path, which: str, checkpoint: Path | None) -> str | None:
+        """Write the trained model; return why it could not be, where the disk is full."""
+        try:
+            self.job.save_model(target)
+        except Exception as error:
+            if not disk.is_full(error):
+                raise
+            room = disk.room(target, size_of(jax.tree.leaves(self._state().graphstate)))
+            again = f"; {checkpoint} is intact: run the same command again" if checkpoint else ""
+            return f"the model could not be written to {target}: {room}{again}"
+        self._say(f"trained {self.step} steps; the model{which} is in {target}")
+        return None
 
     def _settle(self, best: int | None) -> str:
         """Put the parameters that the run ends with in the place of the last ones; say which."""
@@ -387,10 +397,3 @@ class TrainingLoop:
             self.progress.say(message)
         elif jax.process_index() == 0:
             print(message, flush=True)
-
-
-def count_tokens(prepared: HostBatch) -> int:
-    """Number of tokens of a prepared batch that are not padding."""
-    if "segment_ids" in prepared:
-        return int(np.count_nonzero(prepared["segment_ids"]))
-    return int(prepared["input_ids"].size) if "input_ids" in prepared else 0

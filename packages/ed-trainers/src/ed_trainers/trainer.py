@@ -18,17 +18,20 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.callbacks import Callback
-from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
+from ed_trainers.contract import Batch, Frozen, HeldOut, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.figures.metrics import RECORD
-from ed_trainers.loop import Job, TrainingLoop
+from ed_trainers.job import Job
+from ed_trainers.loop import TrainingLoop
 from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
+from ed_trainers.probes import Benchmark, probes_of
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
+from ed_trainers.stored import disk
 
 # From here on a length is no length: transformers writes 1e30 for one that it does not know.
 _UNLIMITED = 1e20
@@ -90,6 +93,7 @@ class Trainer(ABC):
         callbacks: hooks into the loop.
         frozen: the models that do not learn, by name; each on the mesh of the model. The model
             itself may be one of them: then it is kept as it is before training.
+        benchmark: runs the argument `benchmarks`.
 
     Raises:
         ConfigError: an argument is of the wrong kind, a frozen model is missing or not wanted, or a
@@ -103,6 +107,8 @@ class Trainer(ABC):
     per_token: ClassVar[bool] = True
     #: Means over a whole step that the loss reads; see `Method.statistics`.
     statistics: Statistics | None = None
+    #: `prepare` of held-out batches, where it reads the state; see `Method.held_out`.
+    held_out: HeldOut | None = None
 
     def __init__(
         self,
@@ -114,6 +120,7 @@ class Trainer(ABC):
         *,
         callbacks: Iterable[Callback] = (),
         frozen: Mapping[str, LanguageModel] | None = None,
+        benchmark: Benchmark | None = None,
     ):
         if not isinstance(arguments, self.arguments_class):
             raise ConfigError(
@@ -138,19 +145,20 @@ class Trainer(ABC):
                 "load_best_model_at_end and save_best_k compare evaluations: give an eval_dataset"
             )
         self._version = int(first.step)
-        self.feed = None if train_dataset is None else Feed(train_dataset)
+        self.feed = None if train_dataset is None else self.feed_of(train_dataset)
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
         frozen_models = self._freeze(frozen or {})
         self.method = Method(
-            self.prepare, self.loss, frozen_models, self.per_token, self.statistics
+            self.prepare, self.loss, frozen_models, self.per_token, self.statistics, self.held_out
         )
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
             self.evaluator = Evaluator(self.method, self.placement, eval_dataset, rows=rows)
+        self._probes = probes_of(arguments, self._model, processing_class, eval_dataset, benchmark)
         self._loop: TrainingLoop | None = None
 
     @abstractmethod
@@ -160,6 +168,10 @@ class Trainer(ABC):
     @abstractmethod
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `ed_trainers.contract.LossFn`."""
+
+    def feed_of(self, dataset: Dataset) -> Feed:
+        """Return the training batches of a dataset, by step."""
+        return Feed(dataset)
 
     @property
     def model(self) -> LanguageModel:
@@ -183,7 +195,8 @@ class Trainer(ABC):
         """The present weights, for a `Rollout`; they end when the next step begins."""
         weights = None if self._loop is None else self._loop.weights()
         if weights is None:
-            weights = Weights(*self.model.split_module(), version=self._version)
+            self._refresh()
+            weights = Weights(*self._model.split_module(), version=self._version)
         return weights
 
     @property
@@ -223,6 +236,7 @@ class Trainer(ABC):
                 method=self.method,
                 placement=self.placement,
                 evaluator=self.evaluator,
+                probes=self._probes,
                 begin=self._first_state,
                 adopt=self.adopt,
                 save_model=self.save_model,
@@ -238,7 +252,7 @@ class Trainer(ABC):
             self._loop = None
         directory = Path(self.arguments.save_directory)
         if jax.process_index() == 0 and (directory / RECORD).is_file():
-            write_report(directory)
+            _report(directory)
         return TrainerOutput(save_directory=directory, **outcome)
 
     def evaluate(self) -> dict[str, float]:
@@ -356,6 +370,17 @@ class Trainer(ABC):
         wanted = self.frozen_of(models)
         placed = {name: self.on_mesh(name, model) for name, model in wanted.items()}
         return Frozen(placed, self._model)
+
+
+def _report(directory: Path) -> None:
+    """Write the report of a run; where the disk is full, say so: the run itself is done."""
+    try:
+        write_report(directory)
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        room = disk.room(directory, (directory / RECORD).stat().st_size)
+        print(f"the report of {directory} could not be written: {room}", flush=True)
 
 
 def _with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:

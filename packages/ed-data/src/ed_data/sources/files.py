@@ -32,12 +32,14 @@ class FileCache:
         retries: further attempts after one that fails.
         delay: seconds before the first of them; each waits twice as long as the one before.
         expiry: seconds after which a copy is fetched again; None keeps it until the file changes.
+        streaming: read datasets of the hub as they come, without a download.
     """
 
     folder: str | None
     retries: int = 0
     delay: float = 1.0
     expiry: float | None = None
+    streaming: bool = False
 
 
 class FileSource:

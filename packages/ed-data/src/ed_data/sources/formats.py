@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import lzma
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,14 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no value of JSON (write null)")
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_fields, parse_constant=_no_number)
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits} is too large for a number")
+    return value
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_fields, parse_constant=_no_number, parse_float=_finite)
 
 
 def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:

@@ -1,24 +1,50 @@
-"""Hugging Face datasets, from the hub or from a folder; `datasets` is imported on first use."""
+"""Hugging Face datasets, from the hub or from a folder; `datasets` is imported on first use.
+
+Without `streaming` a dataset is downloaded and prepared once, by `datasets`. With it, nothing is
+kept: parquet files, which most datasets are made of, are read where they are, from any row group
+on, and everything else through an `IterableDataset`, shard by shard. (The state of an
+`IterableDataset` would not go on faster: it, too, reads over the tables of its shard.)
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import Row
+from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.lines import START, Record, Spot
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    import pyarrow as pa
+    from datasets import Dataset, DatasetBuilder, IterableDataset
+
+_ROWS = 1024  # of a table
+_ON_DISK = ("state.json", "dataset_dict.json")
+
+
+def hub_source(
+    inform: Inform, file_cache: FileCache | str | None = None
+) -> HubSource | HubStream | FileSource:
+    """Open a dataset.
+
+    Raises:
+        DataError: there is none of that name, or it has no such split.
+    """
+    where = str(inform.dataset_id)
+    on_disk = any(os.path.isfile(os.path.join(where, name)) for name in _ON_DISK)
+    if isinstance(file_cache, FileCache) and file_cache.streaming and not on_disk:
+        return _stream(inform, where, file_cache)
+    return HubSource(inform)
 
 
 class HubSource:
-    """A dataset of the hub, of the local hub cache, or one written by `save_to_disk`."""
+    """A dataset of the local hub cache, or one written by `save_to_disk`: mapped into memory."""
 
-    def __init__(self, inform: Inform, file_cache: object = None) -> None:
+    def __init__(self, inform: Inform) -> None:
         self._name = str(inform.dataset_id)
         self._data = _load(inform, self._name)
         self.fingerprint = f"huggingface:{self._data._fingerprint}"
@@ -43,6 +69,100 @@ class HubSource:
             yield Record(f"{self._name}, row {index}", dict(row), Spot(index), Spot(index + 1))
 
 
+class HubStream:
+    """A dataset that is read shard by shard as it comes.
+
+    Args:
+        name: of the dataset.
+        data: its rows.
+        version: changes when they do.
+        size: bytes of all, as far as they are known.
+    """
+
+    def __init__(self, name: str, data: IterableDataset, version: str, size: int) -> None:
+        self._name, self._data = name, data
+        count = max(data.num_shards, 1)
+        self.shards = [size // count] * count
+        self.fingerprint = f"huggingface-stream:{version}:{count}"
+
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
+        """Yield the rows of every shard."""
+        for shard in range(len(self.shards)):
+            for record in self.records(shard, columns):
+                assert not isinstance(record.row, DataError)
+                yield record.place, record.row
+
+    def records(
+        self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
+    ) -> Iterator[Record]:
+        """Yield the records of one shard; the tables before `start` are passed over as a whole."""
+        data = self._data.shard(num_shards=len(self.shards), index=shard)
+        wanted = None if columns is None else list(columns)
+        before = 0
+        try:
+            for each in data.with_format("arrow").iter(batch_size=_ROWS):
+                table = cast("pa.Table", each)
+                first = max(start.row - before, 0)
+                if wanted is not None and set(wanted) <= set(table.column_names):
+                    table = table.select(wanted)
+                rows = table.slice(first).to_pylist() if first < table.num_rows else []
+                for number, row in enumerate(rows, before + first):
+                    place = f"{self._name}, shard {shard}, row {number}"
+                    yield Record(place, row, Spot(number), Spot(number + 1))
+                before += table.num_rows
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self._name}, shard {shard}: cannot be read behind row {before}: {error}"
+            ) from error
+
+
+def _stream(inform: Inform, where: str, cache: FileCache) -> HubStream | FileSource:
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    label = inform.label
+    config, split = _config_and_split(inform, where)
+    try:
+        builder = datasets.load_dataset_builder(where, config)
+        files: Any = getattr(builder.config, "data_files", None) or {}
+        if files and split not in files:
+            raise DataError(_no_split(label, split, files))
+        if isinstance(builder, Parquet) and not _reads_part(builder):
+            own = {"type": "parquet", "name": label, "split": "train", "dataset_split_name": None}
+            return FileSource(inform.replace(**own, data_files=[*files[split]]), cache)
+        data = builder.as_streaming_dataset(split=split)
+    except DataError:
+        raise
+    except (OSError, ValueError, DatasetsError) as error:
+        raise _not_loaded(label, where, split, error) from error
+    assert isinstance(data, datasets.IterableDataset)
+    info = (builder.info.splits or {}).get(split)
+    version = f"{where}:{config}:{split}:{builder.hash}"
+    return HubStream(where, data, version, int(getattr(info, "num_bytes", 0) or 0))
+
+
+def _reads_part(builder: DatasetBuilder) -> bool:
+    """Whether the configuration of a parquet dataset wants other rows than those of its files."""
+    return any(getattr(builder.config, name, None) is not None for name in ("columns", "filters"))
+
+
+def _config_and_split(inform: Inform, where: str) -> tuple[str | None, str]:
+    """What `dataset_split_name` stands for.
+
+    EasyDeL's reference has the key for a split, its code for a configuration: take the one that
+    exists.
+    """
+    import datasets
+
+    name = inform.dataset_split_name
+    if name is None:
+        return None, inform.split
+    if name in datasets.get_dataset_config_names(where):
+        return name, inform.split
+    return None, name
+
+
 def _load(inform: Inform, where: str) -> Dataset:
     import datasets
     from datasets.exceptions import DatasetsError
@@ -53,21 +173,24 @@ def _load(inform: Inform, where: str) -> Dataset:
             return _one(datasets.load_from_disk(where), split, label)
         if os.path.isfile(os.path.join(where, "dataset_dict.json")):
             return _one(datasets.load_from_disk(where), inform.dataset_split_name or split, label)
-        config = None
-        if inform.dataset_split_name is not None:
-            # EasyDeL's reference has this key for a split, its code for a configuration: take the
-            # one that exists.
-            if inform.dataset_split_name in datasets.get_dataset_config_names(where):
-                config = inform.dataset_split_name
-            else:
-                split = inform.dataset_split_name
+        config, split = _config_and_split(inform, where)
         return _one(datasets.load_dataset(where, config, split=split), split, label)
     except DataError:
         raise
     except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"inform {label!r}: cannot load dataset {where!r}, split {split!r}: {error}"
-        ) from error
+        raise _not_loaded(label, where, split, error) from error
+
+
+def _not_loaded(label: str, where: str, split: str, error: Exception) -> DataError:
+    return DataError(f"inform {label!r}: cannot load dataset {where!r}, split {split!r}: {error}")
+
+
+def _no_split(label: str, split: str, known: Any) -> str:
+    names = [str(name) for name in known]
+    return (
+        f"inform {label!r}: no split {split!r}{did_you_mean(split, names)} "
+        f"(the splits are: {listing(names)})"
+    )
 
 
 def _one(loaded: object, split: str, label: str) -> Dataset:
@@ -76,10 +199,7 @@ def _one(loaded: object, split: str, label: str) -> Dataset:
 
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
-            raise DataError(
-                f"inform {label!r}: no split {split!r}{did_you_mean(split, loaded)} "
-                f"(the splits are: {listing(loaded)})"
-            )
+            raise DataError(_no_split(label, split, loaded))
         loaded = loaded[split]
     assert isinstance(loaded, datasets.Dataset)
     return loaded

@@ -65,15 +65,15 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     import jax
     from ed_models.checkpoints import hub
 
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        # Small programs too: what is kept is not compiled at the next start.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
 
     dtype = values.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if jax.default_backend() == "cpu":
+        # The layout of the engine there (`served_model`): no second copy while it is made.
+        fields = {"scan_layers": False, **fields}
     model: Any = hub.from_pretrained(
         values.model,
         task="auto-bind",

@@ -301,17 +301,24 @@ class ModelRunner:
         kind, tokens = name
         if tokens not in self._hidden:
             shape = self.buckets.pick(tokens, 1, prefill=True)
-            hidden = jax.eval_shape(self._make_step(shape), *self._arguments(shape))[1]
-            self._hidden[tokens] = jax.ShapeDtypeStruct(
-                hidden.shape, hidden.dtype, sharding=self._everywhere()
-            )
+            self._keep_hidden(shape, jax.eval_shape(self._make_step(shape), *self._arguments(shape)))
         hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
         if kind == "score":
             return self.weights.like, hidden, of_token
         return hidden, of_token, np.zeros((self.max_num_seqs, 4), np.int32), sums
 
     def _lower(self, name: Name) -> Any:
-        return self._jitted(name).lower(*self._arguments(name))
+        lowered = self._jitted(name).lower(*self._arguments(name))
+        if isinstance(name, Shape):
+            self._keep_hidden(name, lowered.out_info)
+        return lowered
+
+    def _keep_hidden(self, shape: Shape, outputs: Any) -> None:
+        """Note what a step hands to `score` and `pool`: tracing a step costs a second."""
+        hidden = outputs[1]
+        self._hidden[shape.tokens] = jax.ShapeDtypeStruct(
+            hidden.shape, hidden.dtype, sharding=self._everywhere()
+        )
 
     def _warm(self, name: Name) -> None:
         """Run a function on nothing, so that `jax.jit` has compiled it."""

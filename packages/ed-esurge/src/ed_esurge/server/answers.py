@@ -151,13 +151,14 @@ class ChatCompletion(Answer):
 
 
 class ModelCard(Answer):
-    """A served model."""
+    """A served model; a LoRA adapter has the model it is for as its `parent`."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from ed_infra.errors import ConfigError
@@ -16,13 +17,16 @@ from ed_esurge.config import ServerLimits
 from ed_esurge.server import errors, openapi
 from ed_esurge.server.auth import ApiKey, BearerAuth
 from ed_esurge.server.body import read
+from ed_esurge.server.dispatch import dispatch
 from ed_esurge.server.door import Door
 from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
 from ed_esurge.server.formats import ReplyFormats
 from ed_esurge.server.health import server_version
-from ed_esurge.server.metrics import HTTPMetrics, Metrics
+from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.served import Served, ServedEngine
+from ed_esurge.server.site import Site
+from ed_esurge.server.state import ServerState
 
 
 def create_app(
@@ -38,13 +42,15 @@ def create_app(
     tool_parser_name: str = "auto",
     reasoning_parser: str = "auto",
     oai_like_processor: bool = True,
+    lora_directory: str | Path | None = None,
 ) -> FastAPI:
-    """Build the application that serves one engine.
+    """Build the application that serves one engine, or several.
 
     Args:
         engine: an `eSurge`, which is then driven by a thread that starts and stops with the
-            application, or something like an `AsyncEngine`, which its owner stops.
-        served_model_name: what clients call the model; several names are aliases, and answers
+            application, or something like an `AsyncEngine`, which its owner stops. A mapping of
+            names to engines serves several models; requests that name none get the first.
+        served_model_name: what clients call the one model; several names are aliases, and answers
             carry the first. None: the model's own name.
         api_key: a key, or several, one of which each request must bring; an `ApiKey` has limits.
             None: anybody may.
@@ -58,47 +64,67 @@ def create_app(
             chat template tells.
         reasoning_parser: the same of its thoughts; "none": thoughts stay in the content.
         oai_like_processor: see `Prompts`.
+        lora_directory: clients may load the LoRA adapters below it, where the engine has
+            `max_loras`. None: they load none.
 
     Raises:
-        ConfigError: the engine has no tokenizer, or a parser is not known.
+        ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
+            name.
     """
-    own = None
-    if not isinstance(engine, ServedEngine):
-        from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
-
-        own = engine = AsyncEngine(engine)
     if not isinstance(limits, ServerLimits):
         limits = ServerLimits(**(limits or {}))
-    prompts = _prompts(engine, chat_template, oai_like_processor)
-    formats = ReplyFormats(
-        engine.tokenizer,
-        prompts.template_text,
-        enable_function_calling=enable_function_calling,
-        tool_parser_name=tool_parser_name,
-        reasoning_parser=reasoning_parser,
-    )
-    names = served_model_name or engine.model_name
-    names = [names] if isinstance(names, str) else list(names)
-    metrics = Metrics(names[0], engine.stats)
-    served = Served(engine, names, prompts, formats, metrics, limits)
+    own: list[Any] = []
+    state, metrics = ServerState(limits), ServerMetrics()
+
+    def model(engine: Any, names: str | Sequence[str] | None) -> Served:
+        if not isinstance(engine, ServedEngine):
+            from ed_esurge.engine import AsyncEngine  # jax: only when there is an engine to drive
+
+            engine = AsyncEngine(engine)
+            own.append(engine)
+        prompts = _prompts(engine, chat_template, oai_like_processor)
+        formats = ReplyFormats(
+            engine.tokenizer,
+            prompts.template_text,
+            enable_function_calling=enable_function_calling,
+            tool_parser_name=tool_parser_name,
+            reasoning_parser=reasoning_parser,
+        )
+        known = names or engine.model_name
+        known = [known] if isinstance(known, str) else list(known)
+        counted = metrics.of(known[0], engine.stats)
+        directory = None if lora_directory is None else Path(lora_directory)
+        return Served(engine, known, prompts, formats, counted, state, directory)
+
+    if isinstance(engine, Mapping):
+        if served_model_name is not None or not engine:
+            raise ConfigError(
+                "several models are a mapping of their names to engines, of one at least: leave "
+                "served_model_name out"
+            )
+        models = [model(each, name) for name, each in engine.items()]
+    else:
+        models = [model(engine, served_model_name)]
+    site = Site(models, state, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        start = getattr(engine, "start", None)
-        if start is not None:  # which does nothing where its owner has done it
-            start()
+        for served in models:
+            start = getattr(served.engine, "start", None)
+            if start is not None:  # which does nothing where its owner has done it
+                start()
         try:
             yield
         finally:
-            if own is not None:
-                await asyncio.to_thread(own.shutdown)
+            for each in own:
+                await asyncio.to_thread(each.shutdown)
 
     app = FastAPI(title="ed-esurge", version=server_version(), lifespan=lifespan)
     app.openapi = lambda: openapi.document(server_version())
-    app.state.served = served
+    app.state.site = site
     errors.install(app)
     for endpoint in ENDPOINTS:
-        _register(app, served, endpoint)
+        _register(app, site, endpoint)
     keys = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
     if keys:
         known = [ApiKey.of(key) if isinstance(key, str) else key for key in keys]
@@ -107,12 +133,12 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(Door, hosts=allowed_hosts, most=limits.max_concurrent_requests)
-    app.add_middleware(HTTPMetrics, metrics=served.metrics)  # outermost: it sees every status
+    app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost: it sees every status
     return app
 
 
@@ -133,15 +159,15 @@ def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -
     )
 
 
-def _register(app: FastAPI, served: Served, endpoint: Endpoint) -> None:
+def _register(app: FastAPI, site: Site, endpoint: Endpoint) -> None:
     """Route requests to an endpoint. Names of models may have slashes."""
     path = endpoint.path.replace("{model}", "{model:path}")
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
 
     async def handle(request: Request) -> Response:
-        if endpoint.takes is None:
-            return await endpoint.answer(served, request)
-        body = await read(request, endpoint.takes, served.limits)
-        return await endpoint.answer(served, body, request)
+        body = None
+        if endpoint.takes is not None:
+            body = await read(request, endpoint.takes, site.state.limits)
+        return await dispatch(site, endpoint, body, request)
 
     app.add_api_route(path, handle, methods=methods, response_model=None, include_in_schema=False)

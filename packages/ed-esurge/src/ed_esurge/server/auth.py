@@ -19,9 +19,10 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 from ed_esurge.server.asgi import ASGIApp, Receive, Scope, Send
 from ed_esurge.server.errors import APIError
 
-# What load balancers and Prometheus read; neither says anything about requests' contents.
+# What load balancers, Prometheus and browsers read; none says anything about requests' contents.
+# The page asks for a key, and sends it.
 OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/decode", "/metrics", "/version"}
+    {"/", "/health", "/health/live", "/health/ready", "/health/decode", "/metrics", "/version"}
 )
 
 

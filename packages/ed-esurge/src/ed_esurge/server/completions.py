@@ -47,7 +47,6 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
     Raises:
         APIError: the prompt does not fit, the model is not this one, or the engine is down.
     """
-    served.check_model(body.model)
     served.check_generations(len(body.prompt) * (body.best_of or body.n))
     queue = served.queue_options(body)
     jobs = await _jobs(served, body)

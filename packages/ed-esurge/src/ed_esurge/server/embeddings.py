@@ -68,7 +68,6 @@ async def embed(served: Served, body: EmbeddingRequest, request: Request) -> Res
     Raises:
         APIError: a text does not fit, or the vectors have fewer dimensions than were asked for.
     """
-    served.check_model(body.model)
     prompts = await served.prompts.tokens_of(
         body.input,
         add_special_tokens=body.add_special_tokens,

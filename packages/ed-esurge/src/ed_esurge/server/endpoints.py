@@ -10,13 +10,14 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server import answers, health, models, protocol, tokens
+from ed_esurge.server import adapters, answers, health, models, protocol, tokens
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
 from ed_esurge.server.messages import endpoint as messages
 from ed_esurge.server.messages.answer import AnthropicAnswer, TokenCount
 from ed_esurge.server.messages.request import CountRequest, MessagesRequest
+from ed_esurge.server.playground import playground
 from ed_esurge.server.responses import endpoint as responses
 from ed_esurge.server.responses.answer import Deleted, ResponseAnswer
 from ed_esurge.server.responses.request import ResponseRequest
@@ -26,6 +27,7 @@ from ed_esurge.server.served import Served
 REFUSALS = {
     400: "The request is not as it should be; `param` names the field.",
     401: "An API key is missing or unknown.",
+    403: "The server does not do that for its clients.",
     404: "The model, or what the path names, is not here.",
     408: "The request did not arrive, or was not answered, in time.",
     413: "The body is too long.",
@@ -43,7 +45,8 @@ class Endpoint:
     """One endpoint.
 
     Attributes:
-        answer: gets the served model, the request, and the body where there is one.
+        answer: gets the request and, where there is a body, the body and the model that it names;
+            where there is none, the whole site.
         takes: model of the body; None where there is none.
         gives: model of the answer; a string is the media type of a text.
         refusals: statuses of refusals.
@@ -65,7 +68,7 @@ def _post(
     summary: str,
     answer: Callable[[Served, Any, Request], Awaitable[Response]],
     takes: type[protocol.Options],
-    gives: type[BaseModel],
+    gives: type[BaseModel] | str,
     *,
     streams: bool = False,
 ) -> Endpoint:
@@ -73,6 +76,7 @@ def _post(
 
 
 ENDPOINTS = (
+    Endpoint("/", "A page to try the models.", playground, "text/html", refusals=(421,)),
     _post(
         "/v1/completions",
         "Continue one or many prompts.",
@@ -132,7 +136,7 @@ ENDPOINTS = (
     _post("/v1/rerank", "Documents by how well they fit.", rerank, RerankRequest, Reranked),
     Endpoint(
         "/v1/models",
-        "The names that the model is served under.",
+        "The names that models and their adapters are served under.",
         models.names,
         answers.ModelList,
     ),
@@ -142,6 +146,20 @@ ENDPOINTS = (
         models.one,
         answers.ModelCard,
         refusals=(*READING, 404),
+    ),
+    _post(
+        "/v1/load_lora_adapter",
+        "Serve a LoRA adapter; where the server may load some.",
+        adapters.load,
+        adapters.LoadAdapterRequest,
+        "text/plain",
+    ),
+    _post(
+        "/v1/unload_lora_adapter",
+        "Serve a LoRA adapter no longer.",
+        adapters.unload,
+        adapters.UnloadAdapterRequest,
+        "text/plain",
     ),
     _post(
         "/tokenize",

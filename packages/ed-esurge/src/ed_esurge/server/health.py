@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.served import Served, new_id
+from ed_esurge.server.site import Site
 
 # Seconds in which a token must come.
 DECODE_SECONDS = 30.0
@@ -31,27 +32,34 @@ def _down(reason: str, status: str = "down") -> JSONResponse:
     return JSONResponse({"status": status, "reason": reason}, 503)
 
 
-async def live(served: Served, request: Request) -> JSONResponse:
-    """Whether the engine runs."""
-    if not served.engine.is_healthy:
+async def live(site: Site, request: Request) -> JSONResponse:
+    """Whether every engine runs."""
+    if not _healthy(site):
         return _down("the engine is not running")
     return JSONResponse({"status": "ok"})
 
 
-async def ready(served: Served, request: Request) -> JSONResponse:
+async def ready(site: Site, request: Request) -> JSONResponse:
     """Whether requests are taken."""
-    if served.engine.is_healthy and served.draining:
+    if _healthy(site) and site.state.draining:
         return _down("the server is stopping", "draining")
-    return await live(served, request)
+    return await live(site, request)
 
 
-async def decode(served: Served, request: Request) -> JSONResponse:
-    """Whether a real token comes by the way that requests take. Those who ask at the same time
-    share one."""
-    if served.decoding is None or served.decoding.done():
-        served.decoding = asyncio.create_task(_decode(served))
-    reason = await asyncio.shield(served.decoding)
-    return JSONResponse({"status": "ok"}) if reason is None else _down(reason)
+def _healthy(site: Site) -> bool:
+    return all(served.engine.is_healthy for served in site.models)
+
+
+async def decode(site: Site, request: Request) -> JSONResponse:
+    """Whether every model gives a real token by the way that requests take. Those who ask at the
+    same time share one."""
+    for served in site.models:
+        if served.decoding is None or served.decoding.done():
+            served.decoding = asyncio.create_task(_decode(served))
+    tasks = [served.decoding for served in site.models if served.decoding is not None]
+    reasons = await asyncio.gather(*map(asyncio.shield, tasks))
+    wrong = next((reason for reason in reasons if reason is not None), None)
+    return JSONResponse({"status": "ok"}) if wrong is None else _down(wrong)
 
 
 async def _decode(served: Served) -> str | None:
@@ -69,11 +77,11 @@ async def _decode(served: Served) -> str | None:
         return error.message
 
 
-async def metrics(served: Served, request: Request) -> Response:
+async def metrics(site: Site, request: Request) -> Response:
     """The text that Prometheus scrapes."""
-    return Response(served.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(site.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def version(served: Served, request: Request) -> JSONResponse:
+async def version(site: Site, request: Request) -> JSONResponse:
     """The version of the server."""
     return JSONResponse({"version": server_version()})

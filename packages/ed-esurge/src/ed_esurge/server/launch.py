@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -50,8 +51,8 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.served.draining = True
-        give_up = self._app.state.served.stopping.set
+        self._app.state.site.state.draining = True
+        give_up = self._app.state.site.state.stopping.set
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, give_up)
         try:
             await super().shutdown(sockets)
@@ -59,7 +60,7 @@ class _Server(uvicorn.Server):
             timer.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self._app.state.served.draining = True
+        self._app.state.site.state.draining = True
         super().handle_exit(sig, frame)
 
     @contextmanager
@@ -113,6 +114,7 @@ def serve(
     tool_parser_name: str = "auto",
     reasoning_parser: str = "auto",
     oai_like_processor: bool = True,
+    lora_directory: str | Path | None = None,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -123,7 +125,7 @@ def serve(
     Prints one line with the URL once requests are accepted.
 
     Args:
-        engine: an `eSurge` (see `create_app`, also for the options not listed here).
+        engine: an `eSurge`, or several (see `create_app`, also for the options not listed here).
         host: address to listen on. Anything but the loopback address opens the server to others.
         port: 0 takes a free one.
         log_level: uvicorn's; from `"info"` on, every request is logged.
@@ -157,6 +159,7 @@ def serve(
             "tool_parser_name": tool_parser_name,
             "reasoning_parser": reasoning_parser,
             "oai_like_processor": oai_like_processor,
+            "lora_directory": lora_directory,
         },
     )
     if host not in LOOPBACK and not api_key:
@@ -255,7 +258,7 @@ def _prepare(
     listener = _bind(host, port)
     config = uvicorn.Config(
         app,
-        http=connection_class(app.state.served.limits),
+        http=connection_class(app.state.site.state.limits),
         # Its own configuration would close every handler of the process, whoever made it.
         log_config=None,
         log_level=log_level,

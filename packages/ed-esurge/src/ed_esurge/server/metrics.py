@@ -28,83 +28,110 @@ _BETWEEN_TOKENS = (
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
-class Metrics:
-    """Counts what passes through the server, and reads the engine's state when it is scraped.
+class ServerMetrics:
+    """Everything that one server counts.
 
-    Args:
-        model_name: value of the label `model_name`.
-        engine_stats: returns the engine's current numbers; see `EngineCollector`.
+    Attributes:
+        engines: name of a model -> its engine's current numbers; see `EngineCollector`.
     """
 
-    def __init__(self, model_name: str, engine_stats: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(model_name, engine_stats))
-        labels = {"model_name": model_name}
+        self.engines: dict[str, Callable[[], Mapping[str, float]]] = {}
+        self.registry.register(EngineCollector(self.engines))
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, list(labels), registry=self.registry).labels(**labels)
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, text, list(labels), registry=self.registry, buckets=buckets)
-            return made.labels(**labels)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Completions by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        self.success = {
-            reason: self._success.labels(model_name, reason)
-            for reason in ("stop", "length", "abort", "error")
+        model = "model_name"
+        self.counters = {
+            "prompt_tokens": counter("vllm:prompt_tokens", "Prompt tokens processed.", model),
+            "generation_tokens": counter("vllm:generation_tokens", "Tokens generated.", model),
         }
-        self.first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
+        self.success = counter(
+            "vllm:request_success", "Completions by how they ended.", model, "finished_reason"
         )
-        self.between_tokens = histogram(
-            "vllm:inter_token_latency_seconds", "Between two outputs of a request.", _BETWEEN_TOKENS
-        )
-        self.whole = histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
-        )
-        self.queue = histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the first step.", _SECONDS
-        )
-        self.prefill = histogram(
-            "vllm:request_prefill_time_seconds", "From the first step to the first token.", _SECONDS
-        )
-        self.decode = histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", _SECONDS
-        )
-        self.per_prompt = histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS
-        )
-        self.per_generation = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
-        )
-        self.http_requests = Counter(
+        self.histograms = {
+            key: histogram(f"vllm:{name}", text, buckets, model)
+            for key, (name, text, buckets) in _HISTOGRAMS.items()
+        }
+        self.http_requests = counter(
             "http_requests",
             "HTTP requests by path, method and status.",
-            ["handler", "method", "status"],
-            registry=self.registry,
+            *("handler", "method", "status"),
         )
-        self.http_duration = Histogram(
+        self.http_duration = histogram(
             "http_request_duration_seconds",
             "Time until the whole answer was sent.",
-            ["handler", "method"],
-            registry=self.registry,
-            buckets=_FIRST_TOKEN,
+            _FIRST_TOKEN,
+            *("handler", "method"),
         )
 
-    def request(self, prompt_tokens: int, completions: int = 1) -> RequestTimer:
-        """Start to count a request."""
-        return RequestTimer(self, prompt_tokens, completions)
+    def of(self, model_name: str, engine_stats: Callable[[], Mapping[str, float]]) -> Metrics:
+        """The part of one model."""
+        self.engines[model_name] = engine_stats
+        return Metrics(self, model_name)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+_HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "first_token": (
+        "time_to_first_token_seconds",
+        "From arrival to the first token.",
+        _FIRST_TOKEN,
+    ),
+    "between_tokens": (
+        "inter_token_latency_seconds",
+        "Between two outputs of a request.",
+        _BETWEEN_TOKENS,
+    ),
+    "whole": ("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS),
+    "queue": ("request_queue_time_seconds", "From arrival to the first step.", _SECONDS),
+    "prefill": (
+        "request_prefill_time_seconds",
+        "From the first step to the first token.",
+        _SECONDS,
+    ),
+    "decode": (
+        "request_decode_time_seconds",
+        "From the first token to the last.",
+        _SECONDS,
+    ),
+    "per_prompt": ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+    "per_generation": ("request_generation_tokens", "Tokens generated for a request.", _TOKENS),
+}
+
+
+class Metrics:
+    """Counts what one model does.
+
+    Args:
+        server: where it is counted.
+        model_name: value of the label `model_name`.
+    """
+
+    def __init__(self, server: ServerMetrics, model_name: str) -> None:
+        self.prompt_tokens = server.counters["prompt_tokens"].labels(model_name)
+        self.generation_tokens = server.counters["generation_tokens"].labels(model_name)
+        self.success = {
+            reason: server.success.labels(model_name, reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        bound = {key: one.labels(model_name) for key, one in server.histograms.items()}
+        self.first_token, self.between_tokens = bound["first_token"], bound["between_tokens"]
+        self.whole, self.queue = bound["whole"], bound["queue"]
+        self.prefill, self.decode = bound["prefill"], bound["decode"]
+        self.per_prompt, self.per_generation = bound["per_prompt"], bound["per_generation"]
+
+    def request(self, prompt_tokens: int, completions: int = 1) -> RequestTimer:
+        """Start to count a request."""
+        return RequestTimer(self, prompt_tokens, completions)
 
 
 class RequestTimer:
@@ -166,9 +193,9 @@ class RequestTimer:
 
 
 class EngineCollector(Collector):
-    """Reads the engine at scrape time, so that an idle server spends nothing on its gauges.
+    """Reads the engines at scrape time, so that an idle server spends nothing on its gauges.
 
-    The engine's numbers are a mapping with `num_requests_running`, `num_requests_waiting`,
+    An engine's numbers are a mapping with `num_requests_running`, `num_requests_waiting`,
     `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens) and
     `num_preemptions`; a number that is missing is not exported.
     """
@@ -184,20 +211,21 @@ class EngineCollector(Collector):
         ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
     )
 
-    def __init__(self, model_name: str, stats: Callable[[], Mapping[str, float]]) -> None:
-        self._model_name = model_name
-        self._stats = stats
+    def __init__(self, engines: Mapping[str, Callable[[], Mapping[str, float]]]) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
+        stats = {name: read() for name, read in self._engines.items()}
         for families, kind in (
             (self._GAUGES, GaugeMetricFamily),
             (self._COUNTERS, CounterMetricFamily),
         ):
             for key, name, text in families:
-                if key in stats:
-                    family: Any = kind(name, text, labels=["model_name"])
-                    family.add_metric([self._model_name], stats[key])
+                family: Any = kind(name, text, labels=["model_name"])
+                for model_name, numbers in stats.items():
+                    if key in numbers:
+                        family.add_metric([model_name], numbers[key])
+                if family.samples:
                     yield family
 
     def describe(self) -> Iterable[Metric]:
@@ -207,7 +235,7 @@ class EngineCollector(Collector):
 class HTTPMetrics:
     """ASGI middleware: counts requests and their durations, streams to their last byte."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
         self.metrics = metrics
 

@@ -149,7 +149,6 @@ async def _cosines(
     second: list[str],
 ) -> tuple[list[float], dict[str, int]] | None:
     """The cosine of each pair, and the token counts; None if the client went away."""
-    served.check_model(body.model)
     prompts = await served.prompts.tokens_of(
         [*first, *second], last=body.truncate_prompt_tokens, param="the texts"
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
+from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import Request
 
-from ed_esurge.config import EngineConfig, ServerLimits
+from ed_esurge.config import EngineConfig
+from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.server.errors import APIError, engine_unavailable
@@ -22,7 +25,7 @@ from ed_esurge.server.logprobs import TokenTexts
 from ed_esurge.server.metrics import Metrics, RequestTimer
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
-from ed_esurge.server.store import ResponseStore
+from ed_esurge.server.state import ServerState
 from ed_esurge.server.watch import Watch
 
 
@@ -49,14 +52,32 @@ class ServedEngine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Deltas of one request. Closing the iterator early aborts the request."""
         ...
 
     async def embed(
-        self, prompt_token_ids: list[int], pooling_params: PoolingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_name: str | None = None,
     ) -> RequestOutput:
         """The pooled vector of one prompt; cancelling aborts the request."""
+        ...
+
+    async def load_lora_adapter(self, name: str, source: Path) -> None:
+        """Serve a LoRA adapter under a name."""
+        ...
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Let no new request use an adapter."""
+        ...
+
+    def list_lora_adapters(self) -> list[LoadedAdapter]:
+        """The loaded adapters."""
         ...
 
     def check_structured(self, wanted: StructuredOutputs) -> None:
@@ -77,7 +98,12 @@ class Served:
         prompts: the encoder of the model's prompts.
         formats: how the model writes calls and thoughts.
         metrics: where requests are counted.
-        limits: what clients may ask for at once.
+        state: what it shares with other models of the server.
+        adapter_directory: below which clients may name LoRA adapters to load; None: they may not.
+
+    Attributes:
+        name: what answers carry.
+        lora_name: the adapter that requests go to; None: the model itself.
     """
 
     def __init__(
@@ -87,43 +113,44 @@ class Served:
         prompts: Prompts,
         formats: ReplyFormats,
         metrics: Metrics,
-        limits: ServerLimits,
+        state: ServerState,
+        adapter_directory: Path | None = None,
     ) -> None:
         self.engine = engine
         self.names = tuple(names)
         self.prompts = prompts
         self.formats = formats
         self.metrics = metrics
-        self.limits = limits
-        self.stopping = asyncio.Event()
-        """Set when the server, asked to stop, waits no longer for what runs."""
-        self.responses = ResponseStore(limits.max_stored_responses)
-        self.draining = False
-        """The server was asked to stop."""
+        self.state = state
+        self.adapter_directory = adapter_directory
+        self.name = self.names[0]
+        self.lora_name: str | None = None
         self.decoding: asyncio.Task[str | None] | None = None
         """The last look whether a token comes; see `ed_esurge.server.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
         self.created = int(time.time())
 
-    @property
-    def name(self) -> str:
-        """The name that answers carry."""
-        return self.names[0]
+    def adapters(self) -> dict[str, LoadedAdapter]:
+        """The loaded adapters by name."""
+        return {adapter.name: adapter for adapter in self.engine.list_lora_adapters()}
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served here; no name means the one that is.
+    def under(self, adapter: str) -> Served:
+        """The model with an adapter: the same, but for what requests ask for and answers carry."""
+        twin = copy.copy(self)
+        twin.name = twin.lora_name = adapter
+        return twin
 
-        Raises:
-            APIError: 404 `model_not_found`.
-        """
-        if name is not None and name not in self.names:
-            hint = did_you_mean(name, self.names) or f"; this server has {self.name!r}"
-            raise APIError(
-                f"the model {name!r} does not exist{hint}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+    def card(self, name: str) -> dict[str, Any]:
+        """What `/v1/models` says under one of its names."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "ed-esurge",
+            "root": self.names[0],
+            "parent": None,
+            "max_model_len": self.prompts.max_model_len,
+        }
 
     def sampling_params(
         self, request: GenerationRequest, max_tokens: int, **more: Any
@@ -166,17 +193,17 @@ class Served:
         Raises:
             APIError: 400.
         """
-        if count > self.limits.max_generations:
+        if count > self.state.limits.max_generations:
             raise APIError(
                 f"the request asks for {count} completions, prompts times choices, and this server "
-                f"gives {self.limits.max_generations} at most: send several requests",
+                f"gives {self.state.limits.max_generations} at most: send several requests",
                 param="n",
                 code="invalid_value",
             )
 
     def watch(self, request: Request) -> Watch:
         """What may end a request from outside, from now on."""
-        return Watch(request.receive, self.stopping, self.limits.request_timeout)
+        return Watch(request.receive, self.state.stopping, self.state.limits.request_timeout)
 
     def queue_options(self, request: GenerationRequest) -> dict[str, Any]:
         """How the engine queues a request: keywords of its `generate`, where there are any.
@@ -209,7 +236,7 @@ class Served:
             raise engine_unavailable()
         timer = self.metrics.request(len(prompt), params.n)
         with self._translated(timer):
-            deltas = self.engine.generate(prompt, params, request_id, **options)
+            deltas = self.engine.generate(prompt, params, request_id, **options, **self._adapter())
             finished = False
             async with aclosing(deltas) as stream:
                 async for output in stream:
@@ -219,6 +246,9 @@ class Served:
                     yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
+
+    def _adapter(self) -> dict[str, Any]:
+        return {} if self.lora_name is None else {"lora_name": self.lora_name}
 
     @contextmanager
     def _translated(self, timer: RequestTimer) -> Iterator[None]:
@@ -253,7 +283,9 @@ class Served:
         async def one(place: int, prompt: list[int]) -> np.ndarray:
             timer = self.metrics.request(len(prompt))
             with self._translated(timer):
-                output = await self.engine.embed(prompt, params, f"{name}-{place}")
+                output = await self.engine.embed(
+                    prompt, params, f"{name}-{place}", **self._adapter()
+                )
                 timer.observe(output)
                 self._check_ended(output)
             assert output.pooled is not None, "a pooled request ends with its vector"

@@ -13,7 +13,6 @@ from ed_esurge.server.served import Served
 
 async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> JSONResponse:
     """Token ids of a text, or of messages."""
-    served.check_model(body.model)
     prompts = served.prompts
     if body.messages is not None:
         tokens = await prompts.conversation(
@@ -35,6 +34,5 @@ async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> J
 
 async def detokenize(served: Served, body: DetokenizeRequest, request: Request) -> JSONResponse:
     """Text of token ids."""
-    served.check_model(body.model)
     served.prompts.check_tokens(body.tokens, param="tokens")
     return JSONResponse({"prompt": await served.prompts.decode(body.tokens)})

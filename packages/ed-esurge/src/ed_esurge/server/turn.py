@@ -83,7 +83,6 @@ class Turn:
             APIError: the conversation does not fit or the template refuses it, the model is not
                 this one, or the engine is down.
         """
-        served.check_model(body.model)
         served.check_generations(body.n)
         served.formats.check(body)
         queue = served.queue_options(body)

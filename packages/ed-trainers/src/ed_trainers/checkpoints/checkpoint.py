@@ -82,7 +82,7 @@ class Checkpoints:
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._open_manager is None:
-            library_log.LOGGER.addFilter(self._hush)
+            self._hush.begin()
             self.directory.mkdir(parents=True, exist_ok=True)
             self._open_manager = ocp.CheckpointManager(
                 self.directory,
@@ -182,7 +182,7 @@ class Checkpoints:
         manager, self._open_manager = self._open_manager, None
         if manager is not None:
             manager.close()
-        library_log.LOGGER.removeFilter(self._hush)
+        self._hush.end()
 
     def _seal(self) -> None:
         """Write the checksums of a checkpoint whose files are complete, before it is renamed."""
@@ -203,7 +203,7 @@ class Checkpoints:
         if self._begun is None or not disk.is_full(error):
             raise error
         step, size = self._begun
-        library_log.TASKS.addFilter(self._hush)
+        self._hush.broke_off()
         if jax.process_index() == 0:
             for directory in self.directory.glob(f"{step}{_UNFINISHED}*"):
                 shutil.rmtree(directory, ignore_errors=True)

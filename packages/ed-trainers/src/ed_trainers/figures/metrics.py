@@ -2,7 +2,8 @@
 
 `metrics.jsonl` is the record. Rows are flushed to the operating system as they are written and
 forced to disk before a checkpoint is; on resuming from step N, rows beyond N are cut off. So after
-any crash no step is missing and none is there twice. TensorBoard's event files cannot be cut, and
+any crash no step is missing and none is there twice. While the disk is full they wait in memory.
+TensorBoard's event files cannot be cut, and
 their writer is late: they are written again from the record when a run resumes.
 """
 
@@ -11,11 +12,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
+
+from ed_infra.errors import CheckpointError
+
+from ed_trainers.stored import disk
 
 Row = Mapping[str, Any]
+Say = Callable[[str], None]
 
 #: The record's file in the directory of a run.
 RECORD = "metrics.jsonl"
@@ -31,6 +38,8 @@ CLOCKED = (
     "goodput",
     "peak_memory_gib",
     "eval_seconds",
+    "rollout_seconds",
+    "rollout_tokens_per_second",
 )
 
 
@@ -72,21 +81,37 @@ def is_evaluation(row: Row) -> bool:
 
 
 def curves(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …"""
-    group = "eval" if is_evaluation(row) else "train"
+    """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …
+
+    Figures of benchmarks keep their names, `benchmark/<task>/<metric>`.
+    """
+    group = "eval/" if is_evaluation(row) else "train/"
     return {
-        f"{group}/{name.removeprefix('eval_')}": value
+        name if name.startswith("benchmark/") else group + name.removeprefix("eval_"): value
         for name, value in row.items()
         if name not in _NOT_CURVES and isinstance(value, int | float)
     }
 
 
 class JsonLines:
-    """The record, `metrics.jsonl`."""
+    """The record, `metrics.jsonl`.
 
-    def __init__(self, path: Path):
+    Rows that a full disk has no room for wait in memory, up to `WAITING` bytes of them, and are
+    written when there is room again.
+
+    Args:
+        path: the file.
+        say: prints a message.
+    """
+
+    WAITING = 1 << 24
+
+    def __init__(self, path: Path, say: Say = print):
         self.path = path
-        self._file: TextIO | None = None
+        self._say = say
+        self._file: FileIO | None = None
+        self._waiting = b""
+        self._full = False
 
     def restart(self, rows: list[Row]) -> None:
         """Replace the file, atomically, by one that holds exactly these rows."""
@@ -97,25 +122,46 @@ class JsonLines:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = FileIO(self.path, "a")  # a row that is half written is known to be
 
     def write(self, row: Row) -> None:
         """Add a row; it survives a kill of this process at once, of the machine after `flush`."""
-        assert self._file is not None
-        self._file.write(_line(row))
-        self._file.flush()
+        line = _line(row).encode()
+        if len(self._waiting) + len(line) <= self.WAITING:
+            self._waiting += line
+        self._write()
 
     def flush(self) -> None:
         """Force the rows to disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        self._write(sync=True)
 
     def close(self) -> None:
         """Force the rows to disk and close the file."""
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        self.flush()
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            self._say(f"the last {lost} rows of {self.path} could not be written")
+        self._file.close()
+        self._file = None
+
+    def _write(self, *, sync: bool = False) -> None:
+        if self._file is None:
+            return
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            if sync:
+                os.fsync(self._file.fileno())
+            self._full = False
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            if not self._full:
+                room = disk.room(self.path.parent, len(self._waiting))
+                self._say(f"rows of {self.path.name} wait until they can be written: {room}")
+            self._full = True
 
 
 class MetricsLog:
@@ -125,31 +171,48 @@ class MetricsLog:
         path: the record.
         others: sinks beside it; only where `active`.
         active: False in every process but the first, which alone writes.
+        say: prints a message.
     """
 
-    def __init__(self, path: Path, others: Iterable[Sink] = (), *, active: bool):
+    def __init__(self, path: Path, others: Iterable[Sink] = (), *, active: bool, say: Say = print):
         self._last: dict[bool, Row] = {}
         self._evaluations: dict[int, Row] = {}
         self._path = path
         self._sinks: list[Sink] = []
         if active:
-            self._sinks = [JsonLines(path), *others]
+            self._sinks = [JsonLines(path, say), *others]
 
     def restart(self, step: int) -> None:
-        """Go on after a step: rows beyond it are forgotten, for they will come again."""
+        """Go on after a step: rows beyond it are forgotten, for they will come again.
+
+        Raises:
+            CheckpointError: the disk is full; what is there stays as it is.
+        """
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
-        self._last = {is_evaluation(row): row for row in rows}
-        self._evaluations = {row["step"]: row for row in rows if is_evaluation(row)}
-        for sink in self._sinks:
-            sink.restart(list(rows))
+        self._last, self._evaluations = {}, {}
+        for row in rows:
+            self._note(row)
+        try:
+            for sink in self._sinks:
+                sink.restart(list(rows))
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            room = disk.room(self._path.parent, sum(len(_line(row)) for row in rows))
+            raise CheckpointError(f"{self._path} could not be written: {room}") from error
 
     def write(self, row: Row) -> None:
         """Add a row to every sink."""
-        self._last[is_evaluation(row)] = row
-        if is_evaluation(row):
-            self._evaluations[row["step"]] = row
+        self._note(row)
         for sink in self._sinks:
             sink.write(row)
+
+    def _note(self, row: Row) -> None:
+        """Remember the newest rows of steps and of evaluations; others are for the sinks alone."""
+        if is_evaluation(row):
+            self._evaluations[row["step"]] = row
+        if is_evaluation(row) or "loss" in row:
+            self._last[is_evaluation(row)] = row
 
     def last(self, *, evaluation: bool) -> Row | None:
         """Return the newest training row, or the newest evaluation row."""

@@ -58,8 +58,14 @@ def as_rows(batch: Batch) -> dict[str, jax.Array]:
 
 def by_side(answers: Answers) -> tuple[Answers, Answers]:
     """Chosen and rejected, [b, s] each, from the answers of rows [2 b, s]."""
-    logps, tokens = (x.reshape(-1, 2, x.shape[-1]) for x in answers)
-    return Answers(logps[:, 0], tokens[:, 0]), Answers(logps[:, 1], tokens[:, 1])
+    logps, tokens = (sides_of(rows) for rows in answers)
+    return Answers(logps[0], tokens[0]), Answers(logps[1], tokens[1])
+
+
+def sides_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows of the chosen and of the rejected answers, [b, s] each, from rows [2 b, s]."""
+    stacked = rows.reshape(-1, 2, rows.shape[-1])
+    return stacked[:, 0], stacked[:, 1]
 
 
 def smoothed(scores: jax.Array, smoothing: float) -> jax.Array:

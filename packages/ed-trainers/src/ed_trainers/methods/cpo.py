@@ -12,21 +12,17 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ed_infra.outputs import Metric
 from jax.nn import relu
 
-from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.feed import HostBatch
-from ed_trainers.losses.pairs import as_rows, by_side, pair_batch, pair_metrics, smoothed
-from ed_trainers.losses.scoring import target_logps
-from ed_trainers.losses.segments import Answers
+from ed_trainers.contract import Loss, Models
+from ed_trainers.losses.pairs import pair_metrics, smoothed
+from ed_trainers.methods.pairs import PairTrainer, ScoredPairs
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.preference import ContrastArguments, CPOArguments
-from ed_trainers.trainer import Trainer
 
 
-class CPOTrainer(Trainer):
+class CPOTrainer(PairTrainer):
     """Learns to prefer the chosen answer of each pair, and to write it.
 
     `arguments` are `CPOArguments`; batches have `chosen_*` and `rejected_*`. See `Trainer` for the
@@ -35,11 +31,6 @@ class CPOTrainer(Trainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = CPOArguments
     arguments: ContrastArguments
-    per_token: ClassVar[bool] = False
-
-    def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Stack the pairs, [b, 2, s]; see `pair_batch`."""
-        return pair_batch(batch)
 
     @property
     def loss_type(self) -> str:
@@ -53,26 +44,17 @@ class CPOTrainer(Trainer):
         assert isinstance(self.arguments, CPOArguments)
         return self.arguments.cpo_alpha
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
         """Return the loss summed over the pairs, and `nll` summed over the chosen tokens."""
-        rows = as_rows(batch)
-        output, token_logps = target_logps(
-            models.learner,
-            rows,
-            key,
-            placement=self.placement,
-            chunk=self.arguments.lmhead_chunksize,
-        )
-        chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], rows["segment_ids"]))
+        chosen, rejected, present = pairs.chosen, pairs.rejected, pairs.present
         per_token = self.loss_type in ("ipo", "simpo")
         logps = [side.mean_logps if per_token else side.logps for side in (chosen, rejected)]
-        present = chosen.present * rejected.present
         total = jnp.sum(present * self.pair_losses(logps[0] - logps[1]))
         beta = self.arguments.beta
         metrics = pair_metrics(present, (beta * logps[0], beta * logps[1]), (logps[0], logps[1]))
         tokens = jnp.sum(chosen.tokens)
         cross_entropy = -jnp.sum(chosen.logps)
-        found = Loss.of(output, total, jnp.sum(present), **metrics)
+        found = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
         if self.cross_entropy_weight:
             found.sums["nll"] = Metric.of(self.cross_entropy_weight * cross_entropy, tokens)
             found.metrics["nll_loss"] = Metric.of(cross_entropy, tokens)

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Float
 
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.contract import Loss, Models
 from ed_trainers.feed import HostBatch
-from ed_trainers.losses.pairs import as_rows, by_side, pair_batch, pair_metrics, smoothed
-from ed_trainers.losses.scoring import target_logps
+from ed_trainers.losses.pairs import pair_metrics, sides_of, smoothed
 from ed_trainers.losses.segments import Answers
+from ed_trainers.methods.pairs import PairTrainer, ScoredPairs
 from ed_trainers.methods.reference import ReferenceTrainer
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.preference import DPOArguments
 
 
-class DPOTrainer(ReferenceTrainer):
+class DPOTrainer(PairTrainer, ReferenceTrainer):
     """Learns to prefer the chosen answer of each pair, near a reference.
 
     `arguments` are `DPOArguments`; batches have `chosen_*` and `rejected_*`. See `Trainer` and
@@ -39,30 +38,23 @@ class DPOTrainer(ReferenceTrainer):
     arguments_class: ClassVar[type[TrainingArguments]] = DPOArguments
     arguments: DPOArguments
     rows_of_a_row: ClassVar[int] = 2
-    per_token: ClassVar[bool] = False
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Stack the pairs, [b, 2, s]; see `pair_batch`."""
-        return self.with_reference(pair_batch(batch))
+        return self.with_reference(super().prepare(batch))
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
         """Return the loss summed over the pairs."""
-        rows = as_rows(batch)
-        output, token_logps = target_logps(
-            models.learner,
-            rows,
-            key,
-            placement=self.placement,
-            chunk=self.arguments.lmhead_chunksize,
-        )
-        own = Answers.of(token_logps, rows["weights"], rows["segment_ids"])
-        chosen, rejected = by_side(own)
-        ratios = by_side(Answers(own.logps - self.reference_logps(models, rows), own.tokens))
-        present = chosen.present * rejected.present
+        sides, present = (pairs.chosen, pairs.rejected), pairs.present
+        references = sides_of(self.reference_logps(models, pairs.rows))
+        ratios = [
+            Answers(side.logps - reference, side.tokens)
+            for side, reference in zip(sides, references, strict=True)
+        ]
         total = jnp.sum(present * pair_losses(self.arguments, *ratios))
         rewards = tuple(self.arguments.beta * ratio.logps for ratio in ratios)
-        metrics = pair_metrics(present, rewards, (chosen.logps, rejected.logps))
-        return Loss.of(output, total, jnp.sum(present), **metrics)
+        metrics = pair_metrics(present, rewards, tuple(side.logps for side in sides))
+        return Loss.of(pairs.output, total, jnp.sum(present), **metrics)
 
 
 def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> Float[Array, "b s"]:

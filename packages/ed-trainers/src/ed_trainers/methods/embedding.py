@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
 from ed_trainers.losses.pairs import as_rows, pair_batch
+from ed_trainers.losses.scoring import noise_of
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.trainer import Trainer
@@ -62,6 +63,7 @@ class EmbeddingTrainer(Trainer):
             position_ids=rows["position_ids"],
             segments=present.shape[-1],
             key=key,
+            **noise_of(models.learner, rows, key, self.arguments.neftune_noise_alpha),
         )
         vectors = output.embeddings
         vectors = vectors.reshape(-1, 2, *vectors.shape[1:]).astype(jnp.float32)

@@ -55,6 +55,7 @@ class KTOTrainer(LabelledTrainer):
             key,
             placement=self.placement,
             chunk=self.arguments.lmhead_chunksize,
+            noise=self.arguments.neftune_noise_alpha,
         )
         own = Answers.of(logps, other["weights"], other["segment_ids"])
         ratios = jax.lax.stop_gradient(own.logps) - self.reference_logps(models, other)

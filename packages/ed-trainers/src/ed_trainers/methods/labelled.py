@@ -81,6 +81,7 @@ class LabelledTrainer(ReferenceTrainer):
             key,
             placement=self.placement,
             chunk=self.arguments.lmhead_chunksize,
+            noise=self.arguments.neftune_noise_alpha,
         )
         own = Answers.of(token_logps, batch["weights"], batch["segment_ids"])
         ratios = own.logps - self.reference_logps(models, batch)

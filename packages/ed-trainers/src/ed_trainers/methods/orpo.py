@@ -15,17 +15,15 @@ import numpy as np
 from ed_infra.outputs import Metric
 from jax.nn import log_sigmoid
 
-from ed_trainers.contract import Batch, Loss, Models
+from ed_trainers.contract import Loss, Models
 from ed_trainers.feed import HostBatch
-from ed_trainers.losses.pairs import as_rows, by_side, pair_batch, pair_metrics
-from ed_trainers.losses.scoring import target_logps
-from ed_trainers.losses.segments import Answers
+from ed_trainers.losses.pairs import pair_batch, pair_metrics, sides_of
+from ed_trainers.methods.pairs import PairTrainer, ScoredPairs
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.preference import ORPOArguments
-from ed_trainers.trainer import Trainer
 
 
-class ORPOTrainer(Trainer):
+class ORPOTrainer(PairTrainer):
     """Learns to write the chosen answer of each pair, at better odds than the rejected one.
 
     `arguments` are `ORPOArguments`; batches have `chosen_*` and `rejected_*`. See `Trainer` for the
@@ -34,41 +32,33 @@ class ORPOTrainer(Trainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = ORPOArguments
     arguments: ORPOArguments
-    per_token: ClassVar[bool] = False
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Stack the pairs; prompts have targets too, and `text_weights` counts them."""
-        pairs = pair_batch(batch)
+        pairs = super().prepare(batch)
         unmasked = {name: array for name, array in batch.items() if not name.endswith("labels")}
         text = pair_batch(unmasked)
         return {**pairs, "targets": text["targets"], "text_weights": text["weights"]}
 
-    def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
         """Return the odds ratios summed over the pairs, and `nll` over the chosen texts' tokens."""
-        rows = as_rows(batch)
-        output, token_logps = target_logps(
-            models.learner,
-            rows,
-            key,
-            placement=self.placement,
-            chunk=self.arguments.lmhead_chunksize,
-        )
-        chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], rows["segment_ids"]))
-        present = chosen.present * rejected.present
+        present, sides = pairs.present, (pairs.chosen, pairs.rejected)
         # Per token; an empty slot gets a number at which the odds are finite.
-        good, bad = (jnp.where(present > 0, a.mean_logps, -1.0) for a in (chosen, rejected))
+        good, bad = (jnp.where(present > 0, side.mean_logps, -1.0) for side in sides)
         log_odds = (good - bad) - (_log1mexp(good) - _log1mexp(bad))
         ratio = log_sigmoid(log_odds)
-        beta, pairs = self.arguments.beta, jnp.sum(present)
+        beta, count = self.arguments.beta, jnp.sum(present)
 
-        text = batch["text_weights"][:, 0]
-        cross_entropy = -jnp.sum(text * token_logps.reshape(-1, 2, text.shape[-1])[:, 0])
+        text, token_logps = (
+            sides_of(rows)[0] for rows in (pairs.rows["text_weights"], pairs.token_logps)
+        )
+        cross_entropy = -jnp.sum(text * token_logps)
         nll = Metric.of(cross_entropy, jnp.sum(text))
         metrics = pair_metrics(present, (beta * good, beta * bad), (good, bad))
-        metrics["log_odds_ratio"] = Metric.of(jnp.sum(present * ratio), pairs)
-        metrics["log_odds_chosen"] = Metric.of(jnp.sum(present * log_odds), pairs)
+        metrics["log_odds_ratio"] = Metric.of(jnp.sum(present * ratio), count)
+        metrics["log_odds_chosen"] = Metric.of(jnp.sum(present * log_odds), count)
         metrics["nll_loss"] = nll
-        found = Loss.of(output, -beta * jnp.sum(present * ratio), pairs, **metrics)
+        found = Loss.of(pairs.output, -beta * jnp.sum(present * ratio), count, **metrics)
         found.sums["nll"] = nll
         return found
 

@@ -57,7 +57,8 @@ class PRMTrainer(Trainer):
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the cross-entropy, summed over the steps."""
-        output, scores = token_scores(models.learner, batch, key, labels=2)
+        noise = self.arguments.neftune_noise_alpha
+        output, scores = token_scores(models.learner, batch, key, labels=2, noise=noise)
         targets, weights = batch["targets"], batch["weights"]
         logps = jax.nn.log_softmax(scores, axis=-1)
         losses = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]

@@ -48,8 +48,8 @@ class RewardTrainer(Trainer):
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return `-log sigmoid(chosen - rejected - margin)`, summed over the pairs."""
-        rows = as_rows(batch)
-        output, scores = token_scores(models.learner, rows, key, labels=1)
+        rows, noise = as_rows(batch), self.arguments.neftune_noise_alpha
+        output, scores = token_scores(models.learner, rows, key, labels=1, noise=noise)
 
         def by_side(values: jax.Array) -> jax.Array:
             sums = segment_sums(values * rows["last"], rows["segment_ids"])

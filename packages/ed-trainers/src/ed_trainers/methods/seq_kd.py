@@ -16,6 +16,7 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 
+from ed_trainers.endings import until_end
 from ed_trainers.feed import HostBatch
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.methods.sft import SFTTrainer
@@ -99,12 +100,5 @@ class SeqKDTrainer(SFTTrainer):
                 ids, attention_mask=mask, max_new_tokens=arguments.max_completion_length
             )
             for prompt, sequence in zip(asked, output.sequences.tolist(), strict=False):
-                self._answers[prompt] = _until_end(sequence[width:], self._teacher)
-
-
-def _until_end(answer: list[int], model: LanguageModel) -> list[int]:
-    """The answer up to its end-of-sequence token, which is to be learned as well."""
-    ends = model.config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    at = next((i for i, token in enumerate(answer) if token in ends), len(answer) - 1)
-    return answer[: at + 1]
+                # the end is to be learned as well
+                self._answers[prompt] = until_end(sequence[width:], self._teacher)

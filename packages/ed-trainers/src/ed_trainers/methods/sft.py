@@ -15,8 +15,8 @@ from ed_layers.losses import TokenLoss
 from ed_trainers.arguments import SFTArguments, TrainingArguments
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
-from ed_trainers.losses.neftune import noisy_embeddings
 from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
 from ed_trainers.trainer import Trainer
 
@@ -40,19 +40,10 @@ class SFTTrainer(Trainer):
         Label smoothing, z-loss and noise on embeddings are of training alone: with a key.
         """
         model, arguments = models.learner, self.arguments
-        noisy, extra = None, TokenLoss()
+        extra = TokenLoss()
         if key is not None:
             extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
-            if arguments.neftune_noise_alpha is not None:
-                noisy = noisy_embeddings(model, batch, key, alpha=arguments.neftune_noise_alpha)
-        output = model(
-            batch["input_ids"],
-            inputs_embeds=noisy,
-            segment_ids=batch["segment_ids"],
-            position_ids=batch["position_ids"],
-            logits_at="none",
-            key=key,
-        )
+        output = forward(model, batch, key, noise=arguments.neftune_noise_alpha)
         assert output.last_hidden_state is not None
         total = token_cross_entropy(
             output.last_hidden_state,

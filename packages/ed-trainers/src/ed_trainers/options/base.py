@@ -195,6 +195,35 @@ class TrainingArguments(Options):
     """FLOP/s that one device can do, for MFU; None takes the known figure of its kind, and without
     one there is no MFU."""
 
+    generation_interval: Steps | None = None
+    """Steps between previews, and one at the end: completions of a few prompts by the present
+    weights, in the terminal, the metrics and the report; None shows none."""
+    generation_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Prompts of the previews; without them beginnings of held-out documents."""
+    generation_num_prompts: Annotated[int, Field(ge=1, le=64)] = 3
+    """How many held-out documents a preview begins, without `generation_prompts`."""
+    generation_max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Tokens of a completion in a preview, at most."""
+    generation_temperature: NotNegative = 0.0
+    """Temperature of the previews; 0 always takes the likeliest token."""
+    generation_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the probability that the previews sample from."""
+    benchmark_interval: Steps | None = None
+    """Steps between runs of the `benchmarks`, and one at the end; None runs none."""
+    benchmarks: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tasks of lm-evaluation-harness; their figures are `benchmark/<task>/<metric>` in the metrics.
+    How they are run is said in the section `eval`."""
+    profile_start_step: Steps | None = None
+    """The first step of a trace by jax's profiler, which is written to `<save_directory>/profile`;
+    None traces nothing. A later step than the first one leaves compiling out."""
+    profile_steps: Annotated[int, Field(ge=1, le=1000)] = 3
+    """How many steps are traced."""
+
+    @property
+    def loader_batch_size(self) -> int:
+        """Rows of a batch of the loader."""
+        return self.total_batch_size
+
     def idle(self) -> list[tuple[str, str]]:
         """The options of a method that others of them make idle, each with the reason."""
         return []

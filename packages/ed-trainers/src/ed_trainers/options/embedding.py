@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from ed_infra.options import Count, Positive
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import Flag, conflict
+from ed_trainers.options.noise import NoiseArguments
 
 Temperatures = Annotated[
     tuple[Positive, ...],
@@ -16,7 +17,7 @@ Temperatures = Annotated[
 ]
 
 
-class EmbeddingArguments(TrainingArguments):
+class EmbeddingArguments(NoiseArguments):
     """Embeddings of pairs of texts that mean the same (InfoNCE, arXiv:1807.03748).
 
     The other positives of the step are each anchor's negatives, so a step is one microbatch.

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from ed_infra.options import NotNegative, choice
 
+from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.preference import ReferenceArguments
 
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 
 
-class LabelledArguments(ReferenceArguments):
+class LabelledArguments(NoiseArguments, ReferenceArguments):
     """Options that `kto` and `bco` share."""
 
     desirable_weight: NotNegative = 1.0

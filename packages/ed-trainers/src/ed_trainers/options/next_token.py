@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ed_infra.options import Count, NotNegative, Positive
+from ed_infra.options import Count, NotNegative
 
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.optimizers import Share
 
 
-class NextTokenArguments(TrainingArguments):
+class NextTokenArguments(NoiseArguments):
     """What shapes the cross-entropy of the next token."""
 
     lmhead_chunksize: Count | None = None
@@ -18,6 +18,3 @@ class NextTokenArguments(TrainingArguments):
     z_loss_coefficient: NotNegative = 0.0
     """Factor on the square of the log of each token's normaliser, added to its loss; in training
     only."""
-    neftune_noise_alpha: Positive | None = None
-    """Size of NEFTune's noise on the embeddings: uniform, up to this over the root of a document's
-    tokens times the hidden size; in training only."""

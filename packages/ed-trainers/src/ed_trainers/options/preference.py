@@ -11,6 +11,7 @@ from ed_infra.options import Count, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.noise import NoiseArguments
 
 #: Losses of `dpo`; the brief names are spellings of TRL's.
 DPO_LOSSES = (
@@ -44,6 +45,10 @@ class AnswerArguments(TrainingArguments):
     """Tokens whose logits exist at once; None lets the loss choose."""
 
 
+class PairArguments(NoiseArguments, AnswerArguments):
+    """Options of methods of given pairs."""
+
+
 class ReferenceArguments(AnswerArguments):
     """Options of methods that compare answers with those of a reference."""
 
@@ -59,7 +64,7 @@ class ReferenceArguments(AnswerArguments):
         return True
 
 
-class DPOArguments(ReferenceArguments):
+class DPOArguments(PairArguments, ReferenceArguments):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and its relatives."""
 
     trainer_type: Literal["dpo"] = "dpo"
@@ -112,7 +117,7 @@ class DPOArguments(ReferenceArguments):
         return self.label_smoothing
 
 
-class ORPOArguments(AnswerArguments):
+class ORPOArguments(PairArguments):
     """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691): no reference."""
 
     ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "lambda_orpo": "beta"}
@@ -122,7 +127,7 @@ class ORPOArguments(AnswerArguments):
     """Weight of the odds ratio beside the cross-entropy of the chosen text; the paper's lambda."""
 
 
-class ContrastArguments(AnswerArguments):
+class ContrastArguments(PairArguments):
     """Options that `cpo` and `simpo` share."""
 
     beta: Positive = 0.1

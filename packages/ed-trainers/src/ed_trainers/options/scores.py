@@ -6,10 +6,10 @@ from typing import Literal
 
 from ed_infra.options import NotNegative
 
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.noise import NoiseArguments
 
 
-class RewardArguments(TrainingArguments):
+class RewardArguments(NoiseArguments):
     """A reward model of pairs (Bradley and Terry): the chosen answer shall score higher.
 
     Rows may say by how much, in the field `margin`.
@@ -20,7 +20,7 @@ class RewardArguments(TrainingArguments):
     """Weight of the squared sum of both scores, which keeps their mean near 0; null for none."""
 
 
-class PRMArguments(TrainingArguments):
+class PRMArguments(NoiseArguments):
     """A process reward model (Lightman et al., arXiv:2305.20050): which steps are right."""
 
     trainer_type: Literal["prm"] = "prm"

@@ -21,11 +21,13 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.figures.metrics import RECORD, Row, is_evaluation, read_rows
+from ed_trainers.figures.metrics import RECORD, Row, read_rows
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
 #: Points of a curve; of longer ones each bucket keeps its lowest and its highest.
 POINTS = 1500
+#: Steps whose previews are shown, counted from the last.
+PREVIEWS = 50
 #: Keys of a row that are no curves: places on the axes.
 _AXES = ("step", "time")
 #: What is shown first, in this order.
@@ -54,7 +56,7 @@ def write_report(directory: str | Path) -> Path:
         "TITLE": html.escape(directory.resolve().name),
         "SUBTITLE": html.escape(_subtitle(rows)),
         "FIGURES": _figures(rows, summary),
-        "SECTIONS": _evaluation(summary) + _samples(summary) + _config(config),
+        "SECTIONS": _evaluation(summary) + _samples(summary) + _previews(rows) + _config(config),
         # A script ends at the first "</", wherever it stands.
         "DATA": json.dumps({"charts": charts(rows)}, separators=(",", ":")).replace("</", "<\\/"),
     }
@@ -74,7 +76,7 @@ def charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
     begin = next((row["time"] for row in rows if "time" in row), 0.0)
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for row in rows:
-        label = "evaluation" if is_evaluation(row) else "training"
+        label = "training" if "loss" in row else "evaluation"
         for key, value in row.items():
             if key in _AXES or not isinstance(value, int | float) or isinstance(value, bool):
                 continue
@@ -144,12 +146,27 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
 
 
 def _samples(summary: Mapping[str, Any]) -> str:
+    shown = _texts(summary.get("samples") or ())
+    return f"<h2>Samples</h2>{shown}" if shown else ""
+
+
+def _previews(rows: Sequence[Row]) -> str:
+    """What the model wrote while it learned, the last steps first; those before are folded."""
+    previews = [row for row in rows if row.get("samples")][: -PREVIEWS - 1 : -1]
     shown = [
+        f"<details{' open' if row is previews[0] else ''}><summary>step {row['step']:,}</summary>"
+        f"{_texts(row['samples'])}</details>"
+        for row in previews
+    ]
+    return "<h2>Samples while training</h2>" + "".join(shown) if shown else ""
+
+
+def _texts(samples: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(
         f"<pre><span class=prompt>{html.escape(str(sample.get('prompt', '')))}</span>"
         f"{html.escape(str(sample.get('completion', '')))}</pre>"
-        for sample in summary.get("samples") or ()
-    ]
-    return "<h2>Samples</h2>" + "".join(shown) if shown else ""
+        for sample in samples
+    )
 
 
 def _config(path: Path) -> str:

@@ -55,7 +55,6 @@ async def count_tokens(served: Served, body: CountRequest, request: Request) -> 
     Raises:
         APIError: the template refuses the conversation, or the model is not this one.
     """
-    served.check_model(body.model)
     chat = ChatRequest(**body.for_chat())
     served.formats.check(chat)
     return JSONResponse({"input_tokens": len(await served.prompts.chat(chat))})

@@ -15,6 +15,7 @@ from ed_esurge.server.errors import client_gone
 from ed_esurge.server.responses.answer import Events, base, item, status_of, usage
 from ed_esurge.server.responses.request import ResponseRequest
 from ed_esurge.server.served import Served
+from ed_esurge.server.site import Site
 from ed_esurge.server.stream import answer, respond
 from ed_esurge.server.turn import Turn
 
@@ -70,7 +71,7 @@ class _Response:
             ]
             follows = ResponseRequest(input=sent).messages() if sent else []  # type: ignore[arg-type]
             messages = [*self._before, *self._body.messages(), *follows]
-            turn.served.responses.put(self.fields, messages)
+            turn.served.state.responses.put(self.fields, messages)
         return self.fields
 
 
@@ -82,7 +83,7 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
     """
     before: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
-        known = served.responses.get(body.previous_response_id, param="previous_response_id")
+        known = served.state.responses.get(body.previous_response_id, param="previous_response_id")
         before = known.messages
     turn = await Turn.begin(served, body.chat(before), request, "resp")
     response = _Response(turn, body, before)
@@ -116,13 +117,13 @@ async def _events(response: _Response) -> AsyncGenerator[str]:
     yield write.event(f"response.{fields['status']}", response=fields)
 
 
-async def retrieve(served: Served, request: Request) -> Response:
+async def retrieve(site: Site, request: Request) -> Response:
     """A response that was stored. Raises APIError: 404."""
-    return JSONResponse(served.responses.get(request.path_params["response_id"]).response)
+    return JSONResponse(site.state.responses.get(request.path_params["response_id"]).response)
 
 
-async def delete(served: Served, request: Request) -> Response:
+async def delete(site: Site, request: Request) -> Response:
     """Forget a response. Raises APIError: 404."""
     name = request.path_params["response_id"]
-    served.responses.delete(name)
+    site.state.responses.delete(name)
     return JSONResponse({"id": name, "object": "response", "deleted": True})

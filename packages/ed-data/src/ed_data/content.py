@@ -1,0 +1,98 @@
+"""What one field of a row may hold: a text, chat messages, token ids, steps, or a number.
+
+Every check names the row (`where`) and the field in its error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ed_data.errors import DataError
+from ed_data.schema import Content
+
+
+def checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
+    """Return a text, messages or ids; None where they are empty.
+
+    Args:
+        value: of the field.
+        field: its name.
+        where: the row, for messages.
+        is_content: whether `content_field` names the field.
+
+    Raises:
+        DataError: it holds something else, or half of a surrogate pair.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        _check_text(value, field, where, is_content)
+        return value if value.strip() else None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    wrong = f"is a {type(value).__name__}; it must be a text, a list of chat messages or token ids"
+    if isinstance(value, list | tuple):
+        items = list(value)
+        if not items:
+            return None
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            return items
+        if all(isinstance(item, dict) and "role" in item and "content" in item for item in items):
+            for text in _texts(items):
+                _check_text(text, field, where, is_content)
+            return items
+        wrong = "holds neither chat messages {'role': …, 'content': …} nor token ids"
+    raise DataError(
+        f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
+    )
+
+
+def checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:
+    """Return the steps of an answer, as `checked`."""
+    if value is not None and not (
+        isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value)
+    ):
+        raise DataError(
+            f"{where}: {field!r} is a list of texts, the steps of an answer, not {value!r}; "
+            "correct the row, or drop it in format_callback"
+        )
+    for text in value or ():
+        _check_text(text, field, where, is_content)
+    return list(value) if value else None
+
+
+def number(value: Any, field: str, where: str) -> float:
+    """Return a number; true is 1, false 0.
+
+    Raises:
+        DataError: it is none, or not finite.
+    """
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise DataError(
+            f"{where}: {field!r} is a number, true or false, not {value!r}; correct the row, or "
+            "drop it in format_callback"
+        )
+    return float(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested lists and mappings: parts of messages, calls of tools."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise DataError(
+            f"{where}, {'content_field' if is_content else repr(field)}: the tokenizer cannot "
+            f"encode the text: {half} at character {error.start} is half of a surrogate pair; "
+            "correct the row, or drop it in format_callback"
+        ) from error

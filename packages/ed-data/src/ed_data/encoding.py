@@ -1,0 +1,108 @@
+"""Documents to tokens, batch after batch: in this process, or in `tokenization.num_proc` others.
+
+The tokens, their order and what is left out are the same either way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from typing import NamedTuple
+
+from ed_data.schema import Example
+from ed_data.tokenize import Encoded, Encoder
+from ed_data.transforms import Tally
+from ed_data.workers import Workers
+
+
+class Job(NamedTuple):
+    """Documents of one inform that are encoded together.
+
+    Attributes:
+        documents: at least one.
+        label: the inform's name, for messages.
+        tally: counts the documents that cannot be encoded, which then have no tokens; None raises
+            their errors.
+    """
+
+    documents: list[Example]
+    label: str
+    tally: Tally | None = None
+
+
+class Encoding:
+    """An encoder, and the processes that share its work.
+
+    Args:
+        encoder: makes the tokens.
+        processes: how many; None works here.
+    """
+
+    def __init__(self, encoder: Encoder, processes: int | None = None) -> None:
+        self.encoder, self.processes = encoder, processes
+        self._workers: Workers[Job, tuple[Encoded, Tally | None]] | None = None
+        self._lock = threading.Lock()
+        #: Ends what else works for the same loader.
+        self.closing = ExitStack()
+
+    def map(self, jobs: Iterable[Job]) -> Iterator[Encoded]:
+        """Yield the tokens of each job, in their order; with processes, some are made ahead.
+
+        Raises:
+            DataError: as `Encoder.encode`, or a process fails.
+        """
+        if self.processes is None:
+            yield from (self.encoder.encode(*job) for job in jobs)
+            return
+        with self._lock:
+            if self._workers is None:
+                key = "tokenization.num_proc"
+                self._workers = Workers(_Encode(self.encoder), self.processes, key)
+            workers = self._workers
+        tallies: list[Tally | None] = []
+
+        def sent() -> Iterator[Job]:
+            for job in jobs:
+                tallies.append(job.tally)
+                yield job._replace(tally=None if job.tally is None else Tally())
+
+        for encoded, tally in workers.map(sent()):
+            own = tallies.pop(0)
+            if own is not None and tally is not None:
+                own.add(tally)
+            yield encoded
+
+    def all(
+        self, documents: Iterable[Example], label: str, tally: Tally | None
+    ) -> Iterator[Encoded]:
+        """Yield the tokens of documents in batches, in their order."""
+        stream = iter(documents)
+
+        def jobs() -> Iterator[Job]:
+            while batch := list(islice(stream, self.encoder.batch_size)):
+                yield Job(batch, label, tally)
+
+        return self.map(jobs())
+
+    def close(self) -> None:
+        """End the processes, and everything in `closing`."""
+        self.closing.close()
+        self.rest()
+
+    def rest(self) -> None:
+        """End the processes; they start again where they are needed again."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()
+
+
+class _Encode:
+    """What a process does with a job."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def __call__(self, job: Job) -> tuple[Encoded, Tally | None]:
+        return self._encoder.encode(*job), job.tally

@@ -1,0 +1,98 @@
+"""From the options of a mixture to the order of its documents: weights, schedule, shuffling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ed_data.config import Mixture
+from ed_data.mixture import DocumentOrder, Shares
+from ed_data.schedule import Schedule, ScheduledOrder, ScheduledShares
+
+#: The block of a stream without block_mixture.
+_WHOLE = 2**16
+
+
+def document_order(
+    mixture: Mixture,
+    labels: Sequence[str],
+    sizes: Sequence[int],
+    split: str,
+    seed: int,
+    shuffle: bool,
+) -> DocumentOrder:
+    """Return the order of documents whose number is known.
+
+    Args:
+        mixture: the options.
+        labels: names of the informs.
+        sizes: documents of each.
+        split: training is mixed by weights.
+        seed: orders everything.
+        shuffle: False keeps the order of each inform.
+    """
+    weights = weights_of(mixture, split)
+    block = mixture.mixture_block_size if mixture.block_mixture else None
+    options: dict[str, Any] = {
+        "block_size": block,
+        "seed": seed,
+        "shuffle": shuffle,
+        "buffer": mixture.shuffle_buffer_size,
+    }
+    schedule = schedule_of(mixture, labels, split)
+    if schedule is not None:
+        return ScheduledOrder(sizes, schedule, **options)
+    return DocumentOrder(
+        sizes,
+        weights=None if weights is None else [weights[label] for label in labels],
+        stop_strategy=mixture.stop_strategy,
+        **options,
+    )
+
+
+def shares_of(
+    mixture: Mixture, labels: Sequence[str], split: str
+) -> Shares | ScheduledShares | None:
+    """Return how the documents of a stream are divided; None: as they are there."""
+    weights = weights_of(mixture, split)
+    block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
+    schedule = schedule_of(mixture, labels, split)
+    if schedule is not None:
+        return ScheduledShares(schedule, block)
+    if weights is None:
+        return None
+    return Shares.of_weights([weights[label] for label in labels], block)
+
+
+def weights_of(mixture: Mixture, split: str) -> dict[str, float] | None:
+    """The weights of the informs; evaluation reads everything once."""
+    return mixture.mixture_weights if split == "train" else None
+
+
+def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> Schedule | None:
+    """The weights by step, where they change."""
+    options, weights = mixture.mixture_schedule, weights_of(mixture, split)
+    if options is None or weights is None:
+        return None
+    points = [weights, *(point.weights for point in options.points)]
+    return Schedule(
+        options.type,
+        (0, *(point.step for point in options.points)),
+        tuple(tuple(point[label] for label in labels) for point in points),
+    )
+
+
+def order_details(mixture: Mixture, split: str, seed: int, shuffle: bool) -> dict[str, Any]:
+    """Everything of these options that the order depends on, as JSON values."""
+    weights = weights_of(mixture, split)
+    details = {
+        "seed": seed,
+        "shuffle": shuffle,
+        "shuffle_buffer_size": mixture.shuffle_buffer_size,
+        "mixture_weights": weights,
+        "stop_strategy": mixture.stop_strategy if weights is not None else None,
+        "mixture_block_size": mixture.mixture_block_size if mixture.block_mixture else None,
+    }
+    if mixture.mixture_schedule is not None and weights is not None:
+        details["mixture_schedule"] = mixture.mixture_schedule.model_dump(mode="json")
+    return details

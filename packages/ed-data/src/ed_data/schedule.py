@@ -1,0 +1,202 @@
+"""Weights of a mixture that change over the steps: in steps, linearly, or along a cosine.
+
+The weights at a step are whole parts of 2^32, so all arithmetic is exact. A block of documents is
+divided by the weights of the step at which its window begins, and what an inform is owed beyond
+whole documents goes into the next block: its documents follow its weight within about one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ed_data.mixture import DocumentOrder, IntArray, shuffled
+
+UNIT = 2**32
+_BLOCKS = 9  # names a use of the seed, as in mixture
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Weights by step.
+
+    Attributes:
+        kind: `step`, `linear` or `cosine`: what happens between two points.
+        steps: of the points, ascending from 0.
+        weights: [points][informs].
+    """
+
+    kind: str
+    steps: tuple[int, ...]
+    weights: tuple[tuple[float, ...], ...]
+
+    def parts(self, step: int) -> list[int]:
+        """Return the share of each inform at a step, in parts of `UNIT`; they add up to it."""
+        at = bisect_right(self.steps, step) - 1
+        weights = _normal(self.weights[at])
+        if self.kind != "step" and at + 1 < len(self.steps):
+            way = (step - self.steps[at]) / (self.steps[at + 1] - self.steps[at])
+            if self.kind == "cosine":
+                way = (1 - math.cos(math.pi * way)) / 2
+            following = _normal(self.weights[at + 1])
+            weights = [a + (b - a) * way for a, b in zip(weights, following, strict=True)]
+        # To nine digits: the cosine of another machine may differ in the last ones.
+        parts = [int(round(weight, 9) * UNIT) for weight in weights]
+        parts[int(np.argmax(parts))] += UNIT - sum(parts)
+        return parts
+
+
+def _normal(weights: Sequence[float]) -> list[float]:
+    return [weight / sum(weights) for weight in weights]
+
+
+def divided(size: int, parts: Sequence[int], owed: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Divide a block among the informs.
+
+    Args:
+        size: documents of the block.
+        parts: of each inform, adding up to `UNIT`.
+        owed: what earlier blocks have left to each, in documents times `UNIT`; they add up to 0.
+
+    Returns:
+        Documents of each inform, and what is owed to each now.
+    """
+    due = [size * part + debt for part, debt in zip(parts, owed, strict=True)]
+    counts = [max(each // UNIT, 0) for each in due]
+    left = [each - count * UNIT for each, count in zip(due, counts, strict=True)]
+    while (missing := size - sum(counts)) != 0:
+        step = 1 if missing > 0 else -1
+        able = [i for i, part in enumerate(parts) if (part if step > 0 else counts[i])]
+        chosen = max(able, key=lambda i: (step * left[i], -i))
+        counts[chosen] += step
+        left[chosen] -= step * UNIT
+    return counts, left
+
+
+class ScheduledOrder(DocumentOrder):
+    """Documents in shares that change: see `DocumentOrder`.
+
+    An epoch is as many documents as all informs have. All blocks of a window have the weights of
+    the step at which the window begins, which `follow` tells.
+
+    Args:
+        sizes: number of documents of each inform, all above 0.
+        schedule: the weights.
+        block_size: documents among which the proportions are exact; None for a window.
+        seed: orders everything.
+        shuffle: see `DocumentOrder`.
+        buffer: `shuffle_buffer_size`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        schedule: Schedule,
+        *,
+        block_size: int | None,
+        seed: int,
+        shuffle: bool = True,
+        buffer: int | None = None,
+    ) -> None:
+        super().__init__(sizes, block_size=block_size, seed=seed, shuffle=shuffle, buffer=buffer)
+        self._schedule = schedule
+        self._make = lru_cache(maxsize=4)(self._make_window)
+
+    def follow(self, window: int, step_of: Callable[[int], int]) -> None:
+        """Take up the windows of a plan.
+
+        Args:
+            window: documents of each; the last of an epoch has fewer.
+            step_of: the step at which a window begins, by its number over all epochs.
+        """
+        self._window, self._step_of = window, step_of
+        self._windows = -(-self.epoch_size // window)
+        none = [0] * len(self._sizes)
+        #: What each inform has drawn, and is owed, where each window begins.
+        self._begins = [(none, none)]
+
+    def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Return the informs and document numbers at some positions; see `DocumentOrder.take`."""
+        stop = min(stop, self.epoch_size)
+        if start >= stop:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first = start // self._window
+        numbers = range(first, (stop - 1) // self._window + 1)
+        parts = [self._make(epoch * self._windows + number) for number in numbers]
+        cut = slice(start - first * self._window, stop - first * self._window)
+        inform, document = (np.concatenate(each)[cut] for each in zip(*parts, strict=True))
+        return inform, document
+
+    def documents_per_epoch(self) -> list[int]:
+        """How many documents of each inform the first epoch holds."""
+        return list(self._begin(self._windows)[0])
+
+    def _begin(self, number: int) -> tuple[list[int], list[int]]:
+        while len(self._begins) <= number:
+            *_, last = self._blocks(len(self._begins) - 1)
+            self._begins.append(last)
+        return self._begins[number]
+
+    def _blocks(self, number: int) -> list[tuple[list[int], list[int]]]:
+        """What each inform has drawn, and is owed, before and after each block of a window."""
+        drawn, owed = self._begin(number)
+        begin = number % self._windows * self._window
+        size = min(self._window, self.epoch_size - begin)
+        parts = self._schedule.parts(self._step_of(number))
+        result = [(drawn, owed)]
+        for at in range(0, size, self._block):
+            counts, owed = divided(min(self._block, size - at), parts, owed)
+            drawn = [before + count for before, count in zip(drawn, counts, strict=True)]
+            result.append((drawn, owed))
+        return result
+
+    def _make_window(self, number: int) -> tuple[IntArray, IntArray]:
+        drawn = [np.array(before, np.int64) for before, _ in self._blocks(number)]
+        blocks = [
+            self._arranged(
+                drawn[at + 1] - before,
+                before.tolist(),
+                (_BLOCKS, self._seed, number, at) if self._shuffle else None,
+            )
+            for at, before in enumerate(drawn[:-1])
+        ]
+        inform, document = (np.concatenate(each) for each in zip(*blocks, strict=True))
+        return inform, document
+
+
+class ScheduledShares:
+    """How the blocks of a stream are divided; see `mixture.Shares`.
+
+    Attributes:
+        block: documents among which the proportions are exact.
+        step: where training is when the next block begins.
+    """
+
+    def __init__(self, schedule: Schedule, block: int) -> None:
+        self._schedule, self.block, self.step = schedule, block, 0
+        none = [0] * len(schedule.weights[0])
+        self._number, self._counts, self._owed = -1, none, none
+
+    def block_order(self, number: int, key: tuple[int, ...] | None) -> IntArray:
+        """The inform of each place of a block: the current one, or the next."""
+        if number != self._number:
+            parts = self._schedule.parts(self.step)
+            self._counts, self._owed = divided(self.block, parts, self._owed)
+            self._number = number
+        counts = np.array(self._counts, np.int64)
+        return np.repeat(np.arange(len(counts)), counts)[shuffled(counts, key)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current block, as JSON values."""
+        return {"block": self._number, "counts": list(self._counts), "owed": list(self._owed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self._number = state["block"]
+        self._counts, self._owed = list(state["counts"]), list(state["owed"])

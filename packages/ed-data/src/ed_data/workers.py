@@ -1,0 +1,125 @@
+"""A pool of processes for what Python alone is too slow for: chat templates above all.
+
+The processes are new ones, not copies of this one (which may hold threads and devices), and start
+in the time that the import of what they need takes. They end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+from ed_data.errors import DataError
+from ed_data.worker import receive, send
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Workers(Generic[A, B]):
+    """Processes that apply one function to items.
+
+    Args:
+        function: takes an item; both, and the result, can be pickled.
+        count: processes; each starts with its first item.
+        key: the option that asked for them, for messages.
+    """
+
+    def __init__(self, function: Callable[[A], B], count: int, key: str) -> None:
+        self.count, self._function, self._key = count, function, key
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="ed-data-process")
+        self._own = threading.local()
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def submit(self, item: A) -> Future[B]:
+        """Have an item worked on; the result raises what the function raised.
+
+        Raises:
+            DataError: of the result: the process ended, or something cannot be pickled.
+        """
+        return self._pool.submit(self._call, item)
+
+    def map(self, items: Iterable[A]) -> Iterator[B]:
+        """Yield the results in the order of the items, a few of which are worked on ahead."""
+        ahead: deque[Future[B]] = deque()
+        try:
+            for item in items:
+                ahead.append(self.submit(item))
+                if len(ahead) > 2 * self.count:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+    def close(self) -> None:
+        """End the processes, those too that are working."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._all:
+            process.kill()
+        self._pool.shutdown(wait=True)
+        for process in self._all:
+            process.communicate()
+
+    def _call(self, item: A) -> B:
+        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = self._start()
+        ok, value = self._ask(process, item)
+        if not ok:
+            raise value
+        return value
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = [entry or os.getcwd() for entry in sys.path]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ed_data.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # The processes are the parallelism: the tokenizer's threads would only crowd them.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        )
+        self._all.append(process)
+        assert process.stdin is not None
+        send(process.stdin, path)
+        ok, value = self._ask(process, self._function)
+        if not ok:
+            raise self._not_sent(value)
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], message: object) -> tuple[bool, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin, message)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise self._not_sent(error) from error
+        except OSError:
+            pass  # it is gone: so says the next line too
+        try:
+            return receive(process.stdout)
+        except (EOFError, OSError) as error:
+            self._own.process = None
+            raise DataError(
+                f"{self._key}: a worker process ended with code {process.wait()}; a negative code "
+                "is a signal, and -9 is often a lack of memory: take fewer processes"
+            ) from error
+
+    def _not_sent(self, error: Exception) -> DataError:
+        return DataError(
+            f"{self._key}: what the processes work with cannot be sent to them "
+            f"({type(error).__name__}: {error}); define its class in a module that can be "
+            "imported, or leave the option out"
+        )

@@ -1,0 +1,106 @@
+"""Training begins while the cache is being written: the same batches, before and after."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from ed_data import DataError, build_loader, growing, plan, prepare
+from ed_data.encoding import Encoding
+from ed_data.growing import GrowingTokens
+
+TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(300)]
+
+
+def same(first, second) -> bool:
+    return all(np.array_equal(first[key], second[key]) for key in {**first, **second})
+
+
+@pytest.fixture
+def aside(monkeypatch):
+    """Every store is written aside, and only when the gate is open."""
+    gate = threading.Event()
+    whole = Encoding.all
+
+    def gated(self, documents, label, tally):
+        for encoded in whole(self, documents, label, tally):
+            if threading.current_thread().name == "ed-data-store":
+                gate.wait(60)
+            yield encoded
+
+    monkeypatch.setattr(Encoding, "all", gated)
+    monkeypatch.setattr(prepare, "ASIDE", 0)
+    monkeypatch.setattr(plan, "WINDOW", 60)
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_before_the_cache_is_complete(mixture, tokenizer, tmp_path, aside, workers):
+    options = {"eval_fraction": 0.2, "tokenization": {"batch_size": 30}}
+    reference = mixture(TEXTS, pack_on_the_fly=True, **options)
+    expected = build_loader(reference, tokenizer, batch_size=2)
+    made = mixture(TEXTS, prefetch_workers=workers, **options)
+    loader = build_loader(made, tokenizer, batch_size=2)
+    held_out = build_loader(made, tokenizer, batch_size=2, split="eval")
+    tokens = loader._order.tokens[0]
+    assert isinstance(tokens, GrowingTokens)
+    assert held_out._order.tokens[0] is tokens, "one store is written once"
+    assert same(loader.batch_at(0), expected.batch_at(0))
+    assert same(loader.batch_at(3), expected.batch_at(3))
+    assert not tokens.complete
+    assert not (tmp_path / "cache" / "plans").exists()
+    state = loader.state_dict()
+    assert loader.fingerprint == expected.fingerprint
+    aside.set()
+    tokens._thread.join()
+    assert tokens.complete
+    for step in (0, 5, 40):
+        assert same(loader.batch_at(step), expected.batch_at(step))
+    assert loader.stats == expected.stats
+    loader.close()
+    again = build_loader(made, tokenizer, batch_size=2)
+    assert not isinstance(again._order.tokens[0], GrowingTokens)
+    again.load_state_dict(state)
+    assert same(again.batch_at(9), expected.batch_at(9))
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+
+
+def test_who_wants_everything_waits(mixture, tokenizer, aside, monkeypatch):
+    monkeypatch.setattr(growing, "AHEAD", 130)
+    loader = build_loader(mixture(TEXTS), tokenizer, batch_size=2)
+    tokens = loader._order.tokens[0]
+    loader.batch_at(0)
+    threading.Timer(0.2, aside.set).start()
+    assert loader.stats["documents"] == 300  # needs the length of every document
+    assert tokens.complete
+    assert tokens._lazy.encoded <= 130
+
+
+def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
+    made = mixture(TEXTS, tokenization={"batch_size": 30})
+    loader = build_loader(made, tokenizer, batch_size=2)
+    loader.batch_at(0)
+    threading.Timer(0.2, aside.set).start()
+    loader.close()
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+    with pytest.raises(DataError, match="the loader was closed"):
+        loader.batch_at(0)
+    assert build_loader(made, tokenizer, batch_size=2).batch_at(0)
+
+
+def test_what_the_writing_meets_is_raised_with_the_next_batch(mixture, tokenizer, aside):
+    rows = [*TEXTS, [10**6]]
+    made = mixture([{"content": row} for row in rows], shuffle_buffer_size=1)
+    loader = build_loader(made, tokenizer, batch_size=2)
+    assert loader.batch_at(0)
+    aside.set()
+    loader._order.tokens[0]._thread.join()
+    with pytest.raises(DataError, match=r"data\.jsonl:301, content_field: token id 1000000"):
+        loader.batch_at(1)
+
+
+def test_a_small_source_is_waited_for(mixture, tokenizer):
+    loader = build_loader(mixture(TEXTS), tokenizer, batch_size=2)
+    assert not isinstance(loader._order.tokens[0], GrowingTokens)

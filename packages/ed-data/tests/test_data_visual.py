@@ -1,0 +1,149 @@
+"""Rows with images: read, checked, saved, given beside prompts; refused where text is wanted."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from ed_data import (
+    DataError,
+    Inform,
+    Mixture,
+    build_loader,
+    build_prompts,
+    documents,
+    read_rows,
+    save_mixture,
+)
+from pydantic import ValidationError
+
+PIXELS = [[[0, 1, 2], [3, 4, 5]]]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A json file of paths and captions, with the images beside the file."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(6):
+        (folder / f"{i}.png").write_bytes(b"png %d" % i)
+    rows = [{"image_path": f"{i}.png", "caption": f"picture {i}"} for i in range(6)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return folder
+
+
+def visual(files, **options) -> Inform:
+    given = {"image_field": "image_path", "text_field": "caption", **options}
+    return Inform(type="visual", data_files=str(files), name="v", **given)
+
+
+@pytest.mark.proves(
+    "mixture.informs.image_field", "mixture.informs.text_field", "mixture.informs.type"
+)
+def test_the_block_of_the_seeds(pictures):
+    """`type: visual`, `image_field: image_path`, `text_field: caption`, as the reference has it."""
+    found = list(documents(visual(pictures / "*.json")))
+    assert [example.content for example in found] == [f"picture {i}" for i in range(6)]
+    assert [example.image for example in found] == [str(pictures / f"{i}.png") for i in range(6)]
+    assert len({example.digest for example in found}) == 6
+
+
+@pytest.mark.proves("mixture.informs.pixel_field")
+def test_pixels_and_bytes(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"p": PIXELS, "b": b"png", "d": {"bytes": b"png", "path": "a.png"}, "t": "one"},
+        {"p": [[[9, 9, 9]]], "b": b"gif", "d": {"bytes": None, "path": "s3://x/y"}, "t": "one"},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = {
+        name: [e.image for e in documents(visual(tmp_path / "a.parquet", text_field="t", **field))]
+        for name, field in {
+            "p": {"pixel_field": "p", "image_field": None},
+            "b": {"image_field": "b"},
+            "d": {"image_field": "d"},
+        }.items()
+    }
+    assert [image.shape for image in found["p"]] == [(1, 2, 3), (1, 1, 3)]
+    assert np.array_equal(found["p"][0], PIXELS)
+    assert found["b"] == [b"png", b"gif"]
+    assert found["d"] == [{"bytes": b"png", "path": "a.png"}, "s3://x/y"]
+    # Equal texts of unlike images are two documents.
+    digests = {
+        e.digest for e in documents(visual(tmp_path / "a.parquet", text_field="t", image_field="b"))
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.proves("mixture.image_target_field")
+@pytest.mark.parametrize("field", ["image_field", "pixel_field"])
+def test_saved_images(pictures, tmp_path, field):
+    rows = pictures / "rows.json"
+    if field == "pixel_field":
+        rows.write_text(json.dumps([{"image_path": PIXELS, "caption": "one"}]))
+    inform = visual(rows, **{"image_field": None, field: "image_path"})
+    made = Mixture(
+        informs=[inform],
+        image_target_field="picture",
+        cache_dir=tmp_path / "cache",
+        save={"path": tmp_path / "saved"},
+    )
+    (path,) = save_mixture(made)
+    first = next(iter(read_rows(Inform(data_files=path))))
+    expected = PIXELS if field == "pixel_field" else str(pictures / "0.png")
+    assert first["picture"] == expected
+    again = visual(path, text_field="text", **{"image_field": None, field: "picture"})
+    assert np.array_equal(next(iter(documents(again))).image, expected)
+
+
+def test_images_beside_prompts(pictures, tokenizer, tmp_path):
+    made = Mixture(informs=[visual(pictures / "rows.json")], cache_dir=tmp_path / "cache")
+    batch = build_prompts(made, tokenizer, batch_size=3).batch_at(0)
+    numbers = [int(str(prompt)[-1]) for prompt in batch.prompts]
+    assert batch.fields["image"] == [str(pictures / f"{i}.png") for i in numbers]
+    with pytest.raises(DataError, match="'v' has images, and these batches hold text alone") as e:
+        build_loader(made, tokenizer, seq_length=16)
+    assert e.value.path == ("informs", 0, "type")
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "says"),
+    [
+        ({"image_path": "x.png"}, "image_field", r"rows\.json, item 0: there is no image 'x\.png'"),
+        ({"image_path": 3}, "image_field", r"a path, bytes, or \{path, bytes\}, not int 3"),
+        ({"image_path": {}}, "image_field", "a path, bytes"),
+        ({"image_path": [[1], [1, 2]]}, "pixel_field", "holds pixels"),
+        ({"image_path": [1, 2]}, "pixel_field", "holds pixels"),
+        ({"image_path": [["a"]]}, "pixel_field", "holds pixels"),
+        ({"other": "x"}, "image_field", "there is no field 'image_path'"),
+    ],
+)
+def test_rows_without_an_image_are_named(pictures, row, field, says):
+    (pictures / "rows.json").write_text(json.dumps([{"caption": "one", **row}]))
+    inform = visual(pictures / "rows.json", **{"image_field": None, field: "image_path"})
+    with pytest.raises(DataError, match=says) as error:
+        list(documents(inform))
+    assert error.value.path == (field,)
+    (pictures / "rows.json").write_text(json.dumps([{"caption": "one", "image_path": None}]))
+    assert list(documents(inform)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"type": "visual"}, "need image_field"),
+        ({"type": "visual", "image_field": "a", "pixel_field": "b"}, "a row has one image"),
+        ({"text_field": "a"}, "text_field is for visual rows"),
+        (
+            {"image_field": "a", "text_field": "b", "content_field": "c"},
+            "another name of content_field",
+        ),
+        ({"type": "visul"}, "did you mean 'visual'"),
+    ],
+)
+def test_options_of_visual_rows(options, says):
+    with pytest.raises(ValidationError, match=says):
+        Inform(data_files="a.json", **options)

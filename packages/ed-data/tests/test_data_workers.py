@@ -1,0 +1,100 @@
+"""Processes that share the work: the same tokens and counts as without, and errors that tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from ed_data import DataError, build_loader, stream
+from ed_data.encoding import Encoding, Job
+from ed_data.schema import Example
+from ed_data.tokenize import Encoder
+from ed_data.workers import Workers
+
+
+def same(first, second) -> bool:
+    return all(np.array_equal(first[key], second[key]) for key in {**first, **second})
+
+
+def test_a_worker_imports_nothing_heavy():
+    code = (
+        "import sys, ed_data.worker; "
+        "heavy = {'jax', 'transformers', 'datasets', 'tokenizers', 'numpy', 'torch', 'pydantic'}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+CHATS = [
+    {"content": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "so " * i}]}
+    for i in range(30)
+]
+
+
+@pytest.mark.proves("mixture.tokenization.num_proc")
+@pytest.mark.parametrize("how", [{}, {"streaming": True}, {"pack_on_the_fly": True}])
+def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how):
+    """Tokens, order, and the count of what is left out."""
+    monkeypatch.setattr(stream, "_ENCODED", 8)
+    monkeypatch.setattr(stream, "WINDOW", 20)
+    monkeypatch.setattr(stream, "TOKENS", 300)  # windows end early, after more has been read
+    rows = [*CHATS[:9], {"content": 3}, *CHATS[9:20], {"content": None}, *CHATS[20:]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"batch_size": 7, "assistant_only_loss": True}
+    inform = {"data_files": str(path), "on_error": "skip"}
+    loaders = []
+    for number, processes in enumerate((None, 2)):
+        made = mixture(
+            informs=[inform],
+            tokenization={**options, "num_proc": processes},
+            cache_dir=str(tmp_path / f"cache-{number}"),
+            pack_seq_length=32,
+            **how,
+        )
+        loaders.append(build_loader(made, tokenizer, batch_size=2))
+    plain, shared = loaders
+    try:
+        for _ in range(12):
+            assert same(next(plain), next(shared))
+            assert plain.state_dict() == shared.state_dict()
+        assert plain.stats == shared.stats
+    finally:
+        plain.close()
+        shared.close()
+
+
+def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
+    encoding = Encoding(Encoder(tokenizer, True, 0, False, 4), 1)
+    texts = [Example({"content": f"{i} sheep"}, {}, f"line {i}") for i in range(9)]
+    wrong = Example({"content": [5, 10**6]}, {}, "line 9")
+    assert [len(e.digests) for e in encoding.all(texts, "x", None)] == [4, 4, 1]
+    with pytest.raises(DataError, match=r"line 9, content_field: token id 1000000"):
+        list(encoding.map([Job([wrong], "x")]))
+    workers = encoding._workers
+    assert workers is not None
+    (process,) = workers._all
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"num_proc: a worker process ended with code -9"):
+        list(encoding.map([Job(texts, "x")]))
+    assert next(encoding.map([Job(texts, "x")])).digests == [t.digest for t in texts]
+    encoding.close()
+    assert all(each.poll() is not None for each in workers._all)
+
+
+def test_what_cannot_be_sent_is_said():
+    workers: Workers = Workers(lambda item: item, 1, "num_proc")
+    with pytest.raises(DataError, match=r"^num_proc: .* cannot be sent to them"):
+        workers.submit(1).result()
+    workers.close()
+    workers = Workers(len, 1, "num_proc")
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        workers.submit(1).result()
+    assert workers.submit("abc").result() == 3
+    workers.close()

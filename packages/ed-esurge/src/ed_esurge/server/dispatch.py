@@ -1,0 +1,24 @@
+"""From a body to an answer: what a request over HTTP and a line of a batch have in common."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from ed_esurge.server.endpoints import Endpoint
+from ed_esurge.server.site import Site
+
+
+async def dispatch(
+    site: Site, endpoint: Endpoint, body: BaseModel | None, request: Request
+) -> Response:
+    """The answer of an endpoint. A body goes to the model that it names.
+
+    Raises:
+        APIError: 404, there is no such model; else see the endpoint.
+    """
+    if body is None:
+        return await endpoint.answer(site, request)
+    served = site.find(getattr(body, "model", None))
+    return await endpoint.answer(served, body, request)

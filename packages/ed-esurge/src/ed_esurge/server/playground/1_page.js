@@ -1,0 +1,80 @@
+// The page's building blocks: elements, icons, what the tab and the browser remember.
+const $ = (id) => document.getElementById(id);
+
+/** An element. Text is always text: nothing here is parsed as HTML. */
+function el(tag, props = {}, ...kids) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name in node) node[name] = value;
+    else if (value !== false) node.setAttribute(name, value);
+  }
+  node.append(...kids.flat().filter((kid) => kid !== null && kid !== undefined && kid !== false));
+  return node;
+}
+
+function svg(tag, props = {}, ...kids) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(props)) node.setAttribute(name, value);
+  node.append(...kids);
+  return node;
+}
+
+const icon = (name) => svg("svg", { "aria-hidden": "true" }, svg("use", { href: `#i-${name}` }));
+
+function iconButton(name, label, onclick, more = {}) {
+  return el("button", { type: "button", className: "icon", title: label, "aria-label": label, onclick, ...more }, icon(name));
+}
+
+/** Said to screen readers alone. */
+function speak(text) {
+  $("spoken").textContent = text;
+}
+
+/** JSON in a store of the browser, which may be full or forbidden. */
+function keep(store, name, value) {
+  try {
+    store.setItem(`esurge.${name}`, JSON.stringify(value));
+  } catch { /* then it is not remembered */ }
+}
+
+function recall(store, name, otherwise) {
+  try {
+    return JSON.parse(store.getItem(`esurge.${name}`)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+const storeOf = (name) => { try { return window[name]; } catch { return { getItem: () => null, setItem() {} }; } };
+const TAB = storeOf("sessionStorage"), BROWSER = storeOf("localStorage");
+
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    speak("Copied");
+    button.classList.add("done");
+  } catch {
+    speak("The browser does not let this page copy");
+  }
+}
+
+const THEMES = ["system", "light", "dark"];
+const night = matchMedia("(prefers-color-scheme: dark)");
+let theme = recall(BROWSER, "theme", "system");
+
+function applyTheme() {
+  document.documentElement.dataset.theme = theme === "system" ? (night.matches ? "dark" : "light") : theme;
+  const label = { system: "as the system", light: "light", dark: "dark" }[theme];
+  $("theme").title = `Theme: ${label}`;
+  $("theme").querySelector(".sr").textContent = `Theme: ${label}. Change`;
+}
+
+night.addEventListener("change", applyTheme);
+$("theme").addEventListener("click", () => {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  keep(BROWSER, "theme", theme);
+  applyTheme();
+});
+applyTheme();

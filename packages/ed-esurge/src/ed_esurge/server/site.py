@@ -1,0 +1,75 @@
+"""Every model behind one server, and which of them a request means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ed_infra.errors import ConfigError, did_you_mean
+
+from ed_esurge.server.errors import APIError
+from ed_esurge.server.metrics import ServerMetrics
+from ed_esurge.server.served import Served
+from ed_esurge.server.state import ServerState
+
+
+class Site:
+    """The models of a server.
+
+    Args:
+        models: at least one; requests that name none get the first.
+        state: what they share.
+        metrics: where all is counted.
+
+    Raises:
+        ConfigError: two have the same name.
+    """
+
+    def __init__(
+        self, models: Sequence[Served], state: ServerState, metrics: ServerMetrics
+    ) -> None:
+        self.models, self.state, self.metrics = tuple(models), state, metrics
+        names = [name for served in self.models for name in served.names]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"two models are called {name!r}: each needs a name of its own "
+                    "(served_model_name)"
+                )
+
+    @property
+    def first(self) -> Served:
+        """The model of requests that name none."""
+        return self.models[0]
+
+    def find(self, name: str | None) -> Served:
+        """A model, or one of its adapters, as answers under that name see it.
+
+        Raises:
+            APIError: 404 `model_not_found`.
+        """
+        if name is None:
+            return self.first
+        for served in self.models:
+            if name in served.names:
+                return served
+            if name in served.adapters():
+                return served.under(name)
+        known = [name for served in self.models for name in (*served.names, *served.adapters())]
+        hint = did_you_mean(name, known) or f"; this server has {', '.join(known)}"
+        raise APIError(
+            f"the model {name!r} does not exist{hint}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def cards(self) -> list[dict[str, Any]]:
+        """What `/v1/models` lists: the names, then the adapters, model by model."""
+        cards = []
+        for served in self.models:
+            cards += [served.card(name) for name in served.names]
+            for adapter in served.adapters().values():
+                root = adapter.source or adapter.name
+                cards.append({**served.card(adapter.name), "root": root, "parent": served.name})
+        return cards

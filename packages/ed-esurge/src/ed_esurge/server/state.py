@@ -1,0 +1,27 @@
+"""What the models of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ed_esurge.config import ServerLimits
+from ed_esurge.server.store import ResponseStore
+
+
+class ServerState:
+    """How far the server has got, and what it keeps.
+
+    Args:
+        limits: what clients may ask for at once.
+
+    Attributes:
+        draining: the server was asked to stop.
+        stopping: set when it waits no longer for what runs.
+        responses: those that are kept.
+    """
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self.limits = limits
+        self.draining = False
+        self.stopping = asyncio.Event()
+        self.responses = ResponseStore(limits.max_stored_responses)

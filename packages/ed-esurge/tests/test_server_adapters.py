@@ -1,0 +1,200 @@
+"""LoRA adapters over HTTP: loaded, listed, asked by name; and which files clients may not read."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from ed_esurge.config import EngineConfig
+from ed_esurge.server import answers
+from ed_esurge.server.launch import background
+from ed_esurge.testing import ScriptedEngine
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The adapters `one` and `two` below `open`, another beside it, and ways out of it."""
+    for place in ("open/one", "open/two", "shut"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "adapter_config.json").write_text("{}")
+    (tmp_path / "open/empty").mkdir()
+    (tmp_path / "open/link").symlink_to(tmp_path / "shut")
+    (tmp_path / "open/mixed").mkdir()
+    (tmp_path / "open/mixed/adapter_config.json").symlink_to(tmp_path / "shut/adapter_config.json")
+    return tmp_path / "open"
+
+
+@pytest.fixture
+def engine():
+    return ScriptedEngine(config=EngineConfig(max_loras=2))
+
+
+@pytest.fixture
+def http(engine, folder):
+    with (
+        background(engine, lora_directory=folder) as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        yield client
+
+
+def load(http, name="mine", path="one", **more):
+    return http.post("load_lora_adapter", json={"lora_name": name, "lora_path": path, **more})
+
+
+def refused(answer, status):
+    assert answer.status_code == status, answer.text
+    return answers.Error.model_validate(answer.json()).error
+
+
+def test_an_adapter_is_a_model_while_it_is_loaded(http, engine, folder):
+    assert load(http).text == "Success: LoRA adapter 'mine' added successfully."
+    assert load(http, "other", str(folder / "two")).status_code == 200
+    cards = http.get("models").json()["data"]
+    assert [(card["id"], card["parent"]) for card in cards] == [
+        ("scripted", None),
+        ("mine", "scripted"),
+        ("other", "scripted"),
+    ]
+    assert http.get("models/mine").json() == cards[1]
+    for path, body in [
+        ("completions", {"prompt": "a"}),
+        ("completions", {"prompt": ["a", "b"], "stream": True}),
+        ("chat/completions", {"messages": CHAT}),
+        ("responses", {"input": "a"}),
+        ("messages", {"messages": CHAT, "max_tokens": 4}),
+        ("embeddings", {"input": "a"}),
+        ("score", {"text_1": "a", "text_2": "b"}),
+        ("rerank", {"query": "a", "documents": ["b"]}),
+    ]:
+        before = len(engine.options)
+        answer = http.post(path, json={**body, "model": "mine"})
+        assert answer.status_code == 200, answer.text
+        asked = list(engine.options.values())[before:]
+        assert asked and all(options == {"lora_name": "mine"} for options in asked), path
+        text = answer.text.partition("\n")[0].removeprefix("data: ")
+        assert json.loads(text)["model"] == "mine"
+    http.post("completions", json={"prompt": "a", "model": "scripted"})
+    assert list(engine.options.values())[-1] == {}
+    gone = http.post("unload_lora_adapter", json={"lora_name": "mine"})
+    assert gone.text == "Success: LoRA adapter 'mine' removed successfully."
+    assert refused(http.post("completions", json={"prompt": "a", "model": "mine"}), 404)
+    assert refused(http.post("unload_lora_adapter", json={"lora_name": "mine"}), 404)
+    assert refused(http.get("models/mine"), 404)
+
+
+def test_names_are_taken_and_places_few(http):
+    load(http)
+    assert "already been loaded" in refused(load(http), 400).message
+    assert load(http, path="two", load_inplace=True).status_code == 200
+    assert http.get("models/mine").json()["root"].endswith("two")
+    assert "the model itself" in refused(load(http, "scripted"), 400).message
+    load(http, "second")
+    assert "max_loras 2" in refused(load(http, "third"), 400).message
+    assert refused(load(http, "a b"), 400).param == "lora_name"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("..", 403),
+        (".", 403),
+        ("../shut", 403),
+        ("one/../../shut", 403),
+        ("/etc", 403),
+        ("link", 403),
+        ("mixed", 403),
+        ("a\0b", 403),
+        ("x" * 4000, 403),
+        ("nowhere", 404),
+        ("one/adapter_config.json", 404),
+        ("empty", 400),
+    ],
+)
+def test_only_adapters_of_the_directory_are_read(http, folder, path, status):
+    error = refused(load(http, path=path), status)
+    assert error.param == "lora_path"
+    assert str(folder.parent) not in error.message
+    assert len(http.get("models").json()["data"]) == 1
+
+
+def test_off_unless_asked(folder):
+    with (
+        background(ScriptedEngine(), lora_directory=folder) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        assert "max_loras" in refused(load(http), 404).message
+    with (
+        background(ScriptedEngine(config=EngineConfig(max_loras=1))) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        assert "lora_directory" in refused(load(http), 403).message
+
+
+def test_several_models_behind_one_server(folder):
+    first = ScriptedEngine(lambda prompt, choice: "one", config=EngineConfig(max_loras=1))
+    second = ScriptedEngine(lambda prompt, choice: "two", config=EngineConfig(max_loras=1))
+    engines = {"a": first, "b": second}
+    with background(engines, lora_directory=folder) as url, httpx.Client(base_url=url) as http:
+        assert [card["id"] for card in http.get("models").json()["data"]] == ["a", "b"]
+        for model, text in [("a", "one"), ("b", "two"), (None, "one")]:
+            answer = http.post("completions", json={"prompt": "x", "model": model}).json()
+            assert (answer["choices"][0]["text"], answer["model"]) == (text, model or "a")
+        assert load(http, "mine", model="b").status_code == 200
+        assert first.list_lora_adapters() == []
+        assert http.post("completions", json={"prompt": "x", "model": "mine"}).status_code == 200
+        assert list(second.options.values())[-1] == {"lora_name": "mine"}
+        error = refused(http.post("completions", json={"prompt": "x", "model": "c"}), 404)
+        assert "a, b, mine" in error.message
+        # A response is kept by the server, whichever model gave it.
+        kept = http.post("responses", json={"input": "x", "model": "b"}).json()
+        assert http.get(f"responses/{kept['id']}").json() == kept
+        text = http.get("/../metrics").text
+        assert 'vllm:generation_tokens_total{model_name="a"} 8.0' in text
+        assert 'vllm:num_requests_running{model_name="b"} 0.0' in text
+        root = url.removesuffix("/v1")
+        assert httpx.get(f"{root}/health/decode").status_code == 200
+        second.is_healthy = False
+        for path in ("/health", "/health/live", "/health/decode"):
+            assert httpx.get(root + path).status_code == 503
+        assert http.post("completions", json={"prompt": "x", "model": "a"}).status_code == 200
+        assert http.post("completions", json={"prompt": "x", "model": "b"}).status_code == 503
+
+
+@pytest.mark.nightly
+def test_an_adapter_of_the_engine(make_llama, tokenizer, tmp_path):
+    """What is loaded over HTTP answers as the same adapter loaded in Python."""
+    import jax
+    from ed_esurge import SamplingParams, eSurge
+    from ed_infra.specs import LoraSpec
+    from ed_models.adapters import lora_layers
+
+    base = make_llama()
+    model = base.apply_lora(LoraSpec(rank=2, alpha=4.0), name="mine")
+    for place, (_, layer) in enumerate(lora_layers(model)):
+        key = jax.random.key(place)
+        layer.lora_b.set_value(0.3 * jax.random.normal(key, layer.lora_b.shape))
+    model.save_pretrained(tmp_path / "mine")
+    options = {"max_loras": 1, "max_lora_rank": 2, "max_num_seqs": 2, "max_model_len": 64}
+    engine = eSurge(
+        make_llama(), tokenizer, page_size=8, compile_runner=False, silent_mode=True, **options
+    )
+    body = {"prompt": "The cat", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    with (
+        background(engine, served_model_name="base", lora_directory=tmp_path) as url,
+        httpx.Client(base_url=url, timeout=120) as http,
+    ):
+        assert load(http, "mine", "mine").status_code == 200
+        texts = {
+            name: http.post("completions", json={**body, "model": name}).json()["choices"][0]
+            for name in ("base", "mine")
+        }
+        assert texts["base"]["token_ids"] != texts["mine"]["token_ids"]
+        assert http.post("unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    engine.load_lora_adapter("again", tmp_path / "mine")
+    (direct,) = engine.generate("The cat", greedy, lora_name="again")
+    assert direct.outputs[0].token_ids == texts["mine"]["token_ids"]

@@ -1,0 +1,243 @@
+"""Probes look at the model every so many steps: previews of its texts, and benchmarks.
+
+Each adds a row to the metrics, and a few lines to the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from ed_infra.errors import ConfigError
+
+from ed_trainers.endings import until_end
+from ed_trainers.feed import Dataset, HostBatch, evaluation_batches
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.rollout import Weights
+
+#: Key of a preview's row: `[{"prompt": text, "completion": text}, ...]`.
+SAMPLES = "samples"
+#: What the keys of a benchmark's row begin with.
+BENCHMARK = "benchmark/"
+#: Tokens of a held-out document that a preview begins with, at most.
+_BEGINNING = 32
+# Of a batch of pairs one side is shown.
+_LEADS = ("", "chosen_", "anchor_")
+
+
+class Probe(Protocol):
+    """Looks at the model every so many steps."""
+
+    @property
+    def every(self) -> int:
+        """Steps between two looks."""
+        ...
+
+    def look(self, weights: Weights) -> tuple[dict[str, Any], list[str]]:
+        """Return a row of the metrics, and lines for the terminal; called on every process."""
+        ...
+
+
+class Benchmark(Protocol):
+    """Runs tasks of lm-evaluation-harness by an engine; ed-elarge has one, over eSurge."""
+
+    def __call__(self, tasks: Sequence[str], weights: Weights) -> Mapping[str, Mapping[str, float]]:
+        """Return task -> metric -> value.
+
+        Args:
+            tasks: their names.
+            weights: what is measured; readable until this call returns.
+        """
+        ...
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that previews need."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        ...
+
+
+class Previews:
+    """Completions of a few prompts.
+
+    Args:
+        arguments: `generation_*` and `seed`.
+        tokenizer: reads prompts and writes completions.
+        held_out: where prompts come from, if the arguments name none.
+
+    Raises:
+        ConfigError: there is no tokenizer, or nothing to take prompts from.
+    """
+
+    def __init__(
+        self, arguments: TrainingArguments, tokenizer: object | None, held_out: Dataset | None
+    ):
+        if not hasattr(tokenizer, "decode"):
+            raise ConfigError(
+                "generation_interval shows texts: give a tokenizer as processing_class, or leave "
+                "generation_interval out"
+            )
+        if not arguments.generation_prompts and held_out is None:
+            raise ConfigError(
+                "generation_interval has no prompts: set generation_prompts, or give an "
+                "eval_dataset, whose documents then are begun"
+            )
+        self._arguments, self._held_out = arguments, held_out
+        self._tokenizer = cast(Tokenizer, tokenizer)
+        self._prompts: list[list[int]] = []
+
+    @property
+    def every(self) -> int:
+        """Steps between two previews."""
+        assert self._arguments.generation_interval is not None
+        return self._arguments.generation_interval
+
+    def look(self, weights: Weights) -> tuple[dict[str, Any], list[str]]:
+        """Complete every prompt; each preview samples with a seed of its own."""
+        arguments = self._arguments
+        if not self._prompts:
+            self._prompts = self._find_prompts()
+        width = max(map(len, self._prompts))
+        ids = np.zeros((len(self._prompts), width), np.int32)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(self._prompts):
+            ids[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        sampled = arguments.generation_temperature > 0
+        settings = {
+            "temperature": arguments.generation_temperature,
+            "top_p": arguments.generation_top_p,
+        }
+        model = weights.model
+        output = cast(Any, model).generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=arguments.generation_max_new_tokens,
+            do_sample=sampled,
+            seed=arguments.seed + weights.version,
+            **(settings if sampled else {}),
+        )
+        samples, lines = [], []
+        for prompt, sequence in zip(self._prompts, output.sequences.tolist(), strict=True):
+            answer = until_end(sequence[width:], model)
+            read, written = (
+                self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, answer)
+            )
+            samples.append({"prompt": read, "completion": written})
+            lines.append(f"{read!r} continues {written!r}")
+        return {SAMPLES: samples}, lines
+
+    def _find_prompts(self) -> list[list[int]]:
+        arguments = self._arguments
+        if arguments.generation_prompts:
+            prompts = [self._tokenizer.encode(text) for text in arguments.generation_prompts]
+            for text, prompt in zip(arguments.generation_prompts, prompts, strict=True):
+                if not prompt:
+                    raise ConfigError(f"generation_prompts: {text!r} has no tokens")
+            return prompts
+        assert self._held_out is not None
+        prompts: list[list[int]] = []
+        for batch in evaluation_batches(self._held_out)[0]:
+            prompts += beginnings(batch)
+            if len(prompts) >= arguments.generation_num_prompts:
+                break
+        if not prompts:
+            raise ConfigError(
+                "eval_dataset has no documents to begin: set generation_prompts for previews"
+            )
+        return prompts[: arguments.generation_num_prompts]
+
+
+def beginnings(batch: HostBatch | object) -> list[list[int]]:
+    """Return how the documents of a batch begin: their prompts, else the first half of each.
+
+    Args:
+        batch: of any method: `input_ids` [b, s] with or without `labels` and `segment_ids`, one
+            side of pairs, or prompts.
+    """
+    if not isinstance(batch, Mapping):
+        return [list(prompt) for prompt in cast(Any, batch).input_ids]
+    lead = next(lead for lead in _LEADS if f"{lead}input_ids" in batch)
+    ids = np.asarray(batch[f"{lead}input_ids"])
+    labels = np.asarray(batch.get(f"{lead}labels", ids))
+    segments = np.asarray(
+        batch.get(f"{lead}segment_ids", batch.get(f"{lead}attention_mask", np.ones_like(ids)))
+    )
+    found = []
+    for row in range(len(ids)):
+        for segment in range(1, int(segments[row].max(initial=0)) + 1):
+            here = segments[row] == segment
+            tokens, learned = ids[row][here].tolist(), labels[row][here] != -100
+            prompt = int(np.argmax(learned)) if learned.any() else 0
+            found.append(tokens[: prompt or min(max(len(tokens) // 2, 1), _BEGINNING)])
+    return [tokens for tokens in found if tokens]
+
+
+class Benchmarks:
+    """Figures of tasks.
+
+    Args:
+        arguments: `benchmarks`, `benchmark_interval`.
+        run: measures them.
+    """
+
+    def __init__(self, arguments: TrainingArguments, run: Benchmark):
+        self._arguments, self._run = arguments, run
+
+    @property
+    def every(self) -> int:
+        """Steps between two runs of all tasks."""
+        assert self._arguments.benchmark_interval is not None
+        return self._arguments.benchmark_interval
+
+    def look(self, weights: Weights) -> tuple[dict[str, Any], list[str]]:
+        """Run every task."""
+        figures = self._run(self._arguments.benchmarks, weights)
+        row = {
+            f"{BENCHMARK}{task}/{name}": value
+            for task, of_task in figures.items()
+            for name, value in of_task.items()
+        }
+        return row, [f"{name.removeprefix(BENCHMARK)} {value:.4g}" for name, value in row.items()]
+
+
+def probes_of(
+    arguments: TrainingArguments,
+    model: object,
+    tokenizer: object | None,
+    held_out: Dataset | None,
+    benchmark: Benchmark | None,
+) -> tuple[Probe, ...]:
+    """Return the probes that the arguments ask for.
+
+    Raises:
+        ConfigError: one cannot be had.
+    """
+    probes: list[Probe] = []
+    if arguments.generation_interval is not None:
+        _check_writes(model, "generation_interval")
+        probes.append(Previews(arguments, tokenizer, held_out))
+    if arguments.benchmark_interval is not None and arguments.benchmarks:
+        _check_writes(model, "benchmarks")
+        if benchmark is None:
+            raise ConfigError(
+                "benchmarks are run by an engine, which a trainer has not: train by ed-elarge, or "
+                "give the trainer benchmark=, a function of (tasks, weights)"
+            )
+        probes.append(Benchmarks(arguments, benchmark))
+    return tuple(probes)
+
+
+def _check_writes(model: object, option: str) -> None:
+    if not hasattr(model, "generate"):
+        raise ConfigError(
+            f"{option} needs a model that writes texts, and {type(model).__name__} writes none: "
+            f"leave {option} out"
+        )

@@ -1,0 +1,280 @@
+"""The page at `/`, in a browser: it streams, stops, branches, shows probabilities and the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from ed_esurge.server.launch import background
+from ed_esurge.server.playground import page, policy
+from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, ScriptedEngine, byte_tokenizer
+
+from tools.chromium import Tab, browser, installed
+
+needs_chromium = pytest.mark.skipif(not installed(), reason="chromium is not installed")
+ENTER, ESCAPE = 13, 27
+
+
+@pytest.fixture(scope="module")
+def open_tab() -> Iterator:
+    with browser() as opener:
+        yield opener
+
+
+def said(tab: Tab) -> str:
+    return tab.js("document.querySelector('.turn.assistant:last-of-type .said')?.innerText ?? ''")
+
+
+def ask(tab: Tab, text: str, *, wait: bool = True) -> None:
+    tab.until("document.querySelector('#model').value")
+    tab.click("#prompt")
+    tab.type(text)
+    tab.press("Enter", ENTER)
+    if wait:
+        tab.until("document.querySelector('.turn:last-of-type .figures')")
+
+
+def button(tab: Tab, label: str) -> None:
+    tab.click(f'.turn:last-of-type [aria-label="{label}"]')
+
+
+def test_the_page_holds_nothing_of_the_server() -> None:
+    engine = ScriptedEngine()
+    engine.model_name = "a-secret-model"
+    with background(engine, api_key="a-secret-key") as url:
+        root = url.removesuffix("/v1")
+        answer = httpx.get(root)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/html")
+        assert answer.headers["content-security-policy"] == policy()
+        assert "secret" not in answer.text
+        assert answer.text == page()
+        assert "{{" not in answer.text
+        # Neither a network nor another file.
+        links = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in links and "https:" not in links and "src=" not in links
+        assert httpx.head(root).status_code == 200
+        assert httpx.get(f"{url}/models").status_code == 401
+
+
+@needs_chromium
+def test_a_chat_streams_and_stops(open_tab) -> None:
+    engine = ScriptedEngine(
+        lambda prompt, choice: "**word** " * 200, max_model_len=8192, delay=0.01
+    )
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        ask(tab, "hello", wait=False)
+        tab.until("document.querySelectorAll('.turn.assistant strong').length > 2")
+        assert tab.js("document.querySelector('#send').ariaLabel") == "Stop"
+        assert tab.js("document.querySelector('#log').getAttribute('aria-busy')") == "true"
+        tab.press("Escape", ESCAPE)
+        tab.until("document.querySelector('#send').ariaLabel === 'Send'")
+        tab.until("document.querySelector('#spoken').textContent === 'Stopped'")
+        stopped = said(tab)
+        assert 0 < len(stopped) < 200 * 5
+        (request,) = engine.requests
+        assert engine.aborted == [request]
+        button(tab, "Go on")
+        tab.until(
+            "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')", 90
+        )
+        assert said(tab).startswith(stopped.rstrip())
+        assert tab.failures() == []
+
+
+@needs_chromium
+def test_answers_and_questions_have_branches(open_tab) -> None:
+    engine = ScriptedEngine(lambda prompt, choice: f"{len(engine.requests)}.{choice}")
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        ask(tab, "first")
+        assert said(tab) == "1.0"
+        button(tab, "Answer again")
+        tab.until("document.querySelector('.turn.assistant .said').innerText === '2.0'")
+        button(tab, "The branch before")
+        tab.until("document.querySelector('.turn.assistant .said').innerText === '1.0'")
+        tab.click('.turn.user [aria-label="Edit"]')
+        tab.until("document.activeElement.matches('.edit textarea')")
+        tab.js("document.querySelector('.edit textarea').value = 'other'")
+        tab.click(".edit .solid")
+        tab.until("document.querySelector('.turn.assistant .said')?.innerText === '3.0'")
+        assert tab.js("document.querySelector('.turn.user .said').innerText") == "other"
+        assert "2 / 2" in tab.js("document.querySelector('.turn.user .branch').innerText")
+        # Several answers of one request are branches too.
+        tab.js("document.querySelector('#set-n').value = 3")
+        tab.js("document.querySelector('#set-n').dispatchEvent(new Event('input'))")
+        ask(tab, "many")
+        assert "1 / 3" in tab.js("document.querySelector('.turn:last-of-type .branch').innerText")
+        assert [params.n for params in engine.requests.values()] == [1, 1, 1, 3]
+        # The conversation outlives a reload; a new one begins empty.
+        tab.do("Page.reload")
+        tab.until("document.querySelectorAll('.turn').length === 4")
+        tab.click("#new")
+        tab.until("document.querySelector('.starters')")
+        assert tab.failures() == []
+
+
+@needs_chromium
+def test_another_token_is_a_branch(open_tab) -> None:
+    engine = ScriptedEngine(lambda prompt, choice: "Grüße an alle")
+    prompts: list[str] = []
+    generate = engine.generate
+
+    def noted(prompt, *rest, **options):
+        prompts.append(engine.tokenizer.decode(prompt))
+        return generate(prompt, *rest, **options)
+
+    engine.generate = noted
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        ask(tab, "greet")
+        assert said(tab) == "Grüße an alle"
+        tab.click("#heat")
+        tab.until("document.querySelectorAll('.tok').length > 10")
+        assert tab.js("document.querySelector('.tok').getAttribute('aria-label')") == "G, 50.0 %"
+        # The letters of two bytes stand where their second token is.
+        assert tab.js("[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')") == (
+            "Gr…ü…ße an alle</s>"
+        )
+        assert "perplexity 2.00" in tab.js("document.querySelector('.legend').innerText")
+        tab.js("document.querySelector('.tok').focus()")
+        tab.press("ArrowRight", 39)
+        tab.until("document.querySelectorAll('.tok')[1].getAttribute('aria-expanded') === 'true'")
+        rows = tab.js("[...document.querySelectorAll('.popover button')].map(b => b.innerText)")
+        assert len(rows) == 5 and rows[0].split() == ["r", "50.0", "%"]
+        tab.press("Escape", ESCAPE)
+        tab.until("document.querySelector('#popover').hidden")
+        tab.click(".tok:nth-child(2)")
+        tab.press("Enter", ENTER)
+        tab.until("document.activeElement.matches('.popover button')")
+        other = tab.js("document.activeElement.querySelector('code').textContent")
+        tab.press("Enter", ENTER)
+        tab.until("document.querySelectorAll('.turn.assistant .branch').length")
+        tab.until("document.querySelector('.turn.assistant .figures')")
+        assert prompts[-1].endswith(f"G{other}")
+        text = tab.js("[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')")
+        assert text.startswith(f"G{other}Gr")
+        assert tab.failures() == []
+
+
+@needs_chromium
+def test_the_panel_follows_the_engine(open_tab) -> None:
+    engine = ScriptedEngine(lambda prompt, choice: "x" * 4000, max_model_len=8192, delay=0.005)
+    numbers = {"kv_cache_usage": 0.25, "prefix_cache_queries": 200, "prefix_cache_hits": 50}
+    stats = engine.stats
+    engine.stats = lambda: {**stats(), **numbers}
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        ask(tab, "hello", wait=False)
+
+        def value(tile: str) -> str:
+            return f"document.querySelector('#tile-{tile} .value').innerText"
+
+        tab.until(f"parseFloat({value('speed')}) > 1")
+        tab.until(f"{value('running')} === '1'")
+        assert tab.js(value("cache")).split() == ["25", "%"]
+        assert tab.js(value("prefix")).split() == ["25", "%"]
+        assert tab.js("document.querySelector('#tile-speed path').getAttribute('d').length") > 10
+        assert tab.js("document.querySelector('#state').innerText") == "ready"
+        tab.press("Escape", ESCAPE)
+        tab.until(f"{value('running')} === '0'")
+        engine.is_healthy = False
+        tab.until("document.querySelector('#state').innerText === 'not answering'")
+
+
+@needs_chromium
+def test_the_key_is_asked_for_and_sent(open_tab) -> None:
+    with background(ScriptedEngine(lambda prompt, choice: "inside"), api_key="right") as url:
+        tab = open_tab(url.removesuffix("v1"))
+        tab.until("document.querySelector('#key-dialog').open")
+        assert tab.js("document.querySelector('#model').value") == ""
+        for key in ("wrong", "right"):
+            tab.js("document.querySelector('#key-value').value = ''")
+            tab.js("document.querySelector('#key-value').focus()")
+            tab.type(key)
+            tab.press("Enter", ENTER)
+            if key == "wrong":
+                tab.until("document.querySelector('#key-error').textContent.includes('API key')")
+        ask(tab, "hello")
+        assert said(tab) == "inside"
+        assert tab.js("localStorage.getItem('esurge.key')") is None
+
+
+@needs_chromium
+def test_tools_are_offered_called_and_answered(open_tab) -> None:
+    engine = NamedReplies(tokenizer=byte_tokenizer(TOOL_TEMPLATE))
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        tab.js("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
+        tab.js("document.querySelector('#set-tools').focus()")
+        tab.type("{")
+        tab.until("document.querySelector('#tools-wrong').textContent.includes('not JSON')")
+        tab.click("#group-tools button.text")
+        tab.until("document.querySelector('#set-tools').value.includes('weather')")
+        ask(tab, "say only")
+        tab.until("document.querySelector('.call b').innerText === 'weather'")
+        assert "Zürich" in tab.js("document.querySelector('.call pre').innerText")
+        tab.js("document.querySelector('.call textarea').focus()")
+        tab.type("say plain 21 degrees")
+        tab.click(".call .solid")
+        tab.until("document.querySelector('.turn.assistant:last-of-type .figures')")
+        assert "It is <b>sunny</b>." in said(tab)
+        assert "21 degrees" in engine.prompts[-1]
+        assert '"role": "tool"' in engine.prompts[-1]
+
+
+@needs_chromium
+def test_a_schema_is_sent(open_tab) -> None:
+    engine = ScriptedEngine(lambda prompt, choice: '{"rivers": []}')
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        tab.js("document.querySelector('#group-form').open = true")
+        tab.click("#group-form button.text")
+        ask(tab, "rivers")
+        (params,) = engine.requests.values()
+        assert "rivers" in json.loads(params.structured_outputs.json_schema)["properties"]
+
+
+@needs_chromium
+def test_a_model_without_template_continues_texts(open_tab) -> None:
+    engine = ScriptedEngine(lambda prompt, choice: " upon", tokenizer=byte_tokenizer(None))
+    with background(engine) as url:
+        tab = open_tab(url.removesuffix("v1"))
+        tab.until("document.querySelector('#mode-hint').innerText.includes('continues')")
+        ask(tab, "Once")
+        assert said(tab) == " upon"
+        tab.click("#heat")
+        tab.until("document.querySelector('.tok')?.getAttribute('aria-label') === '␣, 50.0 %'")
+
+
+@needs_chromium
+def test_it_fits_a_phone_and_is_named(open_tab) -> None:
+    with background(ScriptedEngine(lambda prompt, choice: "word " * 30)) as url:
+        tab = open_tab(url.removesuffix("v1"), width=360, height=640)
+        ask(tab, "a question that is long enough to need two lines on a telephone")
+        assert tab.js("document.documentElement.scrollWidth <= innerWidth")
+        for name in ("engine", "settings"):
+            tab.click(f"#open-{name}")
+            tab.until(f"document.activeElement.closest('#{name}')")
+            assert tab.js(f"document.querySelector('#open-{name}').ariaExpanded") == "true"
+            tab.press("Escape", ESCAPE)
+            tab.until(f"document.activeElement.id === 'open-{name}'")
+        tab.js("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        tab.click("#open-settings")
+        tree = tab.do("Accessibility.getFullAXTree")["nodes"]
+        roles = {"button", "textbox", "combobox", "slider", "spinbutton", "checkbox", "link"}
+        parts = [node for node in tree if node.get("role", {}).get("value") in roles]
+        assert len(parts) > 40
+        mute = [node for node in parts if not node.get("name", {}).get("value", "").strip()]
+        assert not mute
+        for scheme in ("dark", "light"):
+            tab.theme(scheme)
+            tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
+        tab.press("Escape", ESCAPE)
+        tab.click("#theme")
+        tab.click("#theme")
+        assert tab.js("document.documentElement.dataset.theme") == "dark"
+        assert tab.failures() == []

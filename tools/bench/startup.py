@@ -1,0 +1,144 @@
+"""From the start of a process to the first token of the engine, and the memory that it keeps.
+
+    python -m tools.bench.startup                    SmolLM2-135M's shape, random weights
+    python -m tools.bench.startup --layers 4 --rounds 1
+    python -m tools.bench.startup --max-num-seqs 32
+
+Each start is a process of its own, once with an empty cache of compiled programs ("cold") and then
+with the one that it left ("warm"; the median of the rounds). The parts of a start: importing what
+is needed, reading the checkpoint, building the engine (tracing, and compiling or reading compiled
+programs), the first token. Memory is the process's, against the bytes of weights and pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tools.bench.decode import SHAPES, VOCAB
+from tools.bench.measure import machine, status, table
+
+ONE, LEAVES = (1, 1, 1, 1, 1), {"scan_layers": False}
+PARTS = ("imports", "loading", "engine", "first token")
+
+
+def make(directory: Path, layers: int | None) -> None:
+    """Write a checkpoint with random weights."""
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+    shape = {**SHAPES["llama"], "vocab_size": VOCAB}
+    shape["num_hidden_layers"] = layers or shape["num_hidden_layers"]
+    config = LlamaConfig(**shape, sharding_axis_dims=ONE)
+    LlamaForCausalLM.create(config, seed=0).save_pretrained(directory)
+
+
+def work(directory: str, cache: str, options: str) -> dict[str, object]:
+    """Start in this process, and say how long each part took."""
+    began = time.time() - _age()
+    from ed_infra.compile_cache import keep_compiled_programs
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    import jax
+    from ed_esurge import SamplingParams, eSurge
+    from ed_models.checkpoints import hub
+    from flax import nnx
+
+    import ed_models.families.llama  # noqa: F401
+
+    keep_compiled_programs()
+    moments = [began, time.time()]
+    model = hub.from_pretrained(directory, sharding_axis_dims=ONE, config_kwargs=LEAVES)
+    held = sum(leaf.nbytes for leaf in jax.block_until_ready(jax.tree.leaves(nnx.state(model))))
+    moments.append(time.time())
+    engine = eSurge(model, silent_mode=True, **json.loads(options))
+    del model
+    moments.append(time.time())
+    engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
+    moments.append(time.time())
+    runner = engine.loop.runner
+    return {
+        "seconds": [b - a for a, b in zip(moments, moments[1:], strict=False)],
+        "shapes": len(runner.buckets.shapes),
+        "needed": held + runner.cache_bytes(),
+        "resident": status("VmRSS"),
+        "peak": status("VmHWM"),
+    }
+
+
+def _age() -> float:
+    """Seconds since this process began."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up = float(Path("/proc/uptime").read_text().split()[0])
+    return up - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def start(directory: Path, cache: Path, options: str) -> dict[str, object]:
+    """One start in a process of its own."""
+    words = ["--worker", str(directory), str(cache), options]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench.startup", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the engine did not start:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(layers: int | None, rounds: int, options: dict[str, object]) -> str:
+    """Start cold once and warm some times; a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory, cache = Path(folder) / "model", Path(folder) / "cache"
+        make(directory, layers)
+        cold = start(directory, cache, json.dumps(options))
+        warm = [start(directory, cache, json.dumps(options)) for _ in range(rounds)]
+    rows = [_row("cold", [cold]), _row("warm", warm)]
+    names = ["", *PARTS, "all", "shapes", "weights + pages", "resident", "peak"]
+    return table(names, rows)
+
+
+def _row(name: str, starts: list[dict[str, object]]) -> list[str]:
+    seconds = [statistics.median(part) for part in zip(*(s["seconds"] for s in starts), strict=True)]
+    sizes = [
+        f"{statistics.median(s[key] for s in starts) / 2**30:.2f} GiB"
+        for key in ("needed", "resident", "peak")
+    ]
+    times = [f"{value:.2f} s" for value in [*seconds, sum(seconds)]]
+    return [name, *times, str(starts[0]["shapes"]), *sizes]
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.startup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layers", type=int, help="of the model; default: 30")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    values = parser.parse_args()
+    if values.worker:
+        print(json.dumps(work(*values.worker)))
+        return
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    chosen = {name: getattr(values, name) for name in names if getattr(values, name) is not None}
+    print(machine())
+    print(measure(values.layers, values.rounds, chosen))
+
+
+if __name__ == "__main__":
+    main()
