@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ed_elarge import evaluation
+from ed_elarge.action_options import EvalOptions
 from ed_elarge.model import eLargeModel
-from ed_elarge.sections import EvalOptions
 
 if TYPE_CHECKING:
     from ed_esurge import eSurge
