@@ -113,22 +113,24 @@ def answers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids, other
 
 
-def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
-    """A step of a plain loop, which returns the loss."""
+def torch_model(fields: dict[str, Any]) -> Any:
+    """The model of `transformers`, training."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", **fields), attn_implementation="sdpa"
-    )
-    model.train()
+    config = AutoConfig.for_model("llama", **fields)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+
+def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
+    """A step of a plain loop over a loss, which it returns."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-    inputs = torch.tensor(ids, dtype=torch.long)
 
     def run() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -138,50 +140,46 @@ def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> St
     return run
 
 
+def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
+    """A step on the cross-entropy of the next token."""
+    import torch
+
+    model = torch_model(fields)
+    inputs = torch.tensor(ids, dtype=torch.long)
+
+    def loss() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=inputs, labels=inputs, use_cache=False).loss
+
+    return torch_loop(model, loss)
+
+
 def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
-    """A step of `trl.DPOTrainer`'s loss in a plain loop, which returns the loss."""
+    """A step on the loss of `trl.DPOTrainer`."""
     import copy
     import tempfile
 
     import torch
     from datasets import Dataset
-    from transformers import AutoConfig, AutoModelForCausalLM
     from trl import DPOConfig, DPOTrainer
 
     from tools.method_cases import harness
 
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", **fields), attn_implementation="sdpa"
-    )
-    reference = copy.deepcopy(model)
-    directory = tempfile.mkdtemp(prefix="trl-")
+    model = torch_model(fields)
     trainer = DPOTrainer(
         model=model,
-        ref_model=reference,
-        args=harness.config_of(DPOConfig, directory, disable_dropout=False),
+        ref_model=copy.deepcopy(model),
+        args=harness.config_of(DPOConfig, tempfile.mkdtemp(prefix="trl-")),
         train_dataset=Dataset.from_list(harness.text_pairs()),
         processing_class=harness.tokenizer(),
     )
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
     rows = torch.tensor(np.concatenate(answers(ids)), dtype=torch.long)
-    completion = (torch.arange(rows.shape[1]) >= PROMPT).long().expand_as(rows)
     inputs = {
         "input_ids": rows,
         "attention_mask": torch.ones_like(rows),
-        "completion_mask": completion,
+        "completion_mask": (torch.arange(rows.shape[1]) >= PROMPT).long().expand_as(rows),
     }
-
-    def run() -> float:
-        loss = trainer.compute_loss(model, inputs)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return run
+    return torch_loop(model, lambda: trainer.compute_loss(model, inputs))
 
 
 def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int) -> None:
