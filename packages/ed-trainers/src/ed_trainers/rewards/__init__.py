@@ -14,18 +14,15 @@ import functools
 import inspect
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 
 from ed_trainers.options.online import RewardName
 from ed_trainers.rewards.rules import RULES
-
-if TYPE_CHECKING:  # it brings jax, and the names are looked up without
-    from ed_trainers.online.completions import Completions
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -34,6 +31,32 @@ GROUP = "easydel.rewards"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # A message shows so many rows, and so much of a prompt.
 _SHOWN, _LONGEST = 5, 60
+
+
+class Answers(Protocol):
+    """What reward functions get: `ed_trainers.online.completions.Completions`, free of jax."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def prompts(self) -> Sequence[object]:
+        """As they were written, one for each completion."""
+        ...
+
+    @property
+    def completions(self) -> Sequence[object]:
+        """As the prompts were written."""
+        ...
+
+    @property
+    def completion_ids(self) -> Sequence[Sequence[int]]:
+        """Their tokens."""
+        ...
+
+    @property
+    def fields(self) -> Mapping[str, Sequence[Any]]:
+        """Of the rows of data, by name."""
+        ...
 
 
 class RewardError(EasyDeLError):
@@ -109,7 +132,7 @@ class Rewards:
             for i, name in enumerate(names)
         )
 
-    def __call__(self, completions: Completions) -> np.ndarray:
+    def __call__(self, completions: Answers) -> np.ndarray:
         """Return what each function gives for each completion, float32 [n, k]; NaN for None.
 
         Raises:
@@ -156,7 +179,7 @@ def _arguments(name: str, function: RewardFunction, given: dict[str, Any]) -> di
     return own
 
 
-def _numbers(name: str, values: list[Any], completions: Completions) -> list[float]:
+def _numbers(name: str, values: list[Any], completions: Answers) -> list[float]:
     if len(values) != len(completions):
         raise RewardError(
             f"reward function {name!r} gave {len(values)} values for {len(completions)} "
@@ -183,7 +206,7 @@ def _numbers(name: str, values: list[Any], completions: Completions) -> list[flo
     return out
 
 
-def _rows(completions: Completions, rows: Sequence[int]) -> str:
+def _rows(completions: Answers, rows: Sequence[int]) -> str:
     """Some rows, with their prompts."""
     shown = []
     for row in rows[:_SHOWN]:
