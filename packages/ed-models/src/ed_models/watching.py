@@ -37,9 +37,8 @@ def watched_attention(
     body = model.model
     if not isinstance(body, Decoder) or type(body).through is not Decoder.through:
         raise ConfigError(f"the layers of {type(model).__name__} do not show their attention")
-    ctx, _ = layer_context(
-        body.config, hidden_states[0].shape[:2], ropes=body.rope_settings(), **inputs
-    )
+    b, s, _ = hidden_states[0].shape
+    ctx, _ = layer_context(body.config, (b, s), ropes=body.rope_settings(), **inputs)
     found: list[Watched] = []
     for layer in layers:
         seen: list[Watched] = []
