@@ -40,7 +40,7 @@ def completions() -> Any:
     prompts = [a.prompt for a, _ in pairs()[:PROMPTS] for _ in range(GROUP)]
     lengths, ended = [4, 7, 3, 8, 8, 2], [True, True, True, False, False, True]
     ids = [random.integers(3, 64, n).tolist() for n in lengths]
-    ids = [own[:-1] + [END] if end else own for own, end in zip(ids, ended, strict=True)]
+    ids = [[*own[:-1], END] if end else own for own, end in zip(ids, ended, strict=True)]
     logps = [(-4 + random.normal(0, 0.5, len(own))).tolist() for own in ids]
     return Completions(
         prompts=["t3"] * len(ids),
