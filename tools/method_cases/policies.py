@@ -87,9 +87,8 @@ class Side:
 
 def models() -> tuple[Any, Any]:
     """Learner and reference, in float64."""
-    return harness.hf_model(harness.folder(0)).double(), harness.hf_model(
-        harness.folder(1)
-    ).double()
+    learner, reference = (harness.hf_model(harness.folder(seed)).double() for seed in (0, 1))
+    return learner, reference
 
 
 def moved(array: np.ndarray, mask: np.ndarray, seed: int) -> np.ndarray:
