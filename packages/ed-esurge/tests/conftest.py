@@ -74,3 +74,29 @@ def prompts():
     """Eight prompts of different lengths."""
     rng = np.random.default_rng(0)
     return [rng.integers(3, VOCAB, size=n).tolist() for n in (1, 5, 17, 40, 3, 9, 30, 2)]
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    """A proposer that knows what will come, and is wrong at every fourth place."""
+    from ed_esurge.core.proposals import Proposer
+
+    class Oracle(Proposer):
+        def __init__(self, most: int, outputs) -> None:
+            super().__init__(most)
+            self._known = {
+                (tuple(out.prompt_token_ids), i): one.token_ids
+                for out in outputs
+                for i, one in enumerate(out.outputs)
+            }
+
+        def propose(self, request, most):
+            index = int(request.request_id.rpartition("#")[2])
+            done = len(request.output)
+            known = self._known[tuple(request.prompt), index][done : done + most]
+            return [token if (done + i) % 4 else (token + 1) % 250 for i, token in enumerate(known)]
+
+        def forget(self, request):
+            pass
+
+    return Oracle
