@@ -33,8 +33,17 @@ LEARNED = {
     "distillation": ("eval_distillation_loss", 0, 0.15),
     "seq_kd": ("eval_loss", 0, 1.5),
     "embedding": ("eval_accuracy", 0.2, 1),
+    "grpo": ("eval_reward", 0.9, 1),
+    "rloo": ("eval_reward", 0.8, 1),
+    "rlvr": ("eval_reward", 0.4, 1.5),
+    "ppo": ("eval_reward", 0.6, 1),
+    "gkd": ("eval_loss", 0, 0.05),
+    "xpo": ("eval_reward", 0.9, 1),
+    "nash_md": ("eval_reward", 3.5, 4),
 }
-TEACHES = ("distillation", "seq_kd")
+#: Relatives of a method whose example runs every time.
+NIGHTLY = ("rloo", "rlvr", "ppo", "gkd", "xpo", "nash_md")
+TEACHES = ("distillation", "seq_kd", "gkd")
 
 
 def test_every_method_has_an_example() -> None:
@@ -63,7 +72,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "quickstart" / "model"
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly) if n in NIGHTLY else n for n in LEARNED]
+)
 def test_it_runs_and_learns(
     name: str,
     tmp_path: Path,

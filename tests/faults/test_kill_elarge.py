@@ -52,6 +52,23 @@ NEW, QUANTIZED = (
     "quantization: {model: {quantization_method: nf4, group_size: 32}}\n"
     "lora: {rank: 4, dropout: 0.1}\n",
 )
+#: Learning from completions of its own: checkpoints fall into generations of six steps.
+GIVEN = RUN[RUN.index("mixture:") : RUN.index("  max_training_steps")]
+SAMPLED = """mixture:
+  informs: [{type: python, data_files: "pydoc_data.topics:topics", num_rows: 12,
+             content_field: content}]
+  eval_fraction: 0.2
+  seed: 3
+esurge: {page_size: 16}
+trainer:
+  trainer_type: grpo
+  reward_functions: [{regex: {pattern: "[aeiou]"}}]
+  max_prompt_length: 16
+  max_completion_length: 4
+  num_return_sequences: 2
+  steps_per_generation: 2
+  num_iterations: 3
+"""
 
 
 def start(folder, text=RUN):
@@ -115,7 +132,7 @@ def a_checkpoint_is_being_written(folder):
     )
 
 
-@pytest.fixture(scope="module", params=["new", "quantized"])
+@pytest.fixture(scope="module", params=["new", "quantized", "grpo"])
 def run(request, tmp_path_factory):
     """A run file, and its record without a kill."""
     folder, text = tmp_path_factory.mktemp("uninterrupted"), RUN
@@ -124,6 +141,8 @@ def run(request, tmp_path_factory):
         finish(base, RUN.replace(f"max_training_steps: {STEPS}", "max_training_steps: 2"))
         text = RUN.replace(NEW, QUANTIZED.replace("BASE", str(base / "run" / "model")))
         assert text != RUN
+    if request.param == "grpo":
+        text = RUN.replace(GIVEN, SAMPLED)
     finish(folder, text)
     rows = rows_of(folder)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
@@ -152,3 +171,35 @@ def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
     assert different(rows_of(tmp_path), uninterrupted) == []
     found = f"{len(uninterrupted)} rows equal"
     record_property("summary", f"killed at {kills} and while saving after {resumed_from}: {found}")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", ["grpo"], indirect=True)
+def test_killed_twenty_times(run, tmp_path, record_property):
+    """Every second kill comes while a checkpoint is written, the others after a random step."""
+    text, uninterrupted = run
+    chance, kills = random.Random(time.time_ns()), []
+    for count in range(20):
+        process = start(tmp_path, text)
+        reached = saved(tmp_path) or 0
+        if count % 2 and reached < STEPS - SAVE_EVERY:
+            kill_when(tmp_path, process, lambda: a_checkpoint_is_being_written(tmp_path))
+            kills.append(f"saving after {reached}")
+            continue
+        step = min(reached + chance.randint(1, SAVE_EVERY - 1), STEPS - 1)
+        began = (tmp_path / "run" / "metrics.jsonl").is_file()
+        before = len(rows_of(tmp_path)) if began else 0
+        kill_when(
+            tmp_path,
+            process,
+            # The record is cut back to the checkpoint before it grows again.
+            lambda step=step, before=before: (
+                len(rows := rows_of(tmp_path)) != before and rows and rows[-1]["step"] >= step
+            ),
+        )
+        kills.append(str(step))
+    finish(tmp_path, text)
+    assert different(rows_of(tmp_path), uninterrupted) == []
+    found = f"{len(uninterrupted)} rows equal"
+    record_property("summary", f"grpo killed at {', '.join(kills)}: {found}")

@@ -109,7 +109,9 @@ def measure(layers: int | None, rounds: int, options: dict[str, object]) -> str:
 
 
 def _row(name: str, starts: list[dict[str, object]]) -> list[str]:
-    seconds = [statistics.median(part) for part in zip(*(s["seconds"] for s in starts), strict=True)]
+    seconds = [
+        statistics.median(part) for part in zip(*(s["seconds"] for s in starts), strict=True)
+    ]
     sizes = [
         f"{statistics.median(s[key] for s in starts) / 2**30:.2f} GiB"
         for key in ("needed", "resident", "peak")

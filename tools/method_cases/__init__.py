@@ -1,6 +1,6 @@
 """Every loss of ed-trainers beside its reference, on one tiny model and one batch."""
 
-from tools.method_cases import labelled, others, preference, scores
+from tools.method_cases import groups, labelled, others, policies, preference, scores
 from tools.method_cases.harness import Case
 
 #: Comparison by name: the method, and what is set.
@@ -9,4 +9,6 @@ CASES: dict[str, Case] = {
     **preference.CASES,
     **labelled.CASES,
     **scores.CASES,
+    **groups.CASES,
+    **policies.CASES,
 }

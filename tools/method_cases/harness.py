@@ -151,12 +151,12 @@ def our_model(path: Path, task: str = "causal-language-model") -> Any:
 
 def our_outcome(trainer: Any, batch: Any) -> Outcome:
     """Loss, metrics and gradients of a trainer's method over one batch."""
-    from ed_trainers import Models
+    from ed_trainers import Models, value_head
     from flax import nnx
     from safetensors.numpy import load_file
 
     frozen = trainer.method.frozen
-    graphdef, params, other = trainer.model.split_module()
+    graphdef, params, other = trainer.weights().model.split_module()
     prepared = trainer.prepare(batch)
 
     @jax.jit
@@ -170,8 +170,14 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
 
     (total, loss), grads = gradient(params, frozen.leaves, prepared)
     with tempfile.TemporaryDirectory() as directory:
-        nnx.merge(graphdef, grads, other).save_pretrained(directory)
-        gradients = load_file(Path(directory) / "model.safetensors")
+        whole = nnx.merge(graphdef, grads, other)
+        gradients = {}
+        if hasattr(whole, value_head.NAME):
+            value_head.save_value_head(whole, Path(directory))
+            gradients = load_file(Path(directory) / value_head.FILE)
+            whole = value_head.without_value_head(whole)
+        whole.save_pretrained(directory)
+        gradients |= load_file(Path(directory) / "model.safetensors")
     metrics = {name: float(metric.value) for name, metric in loss.metrics.items()}
     return Outcome(float(total), metrics, gradients)
 

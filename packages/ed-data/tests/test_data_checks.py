@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from ed_data import DataError, Mixture, build_loader, check_names, idle_options
-from ed_data.schema import PREFERENCE
+from ed_data.schema import PREFERENCE, PROMPT
 
 JSON = {"type": "json", "data_files": "train/*.json", "name": "a"}
 
@@ -129,3 +129,4 @@ def test_a_key_that_says_its_default_is_idle_too_and_a_schema_may_read_a_field()
     ]
     pairs = Mixture(informs=[{**JSON, "additional_fields": ["chosen", "rejected"]}])
     assert idle_options(pairs, PREFERENCE) == []
+    assert idle_options(pairs, PROMPT) == [], "prompts bring their fields along"

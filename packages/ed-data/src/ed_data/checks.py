@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ed_data.config import Mixture
 from ed_data.errors import DataError, KeyPath
 from ed_data.inform import FILE_TYPES, Inform
-from ed_data.schema import TEXT, Schema
+from ed_data.schema import PROMPT, TEXT, Schema
 from ed_data.sources.python import resolve
 from ed_data.transforms import Documents, function
 
@@ -121,13 +121,13 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
             path = ("tokenization", "output_field")
             remarks.append((path, f"output_field has no effect: {reason}"))
         for i, inform in enumerate(mixture.informs):
-            # A column of the schema may read the field all the same.
+            # A column of the schema may read the field all the same; prompts bring it along.
             unread = [name for name in inform.additional_fields if name not in schema.fields]
-            if unread:
+            if unread and schema != PROMPT:
                 message = f"{', '.join(unread)}: additional_fields have no effect: {reason}"
                 remarks.append((("informs", i, "additional_fields"), message))
     for i, inform in enumerate(mixture.eval_informs):
-        if inform.additional_fields:
+        if inform.additional_fields and schema != PROMPT:
             message = "additional_fields have no effect: evaluation data is not saved"
             remarks.append((("eval_informs", i, "additional_fields"), message))
     return remarks

@@ -13,6 +13,7 @@ from ed_data.config import Mixture
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.fields import canonical_field
+from ed_trainers.options.online import OnlineArguments
 
 from ed_elarge.adaptation import WeightFormat
 from ed_elarge.errors import Problem
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
+
+    from ed_elarge.rollout import EngineRollout
 
 
 # The tokenizer.
@@ -162,8 +165,16 @@ def teacher_model(elm: eLargeModel) -> CausalLM:
     return _load_other(elm.config, elm.config.teacher_model)
 
 
-def _load_other(run: RunConfig, section: OtherModelSection | None) -> CausalLM:
-    """A language model on the learner's mesh, with the execution fields of the run."""
+def reward_model(elm: eLargeModel) -> CausalLM:
+    """The model of the section `reward_model`: one that puts out a score for a sequence."""
+    task = TaskType.SEQUENCE_CLASSIFICATION
+    return _load_other(elm.config, elm.config.reward_model, task)
+
+
+def _load_other(
+    run: RunConfig, section: OtherModelSection | None, task: TaskType = TaskType.CAUSAL_LM
+) -> CausalLM:
+    """A model on the learner's mesh, with the execution fields of the run."""
     from ed_infra import registry
     from ed_infra.fields import FIELDS
     from ed_models.checkpoints import hub
@@ -174,7 +185,7 @@ def _load_other(run: RunConfig, section: OtherModelSection | None) -> CausalLM:
     changes["sharding_axis_names"] = run.sharding.axis_names
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     local = hub.resolve(section.name_or_path, revision=section.revision)
-    module = registry.get_module(TaskType.CAUSAL_LM, hub.read_config(local).model_type)
+    module = registry.get_module(task, hub.read_config(local).model_type)
     return module.from_pretrained(
         local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
     )
@@ -275,10 +286,11 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         build: Any = build_prompts
     else:
         build, options["seq_length"] = build_loader, run.sequence_length[0]
-    train = build(mixture, tokens, batch_size=run.batch_size, split="train", **options)
+    size = run.batch_size if trainer is None else trainer.loader_batch_size
+    train = build(mixture, tokens, batch_size=size, split="train", **options)
     if not run.has_held_out:
         return train, None
-    size = (trainer.eval_batch_size if trainer is not None else None) or run.batch_size
+    size = (trainer.eval_batch_size if trainer is not None else None) or size
     return train, build(mixture, tokens, batch_size=size, split="eval", **options)
 
 
@@ -317,6 +329,7 @@ def trainer(elm: eLargeModel) -> Trainer:
         from ed_elarge.benchmarks import EngineBenchmark
 
         benchmark = EngineBenchmark(elm)
+    more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
     method = trainer_class(run.method)
     return method(
         arguments,
@@ -326,7 +339,20 @@ def trainer(elm: eLargeModel) -> Trainer:
         elm.part("tokenizer"),
         frozen=frozen,
         benchmark=benchmark,
+        **more,
     )
+
+
+def rollout(elm: eLargeModel) -> EngineRollout:
+    """Completions for a method that learns from its own, by an engine of the section `esurge`."""
+    from ed_elarge.rollout import EngineRollout
+
+    run, arguments = elm.config, elm.build_training_arguments()
+    assert isinstance(arguments, OnlineArguments), "the part is asked for by such methods"
+    with run.blame("trainer", "max_completion_length"):
+        return EngineRollout.of(
+            elm.part("model"), elm.part("tokenizer"), run.esurge, length=arguments.row_length
+        )
 
 
 # Serving.

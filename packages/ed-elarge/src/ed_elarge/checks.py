@@ -244,7 +244,7 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
         return
     entry = run.method_entry
     reads = [*entry.needs, *entry.may_read]
-    for name in ("reference", "teacher"):
+    for name in ("reference", "teacher", "reward"):
         section = f"{name}_model"
         if section in run.written and name not in reads:
             listing = ", ".join(f"{other}_model" for other in reads) or "no other model"

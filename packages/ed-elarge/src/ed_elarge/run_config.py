@@ -71,6 +71,7 @@ class RunConfig:
     model: ModelSection | None
     reference_model: OtherModelSection | None
     teacher_model: OtherModelSection | None
+    reward_model: OtherModelSection | None
     quantization: QuantizationSection | None
     lora: LoraSection | None
     loader: LoaderSection

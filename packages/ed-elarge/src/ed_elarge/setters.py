@@ -43,6 +43,7 @@ class Setters:
     set_model = _setter("model", "name_or_path")
     set_reference_model = _setter("reference_model", "name_or_path")
     set_teacher_model = _setter("teacher_model", "name_or_path")
+    set_reward_model = _setter("reward_model", "name_or_path")
     set_trainer = _setter("trainer", "trainer_type")
 
     def set_dtype(self, dtype: str, param_dtype: str | None = None) -> Self:

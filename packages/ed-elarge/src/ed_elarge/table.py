@@ -21,22 +21,24 @@ from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS
 
 from ed_elarge import checks, idle, surroundings
+from ed_elarge.action_options import (
+    EvalOptions,
+    GenerateOptions,
+    NoOptions,
+    ServeOptions,
+    WriteOptions,
+)
 from ed_elarge.adaptation import LoraSection, QuantizationSection
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.sections import (
     BaseConfigSection,
-    EvalOptions,
     EvalSection,
-    GenerateOptions,
     LoaderSection,
     ModelSection,
-    NoOptions,
     OtherModelSection,
     PlatformSection,
-    ServeOptions,
     ShardingSection,
-    WriteOptions,
 )
 from ed_elarge.validation import validate
 
@@ -114,6 +116,12 @@ SECTIONS: dict[str, Section] = {
         looks=(surroundings.teacher_model,),
         builds={"teacher": "ed_elarge.build:teacher_model"},
     ),
+    "reward_model": Section(
+        OtherModelSection,
+        has_default=False,
+        looks=(surroundings.reward_model,),
+        builds={"reward": "ed_elarge.build:reward_model"},
+    ),
     "quantization": Section(
         QuantizationSection,
         has_default=False,
@@ -147,11 +155,15 @@ SECTIONS: dict[str, Section] = {
         chosen_by="trainer_type",
         has_default=False,
         checks=(checks.other_models, checks.benchmarks),
-        looks=(surroundings.save_directory,),
+        looks=(surroundings.save_directory, surroundings.reward_functions),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
     ),
-    "esurge": Section(EngineConfig, idle=idle.engine, builds={"engine": "ed_elarge.build:engine"}),
+    "esurge": Section(
+        EngineConfig,
+        idle=idle.engine,
+        builds={"engine": "ed_elarge.build:engine", "rollout": "ed_elarge.build:rollout"},
+    ),
     "eval": Section(
         EvalSection,
         checks=(checks.tasks_of_section,),
@@ -160,14 +172,9 @@ SECTIONS: dict[str, Section] = {
     ),
 }
 
-#: Sections of EasyDeL's guide that this version does not have; named, so that the error can say so.
-LATER: frozenset[str] = frozenset({"reward_model"})
-
 
 def unknown_section(name: object) -> str:
     """The message for a section that does not exist."""
-    if name in LATER:
-        return f"the section {name!r} is not part of this version of ed-elarge"
     known = [*SECTIONS, "actions"]
     return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
 

@@ -41,6 +41,29 @@ class ServerLimits(Options):
     """Seconds in which a request must be answered (408; a stream ends with an error)."""
 
 
+class SpeculativeConfig(Options):
+    """How tokens are proposed. Only while no request waits and rows of a step are free, and not for
+    requests with penalties, biases or masks of tokens. The names are vLLM's."""
+
+    method: Literal["ngram"] = "ngram"
+    """`ngram`: what followed the last tokens where they stood before, in prompt or output."""
+    num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
+    """Most proposals for a sequence in one step."""
+    prompt_lookup_max: Annotated[int, Field(gt=0, le=64)] = 4
+    """Most last tokens that must stand there."""
+    prompt_lookup_min: Annotated[int, Field(gt=0, le=64)] = 2
+    """Fewest last tokens that must stand there."""
+
+    @model_validator(mode="after")
+    def _range(self) -> SpeculativeConfig:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
+                f"{self.prompt_lookup_max}: lower it"
+            )
+        return self
+
+
 class EngineConfig(Options):
     """Options of `eSurge`. Every one changes what the engine does; unknown names are refused.
 
@@ -91,6 +114,13 @@ class EngineConfig(Options):
     """Sequence buckets, ascending. None: powers of two up to `max_num_seqs`."""
     max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
     """Most alternatives per position that a request may ask for."""
+    batch_invariant: bool = False
+    """Compute every token in the same program, in a row of its own: tokens and log-probabilities of
+    a request are then the same to the last bit alone and in a crowd, with a cold and a warm prefix,
+    preempted, in chunks of any size, speculated. One shape is compiled, of `max_num_seqs` tokens
+    unless `max_num_batched_tokens` says otherwise, and a step always costs that much."""
+    speculative_config: SpeculativeConfig | None = None
+    """Propose tokens and confirm several in one step. Outputs are those without it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of requests without one (with their arrival number folded in)."""
     silent_mode: bool = False

@@ -15,11 +15,15 @@ from ed_infra.options import Positive
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
+from ed_trainers.options.gkd import GKDArguments
+from ed_trainers.options.groups import GRPOArguments, RLOOArguments, RLVRArguments
 from ed_trainers.options.labels import BCOArguments, KTOArguments
 from ed_trainers.options.next_token import NextTokenArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
+from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
 from ed_trainers.options.scores import PRMArguments, RewardArguments
+from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 
 __all__ = [
     "ARGUMENTS",
@@ -52,6 +56,7 @@ class MethodEntry(NamedTuple):
         may_read: the frozen models that it can also do without.
         task: what its model is for, a `TaskType`.
         labels: outputs of the model's head, where it is no language model.
+        samples: whether it learns from completions of its own: its trainer takes a `rollout`.
     """
 
     arguments: type[TrainingArguments]
@@ -61,6 +66,7 @@ class MethodEntry(NamedTuple):
     may_read: tuple[str, ...] = ()
     task: TaskType = TaskType.CAUSAL_LM
     labels: int | None = None
+    samples: bool = False
 
 
 #: `trainer_type` -> the method.
@@ -112,6 +118,55 @@ METHODS: dict[str, MethodEntry] = {
         "ed_trainers.methods.embedding:EmbeddingTrainer",
         rows="embedding",
         task=TaskType.EMBEDDING,
+    ),
+    "grpo": MethodEntry(
+        GRPOArguments,
+        "ed_trainers.methods.grpo:GRPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "rloo": MethodEntry(
+        RLOOArguments,
+        "ed_trainers.methods.rloo:RLOOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "rlvr": MethodEntry(
+        RLVRArguments,
+        "ed_trainers.methods.rlvr:RLVRTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "ppo": MethodEntry(
+        PPOArguments,
+        "ed_trainers.methods.ppo:PPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "gkd": MethodEntry(
+        GKDArguments,
+        "ed_trainers.methods.gkd:GKDTrainer",
+        rows="prompt",
+        needs=("teacher",),
+        samples=True,
+    ),
+    "xpo": MethodEntry(
+        XPOArguments,
+        "ed_trainers.methods.xpo:XPOTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
+    ),
+    "nash_md": MethodEntry(
+        NashMDArguments,
+        "ed_trainers.methods.nash_md:NashMDTrainer",
+        rows="prompt",
+        may_read=("reference", "reward"),
+        samples=True,
     ),
     "prm": MethodEntry(
         PRMArguments,

@@ -19,6 +19,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.feed import HostBatch
+from ed_trainers.state import EasyDeLState
 
 Batch = Mapping[str, jax.Array]
 
@@ -149,6 +150,14 @@ class Statistics(Protocol):
         ...
 
 
+class HeldOut(Protocol):
+    """Turns a held-out batch of a loader into arrays, by a state."""
+
+    def __call__(self, batch: HostBatch, state: EasyDeLState) -> dict[str, np.ndarray]:
+        """Return the arrays that the loss reads, each [b, ...]."""
+        ...
+
+
 class Frozen:
     """Models that do not learn, taken apart: compiled steps get their leaves as arguments.
 
@@ -204,6 +213,7 @@ class Method:
         per_token: whether the loss is a mean over tokens, in nats.
         statistics: means over the whole step that the loss reads. They are in its batch by name;
             a batch without them is a whole step.
+        held_out: `prepare` of held-out batches, where it reads the state that is evaluated.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
@@ -211,3 +221,4 @@ class Method:
     frozen: Frozen = field(default_factory=Frozen)
     per_token: bool = True
     statistics: Statistics | None = None
+    held_out: HeldOut | None = None

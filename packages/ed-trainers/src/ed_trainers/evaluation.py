@@ -61,7 +61,7 @@ class Evaluator:
         leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother)))
         sums: dict[str, list[float]] = {}
         pending: dict[str, Metric] | None = None
-        for batch in self._batches(show):
+        for batch in self._batches(state, show):
             result = self._step(leaves, self._placement.place(batch, stacked=False))
             if pending is not None:
                 _add(sums, pending)
@@ -78,14 +78,17 @@ class Evaluator:
             means["eval_tokens"] = sums["loss"][1]
         return means
 
-    def _batches(self, show: Show | None) -> Iterator[dict[str, np.ndarray]]:
+    def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[dict[str, np.ndarray]]:
         """Prepared batches of one constant number of rows; the last ones are padded."""
         batches, count = evaluation_batches(self._dataset)
         rows = self._rows
         for index, batch in enumerate(batches):
             if show is not None:
                 show(index, count)
-            prepared = self._method.prepare(batch)
+            if self._method.held_out is not None:
+                prepared = self._method.held_out(batch, state)
+            else:
+                prepared = self._method.prepare(batch)
             height = next(iter(prepared.values())).shape[0]
             rows = rows or height
             for start in range(0, height, rows):

@@ -54,6 +54,8 @@ class Feed:
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
+        #: Figures of the newest batch, for the log.
+        self.figures: Mapping[str, float] = {}
         self._iterator: Iterator[HostBatch] | None = None
         if not isinstance(dataset, Loader | Iterable):
             raise ConfigError(
@@ -138,3 +140,10 @@ def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | Non
         f"eval_dataset {type(dataset).__name__} gives no batches: it needs batch_at(step) with "
         "steps_per_epoch, or to be iterable"
     )
+
+
+def count_tokens(prepared: HostBatch) -> int:
+    """Number of tokens of a prepared batch that are not padding."""
+    if "segment_ids" in prepared:
+        return int(np.count_nonzero(prepared["segment_ids"]))
+    return int(prepared["input_ids"].size) if "input_ids" in prepared else 0

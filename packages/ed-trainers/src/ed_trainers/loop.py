@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.checkpoints.best import Best
@@ -17,7 +16,7 @@ from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run, move_aside
 from ed_trainers.contract import Batch
 from ed_trainers.diverged import Divergence
-from ed_trainers.feed import HostBatch
+from ed_trainers.feed import count_tokens
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
@@ -68,8 +67,8 @@ class TrainingLoop:
         self.meter = Meter()
         self._profile = ProfileWindow(self.arguments, self._say)
         self.progress: Progress | None = None
-        # Reports that are still on the device: (step, report, tokens of the step).
-        self._pending: tuple[int, dict[str, jax.Array], int] | None = None
+        # What is still on the device: (step, report, tokens of the step, figures of its batch).
+        self._pending: tuple[int, dict[str, jax.Array], int, Mapping[str, float]] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
         self._lent: list[Weights] = []
@@ -208,7 +207,8 @@ class TrainingLoop:
             self._lent.pop().end()
         self._leaves, report = self._call(placed)
         self.step += 1
-        previous, self._pending = self._pending, (self.step, report, count_tokens(prepared))
+        of_batch = count_tokens(prepared), self.job.feed.figures
+        previous, self._pending = self._pending, (self.step, report, *of_batch)
         if previous is not None:
             self._finish(*previous)
 
@@ -239,7 +239,13 @@ class TrainingLoop:
             pending, self._pending = self._pending, None
             self._finish(*pending)
 
-    def _finish(self, step: int, report: Mapping[str, jax.Array], tokens: int) -> None:
+    def _finish(
+        self,
+        step: int,
+        report: Mapping[str, jax.Array],
+        tokens: int,
+        of_batch: Mapping[str, float],
+    ) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
         self._divergence.check(step, figures, self.checkpoints.steps)
@@ -251,7 +257,7 @@ class TrainingLoop:
         if step % self.arguments.log_steps and step not in (1, self.total):
             return
         del figures["weight"]
-        row = {"step": step, "loss": figures.pop("loss"), **figures}
+        row = {"step": step, "loss": figures.pop("loss"), **figures, **of_batch}
         self._write(row | {"tokens": tokens, "time": time.time()} | self.meter.row())
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -391,10 +397,3 @@ class TrainingLoop:
             self.progress.say(message)
         elif jax.process_index() == 0:
             print(message, flush=True)
-
-
-def count_tokens(prepared: HostBatch) -> int:
-    """Number of tokens of a prepared batch that are not padding."""
-    if "segment_ids" in prepared:
-        return int(np.count_nonzero(prepared["segment_ids"]))
-    return int(prepared["input_ids"].size) if "input_ids" in prepared else 0

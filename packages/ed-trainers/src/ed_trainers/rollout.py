@@ -74,13 +74,16 @@ class Sampled:
 
     Attributes:
         token_ids: the sampled tokens, the end token included where one was sampled.
-        logprobs: log-probability of each token under the weights that sampled it.
+        logprobs: log-probability of each token under the weights that sampled it, at temperature
+            1 and before any other setting of the sampling.
         weights_version: the `version` of those weights.
+        ended: whether it came to an end of its own; False where the longest length cut it.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     weights_version: int
+    ended: bool = True
 
 
 @runtime_checkable
@@ -88,14 +91,21 @@ class Rollout(Protocol):
     """Something that completes prompts."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], weights: Weights
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Mapping[str, Any],
+        weights: Weights,
+        *,
+        seeds: Sequence[int] | None = None,
     ) -> list[Sampled]:
         """Complete each prompt.
 
         Args:
             prompts: token ids.
-            params: settings of the sampling, by the names of the one who samples.
+            params: settings of the sampling: `max_tokens`, `temperature`, `top_p`, `top_k`,
+                `min_p`, and whatever else the one who samples knows.
             weights: what to sample with; readable until this call returns.
+            seeds: of each prompt: equal seeds, prompts, settings and weights give equal tokens.
 
         Returns:
             As many continuations as prompts, in their order.

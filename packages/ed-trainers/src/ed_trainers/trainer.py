@@ -18,7 +18,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.callbacks import Callback
-from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
+from ed_trainers.contract import Batch, Frozen, HeldOut, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.figures.metrics import RECORD
@@ -107,6 +107,8 @@ class Trainer(ABC):
     per_token: ClassVar[bool] = True
     #: Means over a whole step that the loss reads; see `Method.statistics`.
     statistics: Statistics | None = None
+    #: `prepare` of held-out batches, where it reads the state; see `Method.held_out`.
+    held_out: HeldOut | None = None
 
     def __init__(
         self,
@@ -143,14 +145,14 @@ class Trainer(ABC):
                 "load_best_model_at_end and save_best_k compare evaluations: give an eval_dataset"
             )
         self._version = int(first.step)
-        self.feed = None if train_dataset is None else Feed(train_dataset)
+        self.feed = None if train_dataset is None else self.feed_of(train_dataset)
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
         frozen_models = self._freeze(frozen or {})
         self.method = Method(
-            self.prepare, self.loss, frozen_models, self.per_token, self.statistics
+            self.prepare, self.loss, frozen_models, self.per_token, self.statistics, self.held_out
         )
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
@@ -166,6 +168,10 @@ class Trainer(ABC):
     @abstractmethod
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `ed_trainers.contract.LossFn`."""
+
+    def feed_of(self, dataset: Dataset) -> Feed:
+        """Return the training batches of a dataset, by step."""
+        return Feed(dataset)
 
     @property
     def model(self) -> LanguageModel:
@@ -189,7 +195,8 @@ class Trainer(ABC):
         """The present weights, for a `Rollout`; they end when the next step begins."""
         weights = None if self._loop is None else self._loop.weights()
         if weights is None:
-            weights = Weights(*self.model.split_module(), version=self._version)
+            self._refresh()
+            weights = Weights(*self._model.split_module(), version=self._version)
         return weights
 
     @property

@@ -264,7 +264,7 @@ class EngineLoop:
         transcript = opened.transcripts[row.request_id]
         if transcript.finish_reason is not None:
             return None
-        scores = result.sampled(index, params.logprobs)[:count] if count else []
+        scores = result.sampled(index, count, params.logprobs) if count else []
         out = transcript.take(scores)
         if out.finish_reason is not None:
             self.scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
@@ -292,4 +292,5 @@ class EngineLoop:
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": self._steps,
             "num_compiled": self.runner.num_traces,
+            **(scheduler.proposer.stats() if scheduler.proposer is not None else {}),
         }

@@ -12,6 +12,7 @@ from ed_models.inputs import longest_sequence
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.model import is_recurrent, platform_of, windows_of
@@ -66,11 +67,19 @@ class Setup:
                 f"using {positions}",
             )
             longest = int(positions)
+        for name in ("batch_invariant", "speculative_config"):
+            if getattr(config, name) not in (None, False) and is_recurrent(model):
+                raise ConfigError(
+                    f"{name} is for models whose layers read keys and values: a recurrent layer "
+                    "of this one has a state, which each token changes; leave the option out"
+                )
         platform = platform_of(model)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
+        if config.batch_invariant:
+            budget = config.max_num_batched_tokens or seqs
         seqs = min(seqs, budget)
         # More tokens than all sequences together can have are never in one step.
         budget = max(seqs, min(budget, seqs * longest))
@@ -87,6 +96,7 @@ class Setup:
             pages=-(-longest // config.page_size),
             min_tokens=config.min_input_pad,
             seq_buckets=config.max_num_seq_buckets,
+            invariant=config.batch_invariant,
         )
         return cls(model, config, limits, buckets, windows_of(model))
 
@@ -113,7 +123,13 @@ class Setup:
             num_pages=groups,
             page_size=self.config.page_size,
             prefix_caching=caching,
+            proposer=self._proposer(),
         )
+
+    def _proposer(self) -> Proposer | None:
+        """Who proposes tokens."""
+        wanted = self.config.speculative_config
+        return None if wanted is None else PromptLookup(wanted)
 
     def _runner(self, num_pages: dict[str, int], grammars: Grammars | None = None) -> ModelRunner:
         return ModelRunner(

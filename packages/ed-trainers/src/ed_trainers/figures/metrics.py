@@ -38,6 +38,8 @@ CLOCKED = (
     "goodput",
     "peak_memory_gib",
     "eval_seconds",
+    "rollout_seconds",
+    "rollout_tokens_per_second",
 )
 
 

@@ -12,12 +12,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+from ed_infra.errors import ConfigError
+from ed_infra.outputs import CausalLMOutput
 from ed_layers.head import Head
 from ed_layers.losses import split, target_logit
+from ed_models.protocol import LanguageModel
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from ed_trainers.contract import Batch
+from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import by_device
+from ed_trainers.placement import Placement
 
 # Several arrays of [c, v] exist at once.
 DEFAULT_CHUNK = 256
@@ -79,6 +85,56 @@ def token_divergences(
     run = by_device(local, sharding, (spec, whole, spec, whole, spec), spec)
     frozen = jax.lax.stop_gradient(teacher)
     return run(*student, *frozen, targets)
+
+
+def compared(
+    student: LanguageModel,
+    teacher: LanguageModel,
+    batch: Batch,
+    key: jax.Array | None,
+    *,
+    placement: Placement,
+    beta: float,
+    temperature: float,
+    chunk: int | None,
+    hidden_states: bool = False,
+) -> tuple[CausalLMOutput, CausalLMOutput, Float[Array, "b s"], Float[Array, "b s"]]:
+    """Run both models over a batch; see `token_divergences`.
+
+    Args:
+        batch: `input_ids`, `segment_ids`, `position_ids`, `targets` [b, s].
+        key: dropout key of the student.
+        placement: says which devices hold which tokens.
+        hidden_states: the outputs also have the input of every layer.
+
+    Returns:
+        the outputs of student and teacher, the divergence at each position, and the student's
+        log-probability of each target.
+
+    Raises:
+        ConfigError: the vocabularies differ.
+    """
+    output = forward(student, batch, key, hidden_states=hidden_states)
+    wanted = forward(teacher, batch, None, hidden_states=hidden_states)
+    assert output.last_hidden_state is not None
+    assert wanted.last_hidden_state is not None
+    own, other = student.head(), teacher.head()
+    if own.vocab_size != other.vocab_size:
+        raise ConfigError(
+            f"the teacher has {other.vocab_size} tokens, the student {own.vocab_size}: their "
+            "distributions are compared token by token, so both need one tokenizer"
+        )
+    targets = batch["targets"]
+    divergence, logp = token_divergences(
+        (output.last_hidden_state, own),
+        (wanted.last_hidden_state, other),
+        targets,
+        sharding=placement.sharding(targets.shape, stacked=False),
+        beta=beta,
+        temperature=temperature,
+        chunk=chunk,
+    )
+    return output, wanted, divergence, logp
 
 
 def _divergence(

@@ -19,9 +19,8 @@ from ed_infra.outputs import CausalLMOutput, Metric
 
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
-from ed_trainers.losses.divergence import token_divergences
+from ed_trainers.losses.divergence import compared
 from ed_trainers.losses.next_token import next_token_batch
-from ed_trainers.losses.scoring import forward
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import DistillationArguments
 from ed_trainers.trainer import Trainer
@@ -43,27 +42,18 @@ class DistillationTrainer(Trainer):
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the loss summed over the tokens that are predicted."""
-        arguments, teacher = self.arguments, models["teacher"]
+        arguments, weights = self.arguments, batch["weights"]
         compares = arguments.hidden_state_loss_weight > 0
-        output = forward(models.learner, batch, key, hidden_states=compares)
-        wanted = forward(teacher, batch, None, hidden_states=compares)
-        assert output.last_hidden_state is not None
-        assert wanted.last_hidden_state is not None
-        own, other = models.learner.head(), teacher.head()
-        if own.vocab_size != other.vocab_size:
-            raise ConfigError(
-                f"the teacher has {other.vocab_size} tokens, the student {own.vocab_size}: their "
-                "distributions are compared token by token, so both need one tokenizer"
-            )
-        targets, weights = batch["targets"], batch["weights"]
-        divergence, logp = token_divergences(
-            (output.last_hidden_state, own),
-            (wanted.last_hidden_state, other),
-            targets,
-            sharding=self.placement.sharding(targets.shape, stacked=False),
+        output, wanted, divergence, logp = compared(
+            models.learner,
+            models["teacher"],
+            batch,
+            key,
+            placement=self.placement,
             beta=arguments.beta,
             temperature=arguments.temperature,
             chunk=arguments.lmhead_chunksize,
+            hidden_states=compares,
         )
         scaled = arguments.temperature**2 * divergence
         losses = arguments.alpha * scaled - (1 - arguments.alpha) * logp

@@ -219,6 +219,11 @@ class TrainingArguments(Options):
     profile_steps: Annotated[int, Field(ge=1, le=1000)] = 3
     """How many steps are traced."""
 
+    @property
+    def loader_batch_size(self) -> int:
+        """Rows of a batch of the loader."""
+        return self.total_batch_size
+
     def idle(self) -> list[tuple[str, str]]:
         """The options of a method that others of them make idle, each with the reason."""
         return []

@@ -1,0 +1,65 @@
+"""The geometric mixture of two policies, which samples as one model.
+
+Munos et al., arXiv:2312.00886, section 7.1: at each token the probabilities `p^(1 - c) * q^c`,
+normalised. Both models go through each prompt and each token, each with a cache of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from ed_infra.outputs import CausalLMOutput
+from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.protocol import LanguageModel
+from flax import nnx
+
+
+class GeometricMixture(EasyGenerationMixin, nnx.Module):
+    """Two models of one vocabulary, mixed where they generate; it shares their variables.
+
+    Args:
+        model: the first; its configuration says what the special tokens are.
+        other: the second.
+        coefficient: c, the share of the second: 0 is the first alone, 1 the second.
+    """
+
+    def __init__(self, model: LanguageModel, other: LanguageModel, coefficient: float):
+        self.model, self.other = model, other
+        self.coefficient = coefficient
+        self.config: Any = model.config
+        self.generation_json: str | None = getattr(model, "generation_json", None)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: jax.Array,
+        max_length: int,
+        pad_token_id: int | None = None,
+        *,
+        attention_mask: jax.Array | None = None,
+    ) -> dict[str, Any]:
+        """What both models are called with beside a prompt; the two caches in a pair."""
+        both = [
+            each.prepare_inputs_for_generation(
+                input_ids, max_length, pad_token_id, attention_mask=attention_mask
+            )
+            for each in (self.model, self.other)
+        ]
+        caches = tuple(inputs.pop("past_key_values") for inputs in both)
+        return {**both[0], "past_key_values": caches}
+
+    def __call__(
+        self, input_ids: jax.Array, *, past_key_values: Any, logits_at: Any, **inputs: Any
+    ) -> CausalLMOutput:
+        """Logits of the mixture, up to a constant of each token."""
+        outputs = [
+            each(input_ids, past_key_values=cache, logits_at=logits_at, **inputs)
+            for each, cache in zip((self.model, self.other), past_key_values, strict=True)
+        ]
+        own, other = (output.logits for output in outputs)
+        assert own is not None
+        assert other is not None
+        return CausalLMOutput(
+            logits=(1 - self.coefficient) * own + self.coefficient * other,
+            past_key_values=tuple(output.past_key_values for output in outputs),
+        )

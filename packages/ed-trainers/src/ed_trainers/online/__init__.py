@@ -1,0 +1,1 @@
+"""What the methods share that learn from completions of their own."""

@@ -1,0 +1,129 @@
+"""`GroupTrainer`: what the methods share that compare several completions of a prompt.
+
+Legend: n completions, s positions, p prompts, g completions of a prompt (n = p g).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.outputs import Metric
+
+from ed_trainers.contract import Batch, Models
+from ed_trainers.losses.policy import Policy
+from ed_trainers.online.completions import Completions
+from ed_trainers.online.rewarded import RewardedTrainer, Scores
+from ed_trainers.options.groups import GroupArguments
+from ed_trainers.rollout import Weights
+
+
+class GroupTrainer(RewardedTrainer):
+    """Makes rows with an advantage each."""
+
+    arguments: GroupArguments
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the log-probabilities before the steps are computed ahead of them.
+
+        One step on each generation needs none: then the step's own are the old ones.
+        """
+        return self.arguments.updates_per_generation > 1
+
+    @abstractmethod
+    def advantages(self, scores: Scores, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the advantage of each completion, [n], NaN where it has no reward.
+
+        Args:
+            scores: of the completions.
+            rows: with what `policies` says.
+        """
+
+    def rows_of(
+        self, completions: Completions, weights: Weights
+    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Make rows, each with `advantages` [n] and what models say; see `OnlineTrainer`.
+
+        `present` [n] is 1, `tokens` [n] the mean number of tokens that count, over the generation.
+        """
+        rows = completions.rows(self.arguments.row_length)
+        if self.arguments.mask_truncated_completions:
+            rows["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
+        rows |= self.compute(self.policies, rows, weights) if self._asks else {}
+        scores = self.score(completions, rows, weights)
+        known = np.isfinite(scores.total)
+        advantages = self.advantages(scores, rows)
+        count = len(completions)
+        groups = scores.total.reshape(-1, self.arguments.num_return_sequences)
+        figures = scores.figures()
+        figures["frac_reward_zero_std"] = float(np.mean(nanstd(groups) < 1e-8))
+        rows |= {
+            "advantages": np.where(known, np.nan_to_num(advantages), 0).astype(np.float32),
+            "rewards": np.where(known, scores.total, 0).astype(np.float32),
+            "scored": known.astype(np.float32),
+            "present": np.ones(count, np.float32),
+            "tokens": np.full(count, rows["weights"].sum() / count, np.float32),
+        }
+        return rows, figures
+
+    @property
+    def _asks(self) -> bool:
+        return self.keeps_old or self.arguments.has_reference
+
+    def policies(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
+        """`old_logps` and `reference_logps` [n, s] of rows, where they are read."""
+        out = {}
+        if self.keeps_old:
+            out["old_logps"] = self.policy(models.learner, batch)[1].logps
+        if self.arguments.has_reference:
+            out["reference_logps"] = self.policy(models["reference"], batch)[1].logps
+        return out
+
+
+def old_logps(batch: Batch, policy: Policy) -> jax.Array:
+    """Log-probabilities before the steps of a generation; see `GroupTrainer.keeps_old`."""
+    return batch.get("old_logps", jax.lax.stop_gradient(policy.logps))
+
+
+def row_metrics(batch: Batch, policy: Policy) -> dict[str, Metric]:
+    """The reward of the rows, and the entropy of their tokens."""
+    weights, scored = batch["weights"], batch["scored"]
+    return {
+        "reward": Metric.of(jnp.sum(batch["rewards"] * scored), jnp.sum(scored)),
+        "entropy": Metric.of(jnp.sum(policy.entropy * weights), jnp.sum(weights)),
+    }
+
+
+def clip_metrics(
+    ratios: jax.Array, advantages: jax.Array, weights: jax.Array, lower: float, upper: float
+) -> dict[str, Metric]:
+    """Shares of the ratios that are clipped, with TRL's names; all arrays of one shape."""
+    low = ((ratios < lower) & (advantages < 0)).astype(jnp.float32)
+    high = ((ratios > upper) & (advantages > 0)).astype(jnp.float32)
+    total = jnp.sum(weights)
+    return {
+        "clip_ratio/low_mean": Metric.of(jnp.sum(low * weights), total),
+        "clip_ratio/high_mean": Metric.of(jnp.sum(high * weights), total),
+        "clip_ratio/region_mean": Metric.of(jnp.sum((low + high) * weights), total),
+    }
+
+
+def nanmean(values: np.ndarray) -> np.ndarray:
+    """Mean along the last axis of what is no NaN, kept as an axis; NaN where all are."""
+    here = np.isfinite(values)
+    count = here.sum(-1, keepdims=True)
+    total = np.where(here, values, 0).sum(-1, keepdims=True, dtype=np.float64)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def nanstd(values: np.ndarray) -> np.ndarray:
+    """Standard deviation, as `nanmean`, of a sample (divided by one less than their number)."""
+    here = np.isfinite(values)
+    count = here.sum(-1, keepdims=True)
+    squares = np.where(here, values - nanmean(values), 0) ** 2
+    variance = squares.sum(-1, keepdims=True) / np.maximum(count - 1, 1)
+    return np.where(count > 1, np.sqrt(variance), np.nan)

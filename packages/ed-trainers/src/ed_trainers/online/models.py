@@ -1,0 +1,84 @@
+"""Completions by a model that no engine serves: a teacher, a reference, a mixture of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ed_infra.errors import ConfigError
+from ed_models.generation.generate import EasyGenerationMixin
+from ed_models.generation.options import GenerationOptions
+from ed_models.protocol import LanguageModel
+
+from ed_trainers.rollout import Sampled, Weights
+
+
+class ModelRollout:
+    """Completes prompts by `generate` of a model, so many at once.
+
+    Args:
+        model_of: makes the model, of the learner with its present weights.
+        rows: prompts that are completed at once.
+    """
+
+    def __init__(self, model_of: Callable[[LanguageModel], object], rows: int):
+        self._model_of, self._rows = model_of, rows
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Mapping[str, Any],
+        weights: Weights,
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Sampled]:
+        """Complete each prompt; see `ed_trainers.rollout.Rollout.generate`.
+
+        A draw follows from the seed of the first prompt that is completed at once with it, and from
+        its place among them.
+        """
+        model = self._model_of(weights.model)
+        if not isinstance(model, EasyGenerationMixin):
+            raise ConfigError(f"{type(model).__name__} has no generate: it completes no prompts")
+        settings: dict[str, Any] = {name: params[name] for name in ("temperature", "top_p")}
+        # Zero is these settings' word for "no limit".
+        settings |= {name: params[name] for name in ("top_k", "min_p") if params.get(name)}
+        ends = _end_tokens(model)
+        sampled: list[Sampled] = []
+        for start in range(0, len(prompts), self._rows):
+            asked = [list(prompt) for prompt in prompts[start : start + self._rows]]
+            filled = [*asked, *[asked[0]] * (self._rows - len(asked))]
+            width = max(map(len, filled))
+            ids, mask = np.zeros((2, self._rows, width), np.int32)
+            for row, prompt in enumerate(filled):
+                ids[row, width - len(prompt) :] = prompt
+                mask[row, width - len(prompt) :] = 1
+            output = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=params["max_tokens"],
+                do_sample=True,
+                seed=0 if seeds is None else seeds[start],
+                output_logprobs=True,
+                **settings,
+            )
+            assert output.logprobs is not None
+            for row in range(len(asked)):
+                answer = output.sequences[row, width:].tolist()
+                end = next((i for i, token in enumerate(answer) if token in ends), None)
+                kept = slice(len(answer) if end is None else end + 1)
+                logprobs = output.logprobs[row, kept].tolist()
+                sampled.append(Sampled(answer[kept], logprobs, weights.version, end is not None))
+        return sampled
+
+
+def _end_tokens(model: EasyGenerationMixin) -> tuple[int, ...]:
+    """The tokens that end a completion, as `generate` reads them."""
+    return GenerationOptions.resolve(
+        arguments={},
+        generation_config=None,
+        checkpoint=model.generation_json,
+        model_config=model.config,
+        prompt_length=1,
+    ).eos_token_id

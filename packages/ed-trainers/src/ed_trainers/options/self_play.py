@@ -1,0 +1,62 @@
+"""Options of the methods whose completions compete with those of another policy. Free of jax.
+
+Names and defaults are TRL's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ed_infra.options import Fraction, NotNegative, Positive, choice
+from pydantic import ValidationInfo, field_validator
+
+from ed_trainers.options.base import conflict
+from ed_trainers.options.online import RewardedArguments
+
+XPO_LOSSES = ("sigmoid", "ipo")
+
+
+class SelfPlayArguments(RewardedArguments):
+    """What `xpo` and `nash_md` share."""
+
+    beta: Positive = 0.1
+    """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
+    judge: str | None = None
+    """`module:function` that compares two completions of each prompt, in place of scores. It is
+    called as reward functions are, with `completions` of the learner and `others` of the other
+    policy, and returns for each prompt the probability that the learner's is the better one."""
+    missing_eos_penalty: NotNegative | None = None
+    """Taken off the score of a completion that the longest length cut."""
+
+    @field_validator("judge")
+    @classmethod
+    def _no_scores(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("reward_functions"):
+            raise conflict("judge compares completions, reward_functions score them: set one")
+        return value
+
+    @field_validator("missing_eos_penalty")
+    @classmethod
+    def _is_taken_off(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("judge") is not None:
+            raise conflict("missing_eos_penalty is taken off scores, and a judge gives none")
+        return value
+
+
+class XPOArguments(SelfPlayArguments):
+    """Exploratory preference optimization (Xie et al., arXiv:2405.21046)."""
+
+    trainer_type: Literal["xpo"] = "xpo"
+    alpha: NotNegative = 1e-5
+    """Weight of the exploration: how much likely completions of the reference are avoided."""
+    loss_type: Annotated[str, choice("loss_type", XPO_LOSSES)] = "sigmoid"
+    """The loss of a pair, as in `dpo`."""
+
+
+class NashMDArguments(SelfPlayArguments):
+    """Nash learning from human feedback by mirror descent (Munos et al., arXiv:2312.00886)."""
+
+    trainer_type: Literal["nash_md"] = "nash_md"
+    mixture_coef: Fraction = 0.5
+    """Share of the reference in the policy that the learner competes with, their geometric
+    mixture: 0 is the learner itself, 1 the reference."""

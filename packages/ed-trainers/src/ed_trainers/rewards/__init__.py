@@ -1,0 +1,193 @@
+"""Rewards of completions: functions of Python, by their names, and the rules of this package.
+
+A reward function is called with keywords, `prompts`, `completions`, `completion_ids` and the fields
+of the rows of data by their names, each a list with one entry for each completion; it gets those
+that it names, or all of them where it takes `**kwargs`. It returns one number for each completion,
+or None where it does not apply to that one.
+
+Legend: n completions, k reward functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import pkgutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
+
+from ed_trainers.options.online import RewardName
+from ed_trainers.rewards.rules import RULES
+
+if TYPE_CHECKING:  # it brings jax, and the names are looked up without
+    from ed_trainers.online.completions import Completions
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+#: Entry points of packages that add reward functions.
+GROUP = "easydel.rewards"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# A message shows so many rows, and so much of a prompt.
+_SHOWN, _LONGEST = 5, 60
+
+
+class RewardError(EasyDeLError):
+    """A reward function failed, or gave something that is no reward for each completion."""
+
+
+def reward_function(entry: RewardName | RewardFunction) -> tuple[str, RewardFunction]:
+    """Return the name and the function of an entry of `reward_functions`.
+
+    Raises:
+        ConfigError: there is no such function, or a setting is not one of its parameters.
+    """
+    if not isinstance(entry, str | dict):
+        inner = entry.func if isinstance(entry, functools.partial) else entry
+        return str(getattr(inner, "__name__", type(inner).__name__)), entry
+    name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
+    function = _by_name(name)
+    # `**fields` would take a misspelt setting for the field of a row.
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind in _NAMED]
+    for setting in settings:
+        if setting not in known:
+            raise unknown_name(f"setting of the reward function {name!r}", setting, known)
+    short = name.rsplit(":", 1)[-1]
+    return short, functools.partial(function, **settings) if settings else function
+
+
+def _by_name(name: str) -> RewardFunction:
+    if name in RULES:
+        return RULES[name]
+    if ":" in name:
+        try:
+            return pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"reward function {name!r} cannot be imported ({error}): write module:function, of "
+                "a module that this Python finds (PYTHONPATH, or the working directory)"
+            ) from error
+    check_name(name)
+    return _added()[name].load()
+
+
+def check_name(name: str) -> None:
+    """Find out whether a name without a module is a rule, or an entry point.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    known = [*RULES, *_added()]
+    if name not in known:
+        raise unknown_name("reward function", name, known)
+
+
+def _added() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+class Rewards:
+    """Several reward functions, asked together.
+
+    Args:
+        entries: names or functions.
+
+    Raises:
+        ConfigError: a name leads nowhere.
+    """
+
+    def __init__(self, entries: Sequence[RewardName | RewardFunction]):
+        self._functions = [reward_function(entry) for entry in entries]
+        names = [name for name, _ in self._functions]
+        #: Of the functions; one that is there twice has a number behind it.
+        self.names: tuple[str, ...] = tuple(
+            name if names.count(name) == 1 else f"{name}_{names[:i].count(name) + 1}"
+            for i, name in enumerate(names)
+        )
+
+    def __call__(self, completions: Completions) -> np.ndarray:
+        """Return what each function gives for each completion, float32 [n, k]; NaN for None.
+
+        Raises:
+            RewardError: a function raised, or gave something else.
+            ConfigError: a function wants a field that the rows of data do not have.
+        """
+        given = {
+            **completions.fields,
+            "prompts": completions.prompts,
+            "completions": completions.completions,
+            "completion_ids": completions.completion_ids,
+        }
+        out = np.empty((len(completions), len(self.names)), np.float32)
+        for column, (name, (_, function)) in enumerate(
+            zip(self.names, self._functions, strict=True)
+        ):
+            arguments = _arguments(name, function, given)
+            try:
+                values = list(function(**arguments))
+            except Exception as error:
+                raise RewardError(
+                    f"reward function {name!r} raised {type(error).__name__}: {error}; it was "
+                    f"called with {len(completions)} completions, "
+                    f"{_rows(completions, range(len(completions)))}"
+                ) from error
+            out[:, column] = _numbers(name, values, completions)
+        return out
+
+
+def _arguments(name: str, function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        own = dict(given)
+    else:
+        own = {p.name: given[p.name] for p in parameters if p.name in given}
+    for p in parameters:
+        required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        if required and p.name not in own:
+            raise ConfigError(
+                f"reward function {name!r} wants {p.name!r}, which the rows of data do not bring "
+                f"(they bring {', '.join(given)}): add it to additional_fields of the inform"
+            )
+    return own
+
+
+def _numbers(name: str, values: list[Any], completions: Completions) -> list[float]:
+    if len(values) != len(completions):
+        raise RewardError(
+            f"reward function {name!r} gave {len(values)} values for {len(completions)} "
+            "completions: it must return one for each, None where it does not apply"
+        )
+    out, wrong = [], []
+    for row, value in enumerate(values):
+        number = math.nan
+        if value is not None:
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                wrong.append(row)
+                continue
+            if not math.isfinite(number):
+                wrong.append(row)
+        out.append(number)
+    if wrong:
+        raise RewardError(
+            f"reward function {name!r} gave {values[wrong[0]]!r} for "
+            f"{_rows(completions, wrong)}: a reward is a finite number, or None where the function "
+            "does not apply"
+        )
+    return out
+
+
+def _rows(completions: Completions, rows: Sequence[int]) -> str:
+    """Some rows, with their prompts."""
+    shown = []
+    for row in rows[:_SHOWN]:
+        prompt = repr(completions.prompts[row])
+        shown.append(f"{row} ({prompt[:_LONGEST]}{'…' if len(prompt) > _LONGEST else ''})")
+    more = len(rows) - len(shown)
+    return f"row {', '.join(shown)}" + (f" and {more} more" if more else "")

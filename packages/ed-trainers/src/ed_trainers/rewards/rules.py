@@ -1,0 +1,201 @@
+"""Rewards that rules check: 1 for a right completion, 0 for a wrong one, None without an answer.
+
+Each is a reward function; its further parameters are its settings in a run file, as in
+`reward_functions: [{regex: {pattern: "^yes"}}]`. `field` is the field of a row that has the right
+answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_NAMED = re.compile(r"(?:the answer is|answer\s*[:=])\s*(.+)", re.IGNORECASE)
+_THINKING = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+# A number with more digits is none of an answer, and takes long to read.
+_DIGITS = 200
+
+
+def exact(
+    completions: Sequence[Any], *, field: str = "answer", ignore_case: bool = False, **fields: Any
+) -> list[float | None]:
+    """Tell whether a completion is the answer, apart from spaces around it."""
+
+    def right(text: str, answer: str) -> bool:
+        pair = text.strip(), answer.strip()
+        return pair[0].casefold() == pair[1].casefold() if ignore_case else pair[0] == pair[1]
+
+    return _each(right, completions, fields, field)
+
+
+def number(
+    completions: Sequence[Any], *, field: str = "answer", tolerance: float = 0.0, **fields: Any
+) -> list[float | None]:
+    """Tell whether the last number of a completion is that of the answer.
+
+    Args:
+        tolerance: relative difference that still counts as equal.
+    """
+
+    def right(text: str, answer: str) -> bool:
+        own, wanted = last_number(text), last_number(answer)
+        if own is None or wanted is None:
+            return False
+        return abs(own - wanted) <= Fraction(tolerance) * abs(wanted)
+
+    return _each(right, completions, fields, field)
+
+
+def regex(completions: Sequence[Any], *, pattern: str, **fields: Any) -> list[float | None]:
+    """Tell whether a pattern of Python's `re` is somewhere in a completion; `.` is any character.
+
+    The pattern is yours: one that backtracks without end holds the run up.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.search(text_of(one)) is not None) for one in completions]
+
+
+def format_rule(
+    completions: Sequence[Any], *, pattern: str = _THINKING, **fields: Any
+) -> list[float | None]:
+    """Tell whether a whole completion has a form: first `<think>…</think>`, then
+    `<answer>…</answer>`, or what another pattern says."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(text_of(one)) is not None) for one in completions]
+
+
+def math_answer(
+    completions: Sequence[Any], *, field: str = "answer", **fields: Any
+) -> list[float | None]:
+    r"""Tell whether a completion ends with the answer of a problem of mathematics.
+
+    The answer stands in the last `\boxed{…}`, else in `<answer>…</answer>`, after `####` or after
+    "the answer is", else it is the last number. Numbers, fractions and percentages are compared by
+    their value, other answers by their letters.
+    """
+
+    def right(text: str, answer: str) -> bool:
+        own, wanted = stated_answer(text), marked_answer(answer) or answer
+        if own is None:
+            return False
+        left, other = value_of(own), value_of(wanted)
+        if left is not None and other is not None:
+            return left == other
+        return _letters(own) == _letters(wanted)
+
+    return _each(right, completions, fields, field)
+
+
+#: Name in a run file -> rule.
+RULES: Mapping[str, Callable[..., list[float | None]]] = {
+    "exact": exact,
+    "number": number,
+    "regex": regex,
+    "math_answer": math_answer,
+    "format": format_rule,
+}
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: of a chat, that of its last message.
+
+    Raises:
+        TypeError: it is token ids.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        return str(completion[-1].get("content", ""))
+    raise TypeError(
+        "this rule reads text, and the completions are token ids: give the trainer a "
+        "processing_class, and prompts that are texts or chats"
+    )
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, exactly; commas between digits do not count."""
+    return next((n for n in map(_fraction, reversed(_NUMBER.findall(text))) if n is not None), None)
+
+
+def stated_answer(text: str) -> str | None:
+    """The part of a text that states its answer; see `math_answer`."""
+    marked = marked_answer(text)
+    if marked is not None:
+        return marked
+    if value_of(text) is not None:
+        return text.strip()
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def marked_answer(text: str) -> str | None:
+    """The part of a text that it marks as its answer."""
+    boxed = _boxed(text)
+    if boxed is not None:
+        return boxed
+    for opening, closing in (("<answer>", "</answer>"), ("####", "\n")):
+        if opening in text:
+            return text.rsplit(opening, 1)[1].split(closing, 1)[0].strip()
+    named = _NAMED.findall(text)
+    return named[-1].strip().rstrip(".") if named else None
+
+
+def value_of(text: str) -> Fraction | None:
+    r"""The number that a text is, of `3`, `1,200`, `1/3`, `\frac{1}{3}`, `50\%`, `$2.50`."""
+    plain = _LATEX_FRACTION.sub(r"\1/\2", text)
+    plain = re.sub(r"\\[,;!]|\\left|\\right|[$\s{}]|\\text|\\\$", "", plain).rstrip(".")
+    percent = plain.endswith("%")
+    plain = plain.removesuffix("%").removesuffix("\\")
+    parts = plain.split("/")
+    numbers = [_fraction(part) if _NUMBER.fullmatch(part) else None for part in parts]
+    if len(parts) > 2 or None in numbers or (len(parts) == 2 and numbers[1] == 0):
+        return None
+    value = numbers[0] if len(parts) == 1 else numbers[0] / numbers[1]  # type: ignore[operator]
+    return value / 100 if percent else value  # type: ignore[operator]
+
+
+def _boxed(text: str) -> str | None:
+    r"""What is inside of the last `\boxed{…}`, braces inside of it included."""
+    begin = text.rfind("\\boxed{")
+    if begin < 0:
+        return None
+    begin += len("\\boxed{")
+    depth = 1
+    for i in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if not depth:
+            return text[begin:i].strip()
+    return None
+
+
+def _fraction(text: str) -> Fraction | None:
+    plain = text.replace(",", "")
+    if len(plain) > _DIGITS:
+        return None
+    return Fraction(plain)
+
+
+def _letters(text: str) -> str:
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    return re.sub(r"\\left|\\right|\\[,;!]|[\s$]", "", plain).rstrip(".").casefold()
+
+
+def _each(
+    right: Callable[[str, str], bool],
+    completions: Sequence[Any],
+    fields: Mapping[str, Any],
+    field: str,
+) -> list[float | None]:
+    if field not in fields:
+        raise KeyError(
+            f"the rows of data have no field {field!r}: name it in additional_fields of the "
+            "inform, or set field"
+        )
+    return [
+        None if answer is None else float(right(text_of(one), str(answer)))
+        for one, answer in zip(completions, fields[field], strict=True)
+    ]

@@ -1,0 +1,223 @@
+"""Methods that learn from completions of their own: generations, steps, checkpoints, meshes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_trainers import Callback
+from ed_trainers.arguments import arguments_class
+from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.rewards import RewardError
+from method_runs import near, near_reports
+from online_runs import Prompts, even, one_step, online
+
+GROUPS = ("grpo", "rloo")
+
+
+def rows_of(directory):
+    rows = read_rows(directory / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, trainer, row):
+        if row["step"] == self.step:
+            trainer.stop("the test")
+
+
+@pytest.fixture(scope="module")
+def whole(toy_of_module, tmp_path_factory):
+    """A run of two generations of two steps, each learned from twice, to its end."""
+    directory = tmp_path_factory.mktemp("whole")
+    run = reused(toy_of_module, directory)
+    return run, run.train(), rows_of(directory)
+
+
+@pytest.fixture(scope="module")
+def toy_of_module(toy):
+    return toy.model
+
+
+def reused(toy, directory, **given):
+    options = {"steps_per_generation": 2, "num_iterations": 2, "num_train_epochs": 1}
+    options |= {"epsilon": 0.01, "learning_rate": 3.0}
+    return online("grpo", toy(), directory, generations=2, **options, **given)
+
+
+def test_a_generation_lasts_several_steps(whole):
+    run, output, rows = whole
+    assert output.metrics["steps"] == 8 == run.total_steps
+    assert run.feed.dataset.asked == [0, 1]
+    assert run.rollout.versions == [0, 4]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    # The first step of a generation is on the policy; then the ratios move.
+    ratios = [row["clip_ratio/region_mean"] for row in rows]
+    assert ratios[0] == 0 == ratios[4] and max(ratios) > 0
+    assert all(abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4 for row in rows)
+    lengths = {row["completions/mean_length"] for row in rows[:4]}
+    assert len(lengths) == 1 and rows[0]["rollout_tokens"] == 16 * lengths.pop()
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, step):
+    """What was sampled goes on from the checkpoint; between generations there is nothing to keep."""
+    _, output, rows = whole
+    first = reused(toy_of_module, tmp_path, callbacks=[StopAt(step - 1)])
+    assert first.train().stopped_by == "the test"
+    second = reused(toy_of_module, tmp_path)
+    resumed = second.train()
+    assert rows_of(tmp_path) == rows
+    assert second.rollout.versions == [4]
+    left, right = (jax.tree.leaves(out.state.graphstate) for out in (resumed, output))
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_reward_function_that_fails_leaves_the_checkpoint(toy_of_module, tmp_path):
+    asked = []
+
+    def breaks(completion_ids):
+        asked.append(len(completion_ids))
+        return [1.0] if len(asked) == 3 else even(completion_ids)
+
+    given = {"save_steps": 1, "beta": 0.0, "rewards": [breaks], "num_train_epochs": 1}
+    run = online("grpo", toy_of_module(), tmp_path, **given)
+    with pytest.raises(RewardError, match="'breaks' gave 1 values for 8 completions"):
+        run.train()
+    again = online("grpo", toy_of_module(), tmp_path, **given)
+    assert again.train().metrics["steps"] == again.total_steps == 4
+    assert again.rollout.versions == [2, 3]
+    changed = online("grpo", toy_of_module(), tmp_path, num_iterations=2, **given)
+    with pytest.raises(CheckpointError, match="num_iterations 1, now it is 2"):
+        changed.train()
+
+
+@pytest.fixture(scope="module")
+def plain(toy_of_module):
+    return functools.cache(
+        lambda method: one_step(method, toy_of_module(), num_iterations=2, beta=0.1)
+    )
+
+
+@pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.nightly)])
+def test_microbatches_on_a_mesh_equal_one_batch_on_a_device(toy_of_module, plain, method):
+    moved, report = plain(method)
+    assert max(np.max(np.abs(x)) for x in jax.tree.leaves(moved)) > 1e-4, "or nothing is tested"
+    model = toy_of_module((2, 2, 1, 2, 1))
+    other, other_report = one_step(method, model, 2, num_iterations=2, beta=0.1)
+    near(other, moved, 2e-5)
+    near_reports(other_report, report, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", GROUPS)
+@pytest.mark.parametrize(
+    ("dims", "accumulation"),
+    [
+        ((1, 1, 1, 1, 1), 2),
+        ((1, 1, 1, 1, 1), 8),
+        ((8, 1, 1, 1, 1), 1),
+        ((1, 8, 1, 1, 1), 1),
+        ((1, 4, 1, 2, 1), 2),
+        ((1, 2, 1, 1, 4), 4),
+    ],
+    ids=str,
+)
+def test_every_mesh_and_accumulation_equals_one_device(
+    toy_of_module, plain, method, dims, accumulation
+):
+    moved, report = plain(method)
+    model = toy_of_module(dims)
+    other, other_report = one_step(method, model, accumulation, num_iterations=2, beta=0.1)
+    near(other, moved, 2e-5)
+    near_reports(other_report, report, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo", "gspo", "cispo"])
+def test_microbatches_equal_one_batch_for_every_loss(toy_of_module, loss_type):
+    moved, report = one_step("grpo", toy_of_module(), loss_type=loss_type)
+    other, other_report = one_step("grpo", toy_of_module(), 4, loss_type=loss_type)
+    near(other, moved, 2e-5)
+    near_reports(other_report, report, 2e-5)
+
+
+def test_chunks_equal_the_whole_and_full_logits_are_nowhere(toy_of_module, plain):
+    moved, _ = plain("grpo")
+    given = {"num_iterations": 2, "beta": 0.1, "lmhead_chunksize": 7}
+    near(one_step("grpo", toy_of_module(), **given)[0], moved, 2e-5)
+    run = online("grpo", toy_of_module(), "unused", lmhead_chunksize=7, beta=0.1)
+    batch = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    graphdef, params, other = run.model.split_module()
+
+    def objective(params):
+        from ed_trainers import Models
+        from flax import nnx
+
+        models = Models(nnx.merge(graphdef, params, other), {})
+        return run.loss(models, batch, None).sums["loss"].sum
+
+    text = str(jax.make_jaxpr(jax.grad(objective))(params))
+    assert "f32[7,32]" in text
+    assert "f32[56,32]" not in text and "f32[8,7,32]" not in text
+
+
+def test_held_out_prompts_are_completed_and_scored(toy_of_module, tmp_path):
+    run = online(
+        "grpo",
+        toy_of_module(),
+        tmp_path,
+        max_training_steps=12,
+        optimizer="adamw",
+        learning_rate=0.05,
+        num_return_sequences=8,
+        rows=64,
+        beta=0.0,
+        eval_dataset=Prompts(3, generations=2, seed=7),
+    )
+    before = run.evaluate()["eval_reward"]
+    after = run.train().metrics["eval_reward"]
+    assert 0.3 < before < 0.7 and after > 0.9, "the share of even tokens rises"
+
+
+def test_what_is_missing_or_wrong_is_said(toy_of_module, tmp_path):
+    run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
+    with pytest.raises(ConfigError, match="takes batches of prompts, not dict"):
+        run.generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
+    with pytest.raises(ConfigError, match="16 rows, but .*size 8 times .*give 2 prompts"):
+        run.feed._checked(run.generate(Prompts(4).batch_at(0), run.weights(), 0))
+    run.rollout = None
+    with pytest.raises(ConfigError, match="nothing that completes prompts"):
+        run.generate(Prompts(2).batch_at(0), run.weights(), 0)
+    with pytest.raises(ConfigError, match="nothing gives any"):
+        online("grpo", toy_of_module(), tmp_path, rewards=())
+    with pytest.raises(ConfigError, match="3 reward_weights for 1 rewards"):
+        online("grpo", toy_of_module(), tmp_path, reward_weights=[1, 2, 3])
+    with pytest.raises(ConfigError, match="with beta 0 no reference is read"):
+        online("grpo", toy_of_module(), tmp_path, beta=0, frozen={"reference": toy_of_module()})
+
+
+def test_options_that_contradict_each_other():
+    from pydantic import ValidationError
+
+    for given, words in [
+        ({"total_batch_size": 6}, "not a multiple of num_return_sequences 4"),
+        ({"loss_type": "gspo", "importance_sampling_level": "token"}, "a ratio for each"),
+        ({"delta": 1.1}, "not above"),
+        ({"loss_type": "cispo", "delta": 9.0}, "leave delta out"),
+        ({"reward_functions": ["exact"], "reward_weights": [1, 2, 3]}, "one more for a reward"),
+        ({"reward_functions": [{"exact": {}, "number": {}}]}, "is no reward function"),
+        ({"loss_type": "grpoo"}, "did you mean 'grpo'"),
+        ({"group_size": 4, "num_generations": 4}, "two names of one option"),
+    ]:
+        with pytest.raises(ValidationError, match=words):
+            arguments_class("grpo")(**given)
+    assert arguments_class("grpo")(kl_coef=0.3, group_size=8).beta == 0.3
+    assert arguments_class("rlvr")(reward_funcs="exact").reward_functions == ("exact",)

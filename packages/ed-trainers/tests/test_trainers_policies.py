@@ -1,0 +1,326 @@
+"""ppo, gkd, xpo and nash_md: steps, whose completions they learn from, and what is kept of them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.testing import tiny_llama
+from ed_models.adapters import has_lora
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_trainers import Callback, Models
+from ed_trainers.arguments import arguments_class
+from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.methods.nash_md import NashMDTrainer
+from ed_trainers.online.models import ModelRollout
+from ed_trainers.online.trainer import OnlineTrainer
+from ed_trainers.rollout import Weights
+from ed_trainers.value_head import FILE, NAME, value_head
+from flax import nnx
+from method_runs import near, near_reports
+from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online
+from pydantic import ValidationError
+
+METHODS = ("ppo", "gkd", "xpo", "nash_md")
+GIVEN = {
+    "ppo": {"num_iterations": 2, "beta": 0.1},
+    "gkd": {"rewards": (), "lmbda": 1.0},
+    "xpo": {"alpha": 0.1},
+    "nash_md": {},
+}
+
+
+class Other(ToyRollout):
+    """Samples from another toy model than the learner."""
+
+    def __init__(self, run, make):
+        super().__init__()
+        self.run, self.make = run, make
+
+    def generate(self, prompts, params, weights, *, seeds=None):
+        frozen = self.run.method.frozen
+        other = self.make(Models(weights.model, frozen.merge(frozen.leaves)))
+        lent = Weights(*other.split_module(), version=weights.version)
+        return super().generate(prompts, params, lent, seeds=seeds)
+
+
+@pytest.fixture(autouse=True)
+def toys_have_no_generate(monkeypatch):
+    monkeypatch.setattr(OnlineTrainer, "rollout_of", lambda self, make: Other(self, make))
+    monkeypatch.setattr(NashMDTrainer, "opponent", lambda self, models: models["reference"])
+
+
+@pytest.fixture(scope="module")
+def toy(toy):
+    return toy.model
+
+
+def step(method, toy, dims=(1, 1, 1, 1, 1), accumulation=1, **given):
+    others = {"gkd": "teacher", "ppo": "reference", "xpo": "reference", "nash_md": "reference"}
+    frozen = {others[method]: toy(dims, seed=5)}
+    if method == "gkd":
+        # Toys of other seeds say nearly the same, and the divergence would be all rounding.
+        kernel = frozen["teacher"].kernel
+        kernel.set_value(10 * kernel[...])
+    return one_step(method, toy(dims), accumulation, frozen=frozen, **GIVEN[method], **given)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_microbatches_on_a_mesh_equal_one_batch_on_a_device(toy, method):
+    moved, report = step(method, toy)
+    assert max(np.max(np.abs(x)) for x in jax.tree.leaves(moved)) > 1e-4, "or nothing is tested"
+    other, other_report = step(method, toy, (2, 2, 1, 2, 1), 2)
+    near(other, moved, 2e-5)
+    near_reports(other_report, report, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dims", "accumulation"),
+    [((1, 1, 1, 1, 1), 8), ((8, 1, 1, 1, 1), 1), ((1, 8, 1, 1, 1), 1), ((1, 2, 1, 1, 4), 4)],
+    ids=str,
+)
+def test_every_mesh_and_accumulation_equals_one_device(toy, method, dims, accumulation):
+    moved, report = step(method, toy)
+    other, other_report = step(method, toy, dims, accumulation)
+    near(other, moved, 2e-5)
+    near_reports(other_report, report, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_equal_the_whole(toy, method):
+    near(step(method, toy, lmhead_chunksize=7)[0], step(method, toy)[0], 2e-5)
+
+
+# PPO and its value head.
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, trainer, row):
+        if row["step"] == self.step:
+            trainer.stop("the test")
+
+
+def rows_of(directory):
+    rows = read_rows(directory / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
+
+
+def test_the_value_head_learns_and_resumes_and_stays_beside_the_model(toy, tmp_path):
+    def run(directory, *callbacks, **given):
+        options = {"num_iterations": 2, "num_train_epochs": 1, "learning_rate": 0.3, **given}
+        model = toy()
+        return model, online(
+            "ppo", model, tmp_path / directory, generations=2, callbacks=callbacks, **options
+        )
+
+    model, whole = run("whole")
+    assert not hasattr(model, NAME) and not hasattr(whole.model, NAME)
+    output = whole.train()
+    learned = dict(nnx.to_flat_state(output.state.graphstate))
+    assert np.abs(learned[NAME, "kernel"][...]).max() > 0 < np.abs(learned[NAME, "bias"][...])
+    # The model that the trainer was given has the new weights, and no head.
+    assert not hasattr(model, NAME)
+    np.testing.assert_array_equal(model.kernel[...], learned["kernel",][...])
+    assert (tmp_path / "whole" / "model" / FILE).is_file()
+
+    run("parts", StopAt(2))[1].train()
+    again = run("parts")[1].train()
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    for a, b in zip(*(jax.tree.leaves(o.state.graphstate) for o in (again, output)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def llama():
+    fields = tiny_llama(num_hidden_layers=1, vocab_size=32, sharding_axis_dims=(1, 1, 1, 1, 1))
+    del fields["model_type"]
+    config = LlamaConfig(**{**fields, "eos_token_id": END, "pad_token_id": 0})
+    return LlamaForCausalLM.create(config, seed=0)
+
+
+@pytest.mark.nightly
+def test_adapters_and_the_head_learn_near_the_base_under_them(llama, tmp_path):
+    model = llama.apply_lora_to_layers(2, seed=1)
+    run = online("ppo", model, tmp_path, num_train_epochs=1, num_iterations=1, beta=0.1)
+    run.rollout = ModelRollout(lambda learner: learner, rows=8)
+    assert not run.method.frozen.leaves, "the base is no second copy"
+    state = run.train().state
+    names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.graphstate)}
+    assert names and all("lora" in name or name.startswith(NAME) for name in names)
+    assert {f"{NAME}/kernel", f"{NAME}/bias"} <= names
+    rows = rows_of(tmp_path)
+    assert abs(rows[0]["objective/kl"]) < 1e-4 < abs(rows[-1]["objective/kl"])
+    assert has_lora(run.model) and not hasattr(run.model, NAME)
+    assert (tmp_path / "model" / FILE).is_file(), "beside the model that the adapters are merged in"
+
+
+@pytest.mark.proves("value_head")
+def test_a_saved_head_is_read(toy, tmp_path):
+    first = online("ppo", toy(), tmp_path)
+    kernel = value_head(first._model).kernel
+    wanted = np.arange(kernel.shape[0], dtype=np.float32)[:, None]
+    kernel.set_value(jax.numpy.asarray(wanted))
+    first.save_model(tmp_path / "model")
+    second = online("ppo", toy(), tmp_path, value_head=str(tmp_path / "model"))
+    np.testing.assert_array_equal(value_head(second._model).kernel[...], wanted)
+    with pytest.raises(CheckpointError, match=r"there is no .*value_head"):
+        online("ppo", toy(), tmp_path, value_head=str(tmp_path))
+
+
+def test_what_nothing_scores_is_not_learned_from(toy, tmp_path):
+    def half(completion_ids):
+        return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
+
+    run = online("ppo", toy(), tmp_path, rewards=(half,))
+    rows = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    assert rows["weights"][::2].any(axis=1).all() and not rows["weights"][1::2].any()
+    np.testing.assert_array_equal(rows["scored"], [1, 0] * 4)
+
+
+# GKD.
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    eos_token_id = END
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.proves("lmbda", "seq_kd")
+def test_who_completes_the_prompts(toy, tmp_path):
+    frozen = {"teacher": toy(seed=5)}
+
+    def run(**given):
+        made = online("gkd", toy(), tmp_path, rewards=(), frozen=frozen, **given)
+        made.processing_class = Words()
+        return made
+
+    batch = Batch([[5, 6]] * 8, {"completion": ["7 8", [9, 10]] * 4})
+    data = run(lmbda=0.0)
+    rows = data.generate(batch, data.weights(), 0).rows
+    np.testing.assert_array_equal(rows["input_ids"][0], [5, 6, 7, 8, END, 0, 0])
+    np.testing.assert_array_equal(rows["weights"][0], [0, 1, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(rows["input_ids"][1], [5, 6, 9, 10, 0, 0, 0])
+    assert not data.rollout.versions
+
+    taught = run(lmbda=0.0, seq_kd=True)
+    lent = Weights(*frozen["teacher"].split_module(), version=0)
+    alone = OnlineTrainer.complete(taught, batch, lent, number=0)
+    made = taught.complete(batch, taught.weights(), number=0)
+    assert made.completion_ids == alone.completion_ids
+
+    mixed = run(lmbda=0.5)
+    drawn = [mixed.is_on_policy(number) for number in range(200)]
+    assert 0.35 < np.mean(drawn) < 0.65 and drawn == [
+        run(lmbda=0.5).is_on_policy(n) for n in range(200)
+    ]
+    on, off = drawn.index(True), drawn.index(False)
+    assert mixed.generate(batch, mixed.weights(), on).figures["on_policy"] == 1
+    assert len(mixed.rollout.versions) == 1
+    assert mixed.generate(batch, mixed.weights(), off).figures["on_policy"] == 0
+    assert len(mixed.rollout.versions) == 1
+
+    with pytest.raises(ConfigError, match="write additional_fields"):
+        data.generate(Prompts(8).batch_at(0), data.weights(), 0)
+    odd = Batch([[5]] * 8, {"completion": ["7", None] * 4})
+    with pytest.raises(ConfigError, match="row 1 has the completion None"):
+        data.generate(odd, data.weights(), 0)
+
+
+# XPO and Nash-MD.
+
+
+@pytest.mark.proves("judge")
+def test_a_judge_compares_both_completions(toy, tmp_path, monkeypatch):
+    seen = []
+
+    def judge(completion_ids, completions, others, wanted):
+        seen.append((completion_ids, completions, others, wanted))
+        return [1.0, 0.0, 0.5, 0.75] * 2
+
+    monkeypatch.setattr("ed_trainers.rewards.reward_function", lambda name: (name, judge))
+    options = {"rewards": (), "judge": "module:judge"}
+    run = online("xpo", toy(), tmp_path, **options)
+    generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)
+    ((own, texts, others, wanted),) = seen
+    assert own == texts != others and len(own) == len(others) == len(wanted) == 8
+    rows = generation.rows
+    assert rows["input_ids"].shape == (8, 2, 7)
+    np.testing.assert_array_equal(rows["won"], [1, 0, 0, 1] * 2)
+    np.testing.assert_array_equal(rows["lost"], [0, 1, 0, 0] * 2)
+    for row, (first, second) in enumerate(zip(own, others, strict=True)):
+        for side, ids in enumerate((first, second)):
+            here = rows["weights"][row, side] > 0
+            np.testing.assert_array_equal(rows["targets"][row, side][here], ids)
+    run = online("nash_md", toy(), tmp_path, **options)
+    rows = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+    np.testing.assert_array_equal(rows["wins"], [1, 0, 0.5, 0.75] * 2)
+
+
+@pytest.mark.proves("missing_eos_penalty")
+def test_cut_completions_lose_points(toy, tmp_path):
+    def one(completion_ids):
+        return [1.0] * len(completion_ids)
+
+    run = online("nash_md", toy(), tmp_path, rewards=(one,), missing_eos_penalty=3.0)
+    batch, weights = run.feed.dataset.batch_at(0), run.weights()
+    cut = [not ended for ended in run.complete(batch, weights, number=0).ended]
+    rows = run.generate(batch, weights, 0).rows
+    assert any(cut)
+    np.testing.assert_array_equal(rows["rewards"], np.where(cut, -2.0, 1.0))
+
+
+@pytest.mark.nightly
+def test_models_complete_prompts_up_to_their_ends(llama):
+    rollout = ModelRollout(lambda learner: learner, rows=4)
+    weights = Weights(*llama.split_module(), version=3)
+    prompts = [[5, 6, 7], [8], [9, 10], [11, 12], [13], [14, 15]]
+    params = {"max_tokens": 24, "temperature": 2.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    first = rollout.generate(prompts, params, weights, seeds=range(6))
+    assert [list(one.token_ids) for one in first] == [
+        list(one.token_ids) for one in rollout.generate(prompts, params, weights, seeds=range(6))
+    ]
+    assert any(one.ended for one in first) and not all(one.ended for one in first)
+    for prompt, one in zip(prompts, first, strict=True):
+        assert one.ended == (one.token_ids[-1] == END) and END not in one.token_ids[:-1]
+        assert one.weights_version == 3
+        whole = np.asarray([[*prompt, *one.token_ids]])
+        logps = jax.nn.log_softmax(llama(whole).logits[0, len(prompt) - 1 : -1])
+        chosen = np.asarray(logps)[np.arange(len(one.token_ids)), one.token_ids]
+        np.testing.assert_allclose(one.logprobs, chosen, atol=1e-5)
+
+
+def test_options_that_contradict_each_other():
+    for method, given, words in [
+        ("gkd", {"lmbda": 1.0, "seq_kd": True}, "seq_kd has no effect"),
+        ("xpo", {"reward_functions": ["exact"], "judge": "a:b"}, "set one"),
+        ("nash_md", {"judge": "a:b", "missing_eos_penalty": 1.0}, "a judge gives none"),
+        ("xpo", {"loss_type": "ip"}, "did you mean 'ipo'"),
+        ("ppo", {"kl_estimator": "k4"}, "known: k1, k2, k3"),
+    ]:
+        with pytest.raises(ValidationError, match=words):
+            arguments_class(method)(**given)
+    made = arguments_class("ppo")(num_ppo_epochs=3, num_mini_batches=2, kl_coef=0.0)
+    assert (made.num_iterations, made.steps_per_generation) == (3, 2)
+    assert not made.has_reference
+    assert dict(arguments_class("ppo")(beta=0, kl_estimator="k3").idle())["kl_estimator"]
+
+
+def test_ppo_wants_a_model(toy, tmp_path):
+    run = online("ppo", toy(), tmp_path)
+    with pytest.raises(ConfigError, match="give the model, not a state"):
+        online("ppo", run._first_state(), tmp_path, rewards=(even,))

@@ -1,0 +1,135 @@
+"""Methods that learn from completions of their own, with the real engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from ed_elarge.rollout import EngineRollout
+from ed_esurge import EngineConfig
+from ed_infra import registry
+from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.specs import LoraSpec
+from ed_infra.testing import tiny_llama
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_trainers import arguments_class, trainer_class
+from ed_trainers.figures.metrics import read_rows
+
+PROMPT, NEW = 8, 6
+
+
+class Batch(NamedTuple):
+    input_ids: list[list[int]]
+
+
+class Prompts:
+    steps_per_epoch = 3
+
+    def batch_at(self, step: int) -> Batch:
+        random = np.random.default_rng(step)
+        return Batch([random.integers(3, 256, random.integers(2, 9)).tolist() for _ in range(2)])
+
+
+def small(completion_ids: list[list[int]]) -> list[float]:
+    return [float(np.mean([token < 128 for token in ids])) for ids in completion_ids]
+
+
+def config(**fields) -> LlamaConfig:
+    given = tiny_llama(num_hidden_layers=2, sharding_axis_dims=(1, 1, 1, 1, 1), **fields)
+    del given["model_type"]
+    return LlamaConfig(**given)
+
+
+def train(directory, model, method="grpo", frozen=None, **given):
+    """Three steps; the trainer and the rows of the record."""
+    arguments = arguments_class(method)(
+        save_directory=str(directory),
+        total_batch_size=8,
+        num_return_sequences=4,
+        max_prompt_length=PROMPT,
+        max_completion_length=NEW,
+        max_training_steps=3,
+        log_steps=1,
+        learning_rate=0.02,
+        use_tensorboard=False,
+        do_last_save=False,
+        progress_bar_type="none",
+        **given,
+    )
+    rollout = EngineRollout.of(
+        model, None, EngineConfig(page_size=8, max_num_seqs=8), length=arguments.row_length
+    )
+    trainer = trainer_class(method)(
+        arguments,
+        model,
+        Prompts(),
+        rollout=rollout,
+        reward_functions=[small],
+        frozen=frozen or {},
+    )
+    output = trainer.train()
+    return trainer, output, read_rows(directory / "metrics.jsonl")
+
+
+def checked(rows):
+    """The engine's log-probabilities are the trainer's, at each step."""
+    assert len(rows) == 3 and rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[2]["kl"] > 1e-6
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+        assert row["rollout_tokens"] > 0
+
+
+def test_adapters_learn_and_the_base_under_them_is_the_reference(tmp_path):
+    model = LlamaForCausalLM.create(config(scan_layers=True), seed=0)
+    model = model.apply_lora(LoraSpec(rank=4), seed=1)
+    trainer, _, rows = train(tmp_path, model)
+    assert trainer.method.frozen.leaves == (), "no second copy of the weights"
+    checked(rows)
+    with pytest.raises(EasyDeLError, match="weights"):
+        trainer.rollout.engine.generate([[3, 4]])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["grpo", "rloo", "rlvr"])
+def test_scanned_equals_unrolled(tmp_path, method):
+    outputs = []
+    for scan in (True, False):
+        model = LlamaForCausalLM.create(config(scan_layers=scan), seed=0)
+        _, output, rows = train(tmp_path / str(scan), model, method)
+        outputs.append((output, [row["reward"] for row in rows]))
+    (left, rewards), (right, others) = outputs
+    assert rewards == others
+    states = (out.state.model.to_layout("leaves").split_module()[1] for out in (left, right))
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.nightly
+def test_a_reward_model_scores_the_last_token(tmp_path):
+    module = registry.get_module(TaskType.SEQUENCE_CLASSIFICATION, "llama")
+    reward = module.create(config(num_labels=1), seed=5)
+    model = LlamaForCausalLM.create(config(), seed=0)
+    trainer, _, rows = train(tmp_path, model, frozen={"reward": reward}, reward_weights=[0.0, 2.0])
+    checked(rows)
+    batch = trainer.complete(Prompts().batch_at(0), trainer.weights(), number=0)
+    scores = trainer.score(batch, batch.rows(PROMPT + NEW), trainer.weights())
+    assert scores.names == ("small", "reward_model")
+    for i, (prompt, answer) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
+        logits = reward(np.asarray([[*prompt, *answer]])).logits
+        own = float(np.asarray(logits).reshape(-1)[-1])
+        assert scores.each[i, 1] == pytest.approx(own, abs=1e-4)
+        assert scores.total[i] == pytest.approx(2 * own, abs=1e-4)
+
+
+@pytest.mark.nightly
+def test_a_reward_model_of_another_vocabulary_and_a_context_that_is_too_short(tmp_path):
+    model = LlamaForCausalLM.create(config(), seed=0)
+    module = registry.get_module(TaskType.SEQUENCE_CLASSIFICATION, "llama")
+    other = module.create(config(num_labels=1, vocab_size=64), seed=5)
+    with pytest.raises(ConfigError, match="64 tokens, the learner 256"):
+        trainer_class("grpo")(arguments_class("grpo")(), model, frozen={"reward": other})
+    with pytest.raises(ConfigError, match="take up to 9000 tokens"):
+        EngineRollout.of(model, None, EngineConfig(page_size=8), length=9000)

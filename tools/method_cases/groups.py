@@ -1,0 +1,215 @@
+"""Methods of groups of completions beside TRL's trainers, from the rewards on.
+
+The completions are given, so nothing is sampled: TRL's trainer scores them with one model, as ours
+does, and both take the loss of a model that has moved on from it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.method_cases.harness import (
+    LENGTH,
+    Case,
+    Outcome,
+    config_of,
+    errors,
+    folder,
+    hf_model,
+    our_model,
+    our_outcome,
+    pairs,
+    their_outcome,
+    tokenizer,
+)
+
+GROUP, PROMPTS, END = 3, 2, 2
+
+
+def completions() -> Any:
+    """Three answers to each of two prompts; two of the six were cut at the longest length."""
+    from ed_trainers.online.completions import Completions
+
+    random = np.random.default_rng(5)
+    prompts = [a.prompt for a, _ in pairs()[:PROMPTS] for _ in range(GROUP)]
+    lengths, ended = [4, 7, 3, 8, 8, 2], [True, True, True, False, False, True]
+    ids = [random.integers(3, 64, n).tolist() for n in lengths]
+    ids = [own[:-1] + [END] if end else own for own, end in zip(ids, ended, strict=True)]
+    logps = [(-4 + random.normal(0, 0.5, len(own))).tolist() for own in ids]
+    return Completions(
+        prompts=["t3"] * len(ids),
+        prompt_ids=prompts,
+        completion_ids=ids,
+        logprobs=logps,
+        completions=[" ".join(f"t{i}" for i in own) for own in ids],
+        ended=ended,
+    )
+
+
+def remainder(completion_ids: list[list[int]], **fields: Any) -> list[float | None]:
+    """A reward without meaning; None for the shortest completion."""
+    return [None if len(ids) < 3 else sum(ids) % 7 / 3 for ids in completion_ids]
+
+
+def length(completion_ids: list[list[int]], **fields: Any) -> list[float]:
+    """Another one."""
+    return [len(ids) / 4 for ids in completion_ids]
+
+
+@cache
+def moved(noise: float = 0.01) -> Path:
+    """The folder of a model that some steps have moved on."""
+    import torch
+
+    model = hf_model(folder(0))
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    path = Path(tempfile.mkdtemp(prefix="methods-"))
+    model.save_pretrained(path)
+    return path
+
+
+def ours(method: str, options: dict[str, Any]) -> Outcome:
+    """Rows by the first model, loss by the one that has moved."""
+    from ed_trainers import arguments_class, trainer_class
+
+    arguments = arguments_class(method)(
+        total_batch_size=6,
+        num_iterations=2,
+        max_prompt_length=LENGTH - 8,
+        max_completion_length=8,
+        num_return_sequences=GROUP,
+        **options,
+    )
+    functions: list[Callable[..., Any]] = [remainder, length]
+    if len(options.get("reward_weights", (1, 1))) == 1:
+        functions = functions[:1]
+    frozen = {"reference": our_model(folder(1))} if arguments.has_reference else {}
+    first, later = (
+        trainer_class(method)(arguments, our_model(path), frozen=frozen, reward_functions=functions)
+        for path in (folder(0), moved())
+    )
+    given = completions()
+    rows, figures = first.rows_of(given, first.weights())
+    said = our_outcome(later, rows)
+    return Outcome(said.loss, {**given.figures(), **figures, **said.metrics}, said.gradients)
+
+
+def theirs(trainer_of: Any, config: Any, options: dict[str, Any], corrects: str) -> Outcome:
+    """The same by TRL's trainer."""
+    import torch
+    from datasets import Dataset
+
+    given = completions()
+    functions: list[Callable[..., Any]] = [remainder, length]
+    if len(options.get("reward_weights", (1, 1))) == 1:
+        functions = functions[:1]
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = config_of(
+            config,
+            directory,
+            num_generations=GROUP,
+            num_iterations=2,
+            max_completion_length=8,
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
+        )
+        model = hf_model(folder(0))
+        trainer = trainer_of(
+            model=model,
+            reward_funcs=functions,
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": "t3"}] * 6),
+            processing_class=tokenizer(),
+        )
+        trainer.ref_model = hf_model(folder(1)).eval()
+        _same_forward(trainer.ref_model, options.get("temperature", 1.0))
+        trainer._tokenize_prompts = lambda prompts: (given.prompt_ids, None, {})
+        made = given.completion_ids, given.logprobs
+        trainer._generate_single_turn = lambda *_, **__: made if _is_grpo(trainer) else made[0]
+        if corrects:
+            trainer.use_vllm = True
+            trainer.vllm_importance_sampling_correction = True
+            trainer.vllm_importance_sampling_mode = corrects
+            trainer.vllm_importance_sampling_clip_max = 3.0
+            trainer.vllm_importance_sampling_clip_min = None
+        model.train()
+        inputs = trainer._generate_and_score_completions([{"prompt": "t3"}] * 6)
+        with torch.no_grad():
+            later = dict(hf_model(moved()).named_parameters())
+            for name, parameter in model.named_parameters():
+                parameter.copy_(later[name])
+        trainer.current_gradient_accumulation_steps = 1
+        loss = trainer._compute_loss(model, inputs)
+        return their_outcome(model, loss, trainer._metrics["train"])
+
+
+def _is_grpo(trainer: Any) -> bool:
+    return type(trainer).__name__ == "GRPOTrainer"
+
+
+def _same_forward(model: Any, temperature: float) -> None:
+    """Give a model the forward pass that TRL's trainers give the one that they load."""
+    from trl.trainer.grpo_trainer import add_fused_lm_head
+
+    add_fused_lm_head(model, temperature=temperature)
+
+
+def grpo(loss_type: str, corrects: str = "", **options: Any) -> dict[str, float]:
+    """`grpo` beside `trl.GRPOTrainer`."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    own = {"loss_type": loss_type, "beta": 0.04, **options}
+    other = dict(own)
+    if loss_type == "gspo":
+        other |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    own["importance_sampling_correction"] = corrects or "none"
+    return errors(ours("grpo", own), theirs(GRPOTrainer, GRPOConfig, other, corrects))
+
+
+def rloo(**options: Any) -> dict[str, float]:
+    """`rloo` beside `trl.RLOOTrainer`."""
+    from trl import RLOOConfig, RLOOTrainer
+
+    own = {"beta": 0.05, **options}
+    return errors(ours("rloo", own), theirs(RLOOTrainer, RLOOConfig, own, ""))
+
+
+GRPO, RLOO = "`trl.GRPOTrainer`", "`trl.RLOOTrainer`"
+CASES: dict[str, Case] = {
+    "grpo dapo": Case(GRPO, partial(grpo, "dapo")),
+    "grpo grpo": Case(GRPO, partial(grpo, "grpo", reward_weights=(1.0, 0.5))),
+    "grpo dr_grpo": Case(GRPO, partial(grpo, "dr_grpo", scale_rewards="none")),
+    "grpo bnpo": Case(GRPO, partial(grpo, "bnpo", scale_rewards="batch", temperature=0.7)),
+    "grpo gspo": Case(GRPO, partial(grpo, "gspo", epsilon=0.003, epsilon_high=0.004)),
+    "grpo cispo": Case(GRPO, partial(grpo, "cispo", epsilon_high=1.05, beta=0.0)),
+    "grpo clipped": Case(
+        GRPO, partial(grpo, "dapo", epsilon=0.02, epsilon_high=0.05, delta=1.1, beta=0.0)
+    ),
+    "grpo corrected for the engine": Case(GRPO, partial(grpo, "grpo", "token_truncate")),
+    "grpo corrected, masked": Case(GRPO, partial(grpo, "dapo", "token_mask")),
+    "grpo ratios of sequences, masked": Case(
+        GRPO,
+        partial(grpo, "dapo", "sequence_mask", importance_sampling_level="sequence"),
+    ),
+    "grpo truncated, ratios of sequences": Case(
+        GRPO, partial(grpo, "grpo", "sequence_truncate", mask_truncated_completions=True)
+    ),
+    "grpo divergence without ratio": Case(
+        GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)
+    ),
+    "rloo": Case(RLOO, rloo),
+    "rloo normalized": Case(
+        RLOO,
+        partial(
+            rloo, normalize_advantages=True, reward_clip_range=(0.2, 1.5), epsilon=0.02, beta=0.0
+        ),
+    ),
+}

@@ -1,0 +1,307 @@
+"""Methods that learn from completions of their own beside their papers, torch in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tools.method_cases.harness import (
+    LENGTH,
+    SIZES,
+    Answer,
+    Case,
+    answer_tensors,
+    errors,
+    folder,
+    hf_model,
+    our_model,
+    our_outcome,
+    pairs,
+    their_outcome,
+)
+
+#: What the completions are said to be worth.
+SCORES = [1.0, -0.5, 2.0, 0.25, -1.5, 0.75]
+#: Of the other policy's.
+OTHER_SCORES = [0.5, 0.5, -1.0, 0.75, -2.0, 1.5]
+PROMPT, COMPLETION = 8, LENGTH - 8
+
+
+class Told:
+    """A rollout that says what it was told; longest completions do not end."""
+
+    def __init__(self, answers: list[list[int]]):
+        self.answers = answers
+
+    def generate(self, prompts: Any, params: Any, weights: Any, *, seeds: Any = None) -> Any:
+        from ed_trainers.rollout import Sampled
+
+        return [
+            Sampled(ids, [0.0] * len(ids), weights.version, ended=len(ids) < 8)
+            for ids in self.answers
+        ]
+
+
+def told(side: int) -> list[Answer]:
+    """Prompts with completions, of the learner (0) or of another policy (1)."""
+    return [pair[side] for pair in pairs()]
+
+
+def scores_of(completion_ids: list[list[int]]) -> list[float]:
+    """The scores of both sides, by what was completed."""
+    known = {tuple(a.answer): s for a, s in zip(told(0), SCORES, strict=True)}
+    known |= {tuple(a.answer): s for a, s in zip(told(1), OTHER_SCORES, strict=True)}
+    return [known[tuple(ids)] for ids in completion_ids]
+
+
+def online(method: str, frozen: Any, **arguments: Any) -> Any:
+    """A trainer whose completions are told, and its prompts."""
+    from ed_trainers import arguments_class, trainer_class
+
+    options = arguments_class(method)(
+        total_batch_size=6,
+        max_prompt_length=PROMPT,
+        max_completion_length=COMPLETION,
+        **arguments,
+    )
+    more = {} if method == "gkd" else {"reward_functions": [scores_of]}
+    rollout = Told([a.answer for a in told(0)])
+    trainer = trainer_class(method)(
+        options,
+        our_model(folder(0)),
+        rollout=rollout,
+        frozen={name: our_model(path) for name, path in frozen.items()},
+        **more,
+    )
+    trainer.rollout_of = lambda make: Told([a.answer for a in told(1)])
+    return trainer, SimpleNamespace(input_ids=[a.prompt for a in told(0)])
+
+
+class Side:
+    """Tokens of completions under a model of torch, [n, t] at the positions that predict them."""
+
+    def __init__(self, model: Any, documents: list[Answer], temperature: float = 1.0):
+        tensors = answer_tensors(documents)
+        ids, mask = tensors["input_ids"], tensors["completion_mask"][:, 1:]
+        output = model(ids, attention_mask=tensors["attention_mask"], output_hidden_states=True)
+        self.mask = mask.double()
+        self.hidden = output.hidden_states[-1][:, :-1]
+        self.all_logps = (output.logits[:, :-1] / temperature).log_softmax(-1)
+        self.logps = self.all_logps.gather(-1, ids[:, 1:, None])[..., 0] * self.mask
+
+    @property
+    def sums(self) -> Any:
+        """Log-probability of each completion."""
+        return self.logps.sum(-1)
+
+
+def models() -> tuple[Any, Any]:
+    """Learner and reference, in float64."""
+    return hf_model(folder(0)).double(), hf_model(folder(1)).double()
+
+
+def moved(array: np.ndarray, mask: np.ndarray, seed: int) -> np.ndarray:
+    """Figures of before the updates: as now, and noise."""
+    noise = np.random.default_rng(seed).normal(0, 0.3, (6, LENGTH)).astype(np.float32)
+    return array + noise[:, : array.shape[1]] * mask
+
+
+def whitened(values: np.ndarray, here: np.ndarray, *, shift: bool = True) -> np.ndarray:
+    """TRL's `masked_whiten`."""
+    own = values[here]
+    out = np.zeros_like(values)
+    out[here] = (own - own.mean()) / np.sqrt(own.var(ddof=1) + 1e-8) + (0 if shift else own.mean())
+    return out
+
+
+def ppo(**options: Any) -> dict[str, float]:
+    """`ppo` beside 1707.06347 and TRL's figures, advantages by the definition of 1506.02438."""
+    import torch
+    from ed_trainers.value_head import value_head
+
+    beta, gamma, lam, clip, clip_value, vf_coef = 0.3, 0.9, 0.8, 0.2, 0.25, 0.4
+    estimator, temperature = options.get("kl_estimator", "k1"), options.get("temperature", 1.0)
+    trainer, prompts = online(
+        "ppo",
+        {"reference": folder(1)},
+        beta=beta,
+        gamma=gamma,
+        lam=lam,
+        cliprange=clip,
+        cliprange_value=clip_value,
+        vf_coef=vf_coef,
+        **options,
+    )
+    random = np.random.default_rng(7)
+    d = SIZES["hidden_size"]
+    kernel, bias = random.normal(0, 0.2, (d, 1)).astype(np.float32), np.array([0.3], np.float32)
+    head = value_head(trainer._model)
+    head.kernel.set_value(kernel)
+    head.bias.set_value(bias)
+
+    model, reference = models()
+    model.value_head = torch.nn.Linear(d, 1).double()
+    with torch.no_grad():
+        model.value_head.weight.copy_(torch.tensor(kernel.T))
+        model.value_head.bias.copy_(torch.tensor(bias))
+    documents = told(0)
+    now = Side(model, documents, temperature)
+    values = model.value_head(now.hidden)[..., 0] * now.mask
+    with torch.no_grad():
+        ref_logps = Side(reference, documents, temperature).logps.numpy()
+    logps, value, mask = (x.detach().numpy() for x in (now.logps, values, now.mask))
+    here = mask > 0
+
+    apart = logps - ref_logps
+    kl = {"k1": apart, "k2": apart**2 / 2, "k3": np.exp(-apart) - 1 + apart}[estimator] * mask
+    scores = np.array(SCORES)
+    penalty = options.get("missing_eos_penalty")
+    if penalty is not None:
+        scores = scores - penalty * np.array([len(a.answer) >= 8 for a in documents])
+    rewards = -beta * kl
+    for row in range(6):
+        rewards[row, np.flatnonzero(here[row])[-1]] += scores[row]
+    if options.get("whiten_rewards"):
+        rewards = whitened(rewards, here, shift=False)
+    advantages = np.zeros_like(rewards)
+    for row in range(6):
+        places = np.flatnonzero(here[row])
+        for i, place in enumerate(places):
+            for k, later in enumerate(places[i:]):
+                behind = value[row, later + 1] if later != places[-1] else 0.0
+                difference = rewards[row, later] + gamma * behind - value[row, later]
+                advantages[row, place] += (gamma * lam) ** k * difference
+    returns, advantages = advantages + value, whitened(advantages, here)
+
+    rows = dict(trainer.prepare(prompts))
+    ours_here = rows["weights"]
+    for name, seed in (("old_logps", 1), ("old_values", 2)):
+        rows[name] = moved(rows[name], ours_here, seed)
+
+    old_logps, old_values = (
+        torch.tensor(moved(x, mask, seed)) for x, seed in ((logps, 1), (value, 2))
+    )
+    goal, aim = torch.tensor(advantages), torch.tensor(returns)
+    change = (now.logps - old_logps) * now.mask
+    ratio = change.exp()
+    plain, held = -goal * ratio, -goal * ratio.clamp(1 - clip, 1 + clip)
+    near = torch.maximum(torch.minimum(values, old_values + clip_value), old_values - clip_value)
+    first, second = (values - aim) ** 2, (near - aim) ** 2
+
+    def mean(x: Any) -> Any:
+        return (x * now.mask).sum() / now.mask.sum()
+
+    policy_loss, value_loss = mean(torch.max(plain, held)), 0.5 * mean(torch.max(first, second))
+    entropy = -(now.all_logps.exp() * now.all_logps).sum(-1)
+    metrics = {
+        "loss/policy_avg": policy_loss,
+        "loss/value_avg": value_loss,
+        "policy/approxkl_avg": mean(0.5 * change**2),
+        "policy/clipfrac_avg": mean((held > plain).double()),
+        "val/clipfrac_avg": mean((second > first).double()),
+        "entropy": mean(entropy),
+        "reward": np.mean(SCORES),
+        "val/ratio": mean(ratio),
+    }
+    theirs = their_outcome(model, policy_loss + vf_coef * value_loss, metrics)
+    return errors(our_outcome(trainer, rows), theirs)
+
+
+def gkd(beta: float) -> dict[str, float]:
+    """`gkd` on completions of its own beside `compute_loss` of TRL's GKDTrainer."""
+    import torch
+    from trl.experimental.gkd import GKDTrainer
+
+    trainer, prompts = online("gkd", {"teacher": folder(1)}, beta=beta, lmbda=1.0)
+    tensors = answer_tensors(told(0))
+    model, teacher = models()
+    labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)
+    theirs: Any = SimpleNamespace(
+        teacher_model=teacher,
+        beta=beta,
+        generalized_jsd_loss=GKDTrainer.generalized_jsd_loss,
+    )
+    loss = GKDTrainer.compute_loss(theirs, model, {**tensors, "labels": labels})
+    with torch.no_grad():
+        own = Side(model, told(0))
+    metrics = {"nll_loss": -own.logps.sum() / own.mask.sum()}
+    return errors(our_outcome(trainer, prompts), their_outcome(model, loss, metrics))
+
+
+def xpo(loss_type: str) -> dict[str, float]:
+    """`xpo` beside algorithm 1 of 2405.21046."""
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    alpha, beta = 0.02, 0.1
+    trainer, prompts = online(
+        "xpo", {"reference": folder(1)}, alpha=alpha, beta=beta, loss_type=loss_type
+    )
+    model, reference = models()
+    own, other = Side(model, told(0)), Side(model, told(1))
+    with torch.no_grad():
+        base = [Side(reference, told(side)).sums for side in (0, 1)]
+    ratios = own.sums - base[0], other.sums - base[1]
+    won = torch.tensor(SCORES) >= torch.tensor(OTHER_SCORES)
+    chosen, rejected = torch.where(won, *ratios), torch.where(won, *reversed(ratios))
+    difference = chosen - rejected
+    if loss_type == "ipo":
+        of_pairs = (difference - 1 / (2 * beta)) ** 2
+    else:
+        of_pairs = -logsigmoid(beta * difference)
+    explored = alpha * other.sums
+    metrics = {
+        "loss/dpo": of_pairs.mean(),
+        "loss/xpo": explored.mean(),
+        "objective/kl": ratios[0].mean(),
+        "objective/entropy": -own.sums.mean(),
+        "rewards/chosen": beta * chosen.mean(),
+        "rewards/margins": beta * difference.mean(),
+        "rewards/accuracies": (difference > 0).double().mean(),
+        "logps/chosen": torch.where(won, own.sums, other.sums).mean(),
+    }
+    theirs = their_outcome(model, (of_pairs + explored).mean(), metrics)
+    return errors(our_outcome(trainer, prompts), theirs)
+
+
+def nash_md() -> dict[str, float]:
+    """`nash_md` beside the gradient of section 8 of 2312.00886."""
+    import torch
+
+    beta = 0.2
+    trainer, prompts = online("nash_md", {"reference": folder(1)}, beta=beta)
+    model, reference = models()
+    own = Side(model, told(0)).sums
+    with torch.no_grad():
+        ratio = own - Side(reference, told(0)).sums
+    wins = torch.sigmoid(torch.tensor(SCORES) - torch.tensor(OTHER_SCORES)).double()
+    score, divergence = (wins - 0.5) * own, beta * ratio * own
+    metrics = {
+        "loss/score": score.mean(),
+        "loss/kl": divergence.mean(),
+        "objective/kl": ratio.mean(),
+        "rewards/probabilities": wins.mean(),
+        "rewards/accuracies": (wins > 0.5).double().mean(),
+    }
+    theirs = their_outcome(model, (divergence - score).mean(), metrics)
+    return errors(our_outcome(trainer, prompts), theirs)
+
+
+_PPO = "1707.06347, 1506.02438, torch in float64"
+CASES = {
+    "ppo": Case(_PPO, ppo),
+    "ppo k3, temperature, whitened rewards, penalty": Case(
+        _PPO,
+        partial(
+            ppo, kl_estimator="k3", temperature=0.7, whiten_rewards=True, missing_eos_penalty=1.0
+        ),
+    ),
+    "gkd": Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.5)),
+    "gkd forward": Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.0)),
+    "xpo": Case("2405.21046, torch in float64", partial(xpo, "sigmoid")),
+    "xpo ipo": Case("2405.21046, torch in float64", partial(xpo, "ipo")),
+    "nash_md": Case("2312.00886, torch in float64", nash_md),
+}
