@@ -76,4 +76,3 @@ def test_every_bit_is_the_same(llama, requests, alone, oracle, changes):
         assert scheduler.num_preemptions > 0
     if scheduler.proposer is not None:
         assert scheduler.proposer.num_accepted_tokens > 0
-

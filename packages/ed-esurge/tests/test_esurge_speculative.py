@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, StructuredOutputs, eSurge
 from ed_esurge.config import SpeculativeConfig
