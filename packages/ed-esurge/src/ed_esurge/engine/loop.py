@@ -20,7 +20,7 @@ from ed_esurge.core.commands import (
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.intake import seeds_of
+from ed_esurge.engine.intake import seed_of, seeds_of
 from ed_esurge.outputs import CompletionOutput, RequestOutput
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.result import NotFinite, StepResult
@@ -91,10 +91,10 @@ class EngineLoop:
                 self._settle()
                 self.paused = True
                 if free_pages and self.runner.allocated:
-                    self.runner.free()
+                    self._free()
             case Resume():
                 if not self.runner.allocated:
-                    self.runner.allocate()
+                    self._allocate()
                 self.paused = False
             case UpdateWeights(weights, copy):
                 self._settle()
@@ -115,8 +115,10 @@ class EngineLoop:
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        seeds = seeds_of(add.params, self._seed, self._arrivals)
+        seed = seed_of(add.params, self._seed, self._arrivals)
+        seeds = seeds_of(add.params, seed)
         opened = OpenRequest.of(add, self._arrivals, seeds, self._tokenizer)
+        opened.seed = seed
         self._arrivals += len(seeds)
         self._open[add.request_id] = opened
         for name, request in opened.sequences.items():
@@ -224,8 +226,18 @@ class EngineLoop:
                 "use: call update_model_weights(model) with others"
             )
         self._settle()
+        self._free()
+        self._allocate()
+
+    def _free(self) -> None:
         self.runner.free()
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.free()
+
+    def _allocate(self) -> None:
         self.runner.allocate()
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.allocate()
 
     def _deliver(self, result: StepResult, taken: dict[str, int]) -> list[RequestOutput]:
         """Turn a step's result into deltas; a stop string that appears ends its request."""
