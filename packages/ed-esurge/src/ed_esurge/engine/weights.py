@@ -7,11 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
+from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.commands import Command, DropWeights, Pause, Resume, UpdateWeights
+from ed_esurge.core.commands import (
+    Command,
+    DropWeights,
+    Pause,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
 from ed_esurge.engine.loop import EngineLoop
 
 
@@ -69,3 +78,37 @@ class ServesWeights:
     def resume(self) -> None:
         """Go on after `pause`."""
         self.execute(Resume())
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the device to others, until `wake_up`.
+
+        Requests in flight stay queued and are computed anew; adapters stay where they are.
+
+        Args:
+            level: 1 keeps the weights in host memory (on a CPU they are there, and stay); 2 forgets
+                them: `update_model_weights` must come before `wake_up`.
+
+        Raises:
+            ConfigError: the level is neither.
+            EasyDeLError: level 1, and the weights lie on devices of several processes.
+        """
+        self.execute(Sleep(keep_weights=check_level(level) == 1))
+
+    def wake_up(self) -> None:
+        """Go on after `sleep`; nothing is compiled.
+
+        Raises:
+            ConfigError: there are no weights.
+        """
+        self.execute(WakeUp())
+
+
+def check_level(level: int) -> int:
+    """The level of `sleep`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if level not in (1, 2):
+        raise ConfigError(f"sleep has the levels 1 (keeps the weights) and 2, not {level!r}")
+    return level
