@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
+from ed_esurge.engine.hosts import LeadingLoop, over_processes
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.setup import Setup
@@ -73,7 +74,7 @@ class eSurge(ServesAdapters, ServesWeights):
         runner = setup.runner(grammars)
         self.max_model_len, self.vocab_size = setup.limits.max_model_len, runner.vocab_size
         scheduler = setup.scheduler(runner)
-        self.loop = EngineLoop(
+        self.loop = (LeadingLoop if over_processes(model) else EngineLoop)(
             scheduler,
             runner,
             tokenizer,
@@ -356,6 +357,19 @@ class eSurge(ServesAdapters, ServesWeights):
             for name in self.loop.open_requests:
                 self.loop.execute(Abort(name))
             self.loop.execute(Pause())
+            if isinstance(self.loop, LeadingLoop):
+                self.loop.end()
+
+    def follow(self) -> None:
+        """Where the model lies on devices of several processes: in each but the first, take the
+        steps of the first one, until its `terminate`.
+
+        Raises:
+            ConfigError: there are no other processes, or this is the first.
+        """
+        if not isinstance(self.loop, LeadingLoop):
+            raise ConfigError("the model lies on devices of this process alone: nobody to follow")
+        self.loop.follow()
 
     def __enter__(self) -> Self:
         return self
