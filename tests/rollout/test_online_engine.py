@@ -117,9 +117,7 @@ def test_a_reward_model_scores_the_last_token(tmp_path):
     batch = trainer.complete(Prompts().batch_at(0), trainer.weights(), number=0)
     scores = trainer.score(batch, batch.rows(PROMPT + NEW), trainer.weights())
     assert scores.names == ("small", "reward_model")
-    for i, (prompt, answer) in enumerate(
-        zip(batch.prompt_ids, batch.completion_ids, strict=True)
-    ):
+    for i, (prompt, answer) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
         logits = reward(np.asarray([[*prompt, *answer]])).logits
         own = float(np.asarray(logits).reshape(-1)[-1])
         assert scores.each[i, 1] == pytest.approx(own, abs=1e-4)

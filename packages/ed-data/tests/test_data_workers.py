@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +88,39 @@ def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
     assert next(encoding.map([Job(texts, "x")])).digests == [t.digest for t in texts]
     encoding.close()
     assert all(each.poll() is not None for each in workers._all)
+
+
+PARENT = """
+import os, time
+from ed_data.workers import Workers
+workers = Workers(time.sleep, 1, "num_proc")
+future = workers.submit(600)
+while not workers._all:
+    time.sleep(0.01)
+print(workers._all[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_end_with_their_parent():
+    """Also where it is killed, and they are at work; and its main module needs no guard."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    time.sleep(0.5)  # it has taken up its work, or is about to
+    parent.kill()
+    parent.communicate()
+    for _ in range(600):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        state = Path(f"/proc/{worker}/stat")
+        if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return  # ended, and nobody has asked how
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker goes on alone")
 
 
 def test_what_cannot_be_sent_is_said():

@@ -225,7 +225,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"trainer__trainer_type": "sftt"}, "trainer.trainer_type", "did you mean 'sft'?"),
     ({"trainer__save_steps": -1}, "trainer.save_steps", "must be greater than 0, got -1"),
     ({"trainr": {}}, "trainr", "unknown section 'trainr'; did you mean 'trainer'?"),
-    ({"reward_model": {}}, "reward_model", "not part of this version"),
+    ({"reward_model": {}}, "reward_model", "the key 'name_or_path' is missing"),
     (
         {"quantization": {"model": {"quantization_method": "nf5"}}},
         "quantization.model.quantization_method",
@@ -347,8 +347,8 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
-        "reference_model, teacher_model, quantization, lora, loader, sharding, platform, "
-        "base_config, mixture, trainer, esurge, eval, actions)",
+        "reference_model, teacher_model, reward_model, quantization, lora, loader, sharding, "
+        "platform, base_config, mixture, trainer, esurge, eval, actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "

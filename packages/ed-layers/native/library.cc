@@ -7,6 +7,7 @@ namespace {
 
 using ed::wrong;
 using Vector = ffi::Buffer<ffi::F32, 1>;
+using Index = ffi::Buffer<ffi::S32, 1>;
 
 // Outputs of a task: long runs for few rows, and as many tasks as even out busy threads.
 int64_t outputs_of_task(const ed::Product& p, int64_t threads) {
@@ -124,6 +125,30 @@ ffi::Error product_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   return run(pool, p, whole);
 }
 
+// Put rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows, and which is
+// the result's memory, too.
+ffi::Error put(ffi::AnyBuffer array, Index index, ffi::AnyBuffer rows,
+               ffi::Result<ffi::AnyBuffer> result, int64_t axes) {
+  auto shape = array.dimensions();
+  if (axes < 1 || axes > static_cast<int64_t>(shape.size()) ||
+      rows.element_type() != array.element_type() || result->size_bytes() != array.size_bytes())
+    return wrong("put: the array, the rows and the result do not fit");
+  int64_t count = 1, news = index.dimensions()[0];
+  for (int64_t axis = 0; axis < axes; ++axis) count *= shape[axis];
+  if (count == 0 || news == 0) return ffi::Error::Success();
+  int64_t width = array.size_bytes() / count;
+  if (static_cast<int64_t>(rows.size_bytes()) != width * news)
+    return wrong("put: the rows are of another size than the array's");
+  auto* to = static_cast<char*>(result->untyped_data());
+  auto* from = static_cast<const char*>(rows.untyped_data());
+  if (to != array.untyped_data()) std::memcpy(to, array.untyped_data(), array.size_bytes());
+  for (int64_t i = 0; i < news; ++i) {
+    int64_t at = index.typed_data()[i];
+    if (at >= 0 && at < count) std::memcpy(to + at * width, from + i * width, width);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // What the library exports.
@@ -148,6 +173,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, product_of_codes,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transposed")
                                   .Attr<bool>("whole"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_put, put,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Index>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("axes"));
 
 // The name of the level in use.
 extern "C" const char* ed_level() { return ed::level().name; }

@@ -27,6 +27,22 @@ WholeSizes whole_sizes(const Product& p) {
   return {blocks * kWhole, blocks};
 }
 
+// The largest size of some numbers; NaN if one of them is.
+inline float largest_size(const float* x, int64_t count) {
+  Vec high = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Vec size = load(x + i);
+    size = size < 0 ? -size : size;
+    high = (size > high) | (size != size) ? size : high;
+  }
+  float largest = 0;
+  auto add = [&](float size) { largest = size > largest || size != size ? size : largest; };
+  for (int l = 0; l < kLanes; ++l) add(high[l]);
+  for (; i < count; ++i) add(__builtin_fabsf(x[i]));
+  return largest;
+}
+
 // Numbers, scales and sums of one row: as `rounded` of ed_layers.quantization.qarray has them.
 void round_row(const Product& p, int64_t row) {
   Blocks blocks(p);
@@ -42,26 +58,27 @@ void round_row(const Product& p, int64_t row) {
     x = wide.data;
   }
   for (int64_t g = 0; g < groups; ++g, x += p.group) {
-    float largest = 0;
-    for (int64_t i = 0; i < p.group; ++i) {
-      float size = __builtin_fabsf(x[i]);
-      largest = size > largest || size != size ? size : largest;
-    }
-    float scale = largest * (1.0f / 127);
+    float scale = largest_size(x, p.group) * (1.0f / 127);
     p.row_scale[row * groups + g] = scale;
     for (int64_t b = 0; b < blocks.count; ++b, numbers += kWhole) {
       int64_t k = least(kWhole, p.group - b * kWhole);
-      int32_t sum = 0;
+      alignas(64) int32_t nearest[kWhole] = {};
       for (int64_t i = 0; i < k; ++i) {
         float number = x[b * kWhole + i] / (scale == 0 ? 1 : scale);
         // To the nearest, ties to even: what is added has no bits for fractions. NaN has no number;
         // the scale is NaN, too.
-        float nearest = (number + 0x1.8p23f) - 0x1.8p23f;
-        auto whole = static_cast<int8_t>(nearest == nearest ? nearest : 0);
-        sum += whole;
-        numbers[i % blocks.halves * (kWhole / 2) + i / blocks.halves] = whole;
+        number = (number + 0x1.8p23f) - 0x1.8p23f;
+        nearest[i] = static_cast<int32_t>(number == number ? number : 0);
       }
+      int32_t sum = 0;
+      for (int64_t i = 0; i < k; ++i) sum += nearest[i];
       *sums++ = sum;
+      if (blocks.halves == 1)
+        for (int64_t i = 0; i < kWhole; ++i) numbers[i] = static_cast<int8_t>(nearest[i]);
+      else
+        for (int64_t i = 0; i < kWhole / 2; ++i)
+          for (int64_t half = 0; half < 2; ++half)
+            numbers[half * (kWhole / 2) + i] = static_cast<int8_t>(nearest[2 * i + half]);
     }
   }
 }

@@ -237,7 +237,9 @@ def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sin
         at = jnp.arange(s + before, dtype=jnp.int32)[None]
         info = MaskInfo(jnp.ones((1, s), jnp.int32), jnp.ones_like(at), at[:, before:], at)
         own = slice(int(offsets[i]), int(offsets[i + 1]))
-        expected = exact(q[own][None], rows[..., 0, :], rows[..., 1, :], info.allowed(window), scoring)
+        expected = exact(
+            q[own][None], rows[..., 0, :], rows[..., 1, :], info.allowed(window), scoring
+        )
         near(out[own], expected[0])
     assert not np.asarray(out[-2:]).any()
 

@@ -25,6 +25,16 @@ class ServerLimits(Options):
     """Completions of one request: its prompts times `n` or `best_of` (400)."""
     max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
     """Answers of `/v1/responses` that are kept in memory; the oldest make room."""
+    max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
+    """Longest file of `/v1/files` (413)."""
+    max_files: PositiveInt = 1024
+    """Files that each API key may keep (429)."""
+    max_batches: PositiveInt = 64
+    """Batches that wait or run (429)."""
+    max_batch_requests: PositiveInt = 50_000
+    """Lines of a batch; one with more fails."""
+    batch_concurrency: PositiveInt = 16
+    """Lines of a batch that are answered at the same time."""
     body_timeout: Annotated[float, Field(gt=0, le=1e6)] = 30.0
     """Seconds in which a request must have arrived, head and body (408)."""
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0

@@ -16,6 +16,8 @@ from fastapi.responses import Response
 from ed_esurge.config import ServerLimits
 from ed_esurge.server import errors, openapi
 from ed_esurge.server.auth import ApiKey, BearerAuth
+from ed_esurge.server.batch_store import BatchStore
+from ed_esurge.server.batch_worker import running
 from ed_esurge.server.body import read
 from ed_esurge.server.dispatch import dispatch
 from ed_esurge.server.door import Door
@@ -43,6 +45,7 @@ def create_app(
     reasoning_parser: str = "auto",
     oai_like_processor: bool = True,
     lora_directory: str | Path | None = None,
+    batch_directory: str | Path | None = None,
 ) -> FastAPI:
     """Build the application that serves one engine, or several.
 
@@ -66,6 +69,8 @@ def create_app(
         oai_like_processor: see `Prompts`.
         lora_directory: clients may load the LoRA adapters below it, where the engine has
             `max_loras`. None: they load none.
+        batch_directory: where the files and results of batches lie, over the end of the server.
+            None: there are no batches.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
@@ -105,7 +110,8 @@ def create_app(
         models = [model(each, name) for name, each in engine.items()]
     else:
         models = [model(engine, served_model_name)]
-    site = Site(models, state, metrics)
+    batches = None if batch_directory is None else BatchStore(batch_directory, limits)
+    site = Site(models, state, metrics, batches)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -114,7 +120,8 @@ def create_app(
             if start is not None:  # which does nothing where its owner has done it
                 start()
         try:
-            yield
+            async with running(site):
+                yield
         finally:
             for each in own:
                 await asyncio.to_thread(each.shutdown)

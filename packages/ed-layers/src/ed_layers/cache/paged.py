@@ -29,6 +29,7 @@ from ed_layers.cache.storage import (
     locate,
     update_layer,
 )
+from ed_layers.native import put as native
 
 
 @jax.tree_util.register_dataclass
@@ -123,8 +124,16 @@ class PagedCache:
         group = ragged.group_of(self.group)
         page, offset = jnp.divmod(ragged.slots[group], self.page_size)
 
+        tokens_of_layer = self.num_pages * self.page_size
+        real = ragged.slots[group] < tokens_of_layer
+
         def put(pages: Numbers, at: At) -> Numbers:
             def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
+                if native.takes(array):
+                    # A token is a row of its page.
+                    first = (at[0] if at else 0) * tokens_of_layer
+                    slots = jnp.where(real, first + ragged.slots[group], -1)
+                    return native.put(array, slots, tokens, axes=len(at) + 2)
                 between = (slice(None),) * 3 if slot_axis == array.ndim - 1 else ()  # of scales
                 return array.at[(*at, page, *between, offset)].set(tokens, mode="drop")
 

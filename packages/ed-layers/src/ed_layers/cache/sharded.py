@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers.cache.codes import Codes, Numbers, encode, map_slots
 from ed_layers.cache.storage import At, Layer, sharding_of_scales
+from ed_layers.native import put as native
 
 
 def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None:
@@ -81,6 +82,8 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
     where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
 
     def put(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
+        if native.takes(array):
+            return put_rows(array, tokens, slots, at)
         indexed = (*range(lead), slot_axis)
         # Rows are a batching dimension, so that rows on several devices are written where they are.
         dims = jax.lax.ScatterDimensionNumbers(
@@ -94,3 +97,13 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
         return jax.lax.scatter(array, where, tokens, dims, mode=drop)
 
     return map_slots(put, numbers, encode(new, numbers))
+
+
+def put_rows(array: jax.Array, tokens: jax.Array, slots: Int[Array, "b s"], at: At) -> jax.Array:
+    """As `scatter`, of numbers [*lead, b, g, t, k], by the native library."""
+    b, g, t, k = array.shape[len(at) :]
+    layer = at[0] if at else 0
+    rows = (layer * b + jnp.arange(b))[:, None, None] * g + jnp.arange(g)
+    index = jnp.where((slots >= 0) & (slots < t), slots, -1)[..., None]
+    index = jnp.where(index < 0, -1, rows * t + index)
+    return native.put(array, index.reshape(-1), tokens.reshape(-1, k), axes=len(at) + 3)

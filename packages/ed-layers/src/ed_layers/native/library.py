@@ -25,6 +25,7 @@ TARGETS = {
     "ed_attention_back": "ed_layers_attention_back_2",
     "ed_attention_cached": "ed_layers_attention_cached_2",
     "ed_attention_paged": "ed_layers_attention_paged_2",
+    "ed_put": "ed_layers_put_2",
 }
 
 

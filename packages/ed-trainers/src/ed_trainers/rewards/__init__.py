@@ -15,15 +15,17 @@ import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 
-from ed_trainers.online.completions import Completions
 from ed_trainers.options.online import RewardName
 from ed_trainers.rewards.rules import RULES
+
+if TYPE_CHECKING:  # it brings jax, and the names are looked up without
+    from ed_trainers.online.completions import Completions
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -69,10 +71,23 @@ def _by_name(name: str) -> RewardFunction:
                 f"reward function {name!r} cannot be imported ({error}): write module:function, of "
                 "a module that this Python finds (PYTHONPATH, or the working directory)"
             ) from error
-    added = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in added:
-        raise unknown_name("reward function", name, [*RULES, *added])
-    return added[name].load()
+    check_name(name)
+    return _added()[name].load()
+
+
+def check_name(name: str) -> None:
+    """Find out whether a name without a module is a rule, or an entry point.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    known = [*RULES, *_added()]
+    if name not in known:
+        raise unknown_name("reward function", name, known)
+
+
+def _added() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 class Rewards:
