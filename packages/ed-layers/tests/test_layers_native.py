@@ -157,6 +157,7 @@ def test_activations_in_8_bits_are_exact(n, form, group, groups, o, tied, dtype,
     # Divided by numpy: XLA's division is a unit in the last place off, which counts at ties.
     grouped = np.asarray(x, np.float32).reshape(n, w.groups, -1)
     scale = np.abs(grouped).max(-1, keepdims=True) * np.float32(1 / 127)
+    assert isinstance(w.scale, jax.Array)
     numbers = np.rint(grouped / np.where(scale == 0, 1, scale)) * scale.astype(np.float64)
     near(
         products.product_of_codes(
@@ -198,6 +199,7 @@ def test_caches_of_small_floats_are_written_in_place(layered) -> None:
     at = (jnp.int32(1),) if layered else ()
     write = jax.jit(lambda a: scatter(a, new, slots, *at), donate_argnums=0)
     text = write.lower(cache).compile().as_text()
+    assert text is not None
     assert not re.search(r"(convert|copy|scatter)\(.*50,8", text)
     expected = np.zeros(cache.shape, np.float32)
     for b, row in enumerate(np.asarray(slots)):

@@ -176,7 +176,9 @@ def run(call: Call) -> jax.Array:
     refused: list[str] = []
     for kernel in kernels_here(call):
         of_platform = kernel.platform is not None
-        if kernel.mechanism != call.name or (of_platform and not call.settings.allow(kernel.language)):
+        if kernel.mechanism != call.name or (
+            of_platform and not call.settings.allow(kernel.language)
+        ):
             continue
         refusals = kernel.refusals(call)
         if not refusals:
