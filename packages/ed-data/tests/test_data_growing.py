@@ -105,7 +105,9 @@ def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
 
 def test_what_the_writing_meets_is_raised_with_the_next_batch(mixture, tokenizer, aside):
     rows = [*TEXTS, [10**6]]
-    made = mixture([{"content": row} for row in rows], shuffle_buffer_size=1)
+    made = mixture(
+        [{"content": row} for row in rows], shuffle_buffer_size=1, tokenization={"batch_size": 30}
+    )
     loader = build_loader(made, tokenizer, batch_size=2)
     assert loader.batch_at(0)
     aside.set()
