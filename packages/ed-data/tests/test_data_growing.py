@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -95,8 +96,12 @@ def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
     made = mixture(TEXTS, tokenization={"batch_size": 30})
     loader = build_loader(made, tokenizer, batch_size=2)
     loader.batch_at(0)
-    threading.Timer(0.2, aside.set).start()
-    loader.close()
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    while not loader._order.tokens[0]._closed:
+        time.sleep(0.001)
+    aside.set()
+    closing.join()
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
     with pytest.raises(DataError, match="the loader was closed"):
         loader.batch_at(0)
