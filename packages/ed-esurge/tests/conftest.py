@@ -15,7 +15,8 @@ def build_llama(seed: int = 1, mesh=ONE_DEVICE, **changes):
     """A random Llama of two layers whose predictions are far from uniform."""
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
-    fields = tiny_llama(vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.2, **changes)
+    known = {"vocab_size": VOCAB, "num_hidden_layers": 2, "initializer_range": 0.2}
+    fields = tiny_llama(**{**known, **changes})
     fields.pop("model_type")
     config = LlamaConfig(**fields, sharding_axis_dims=mesh)
     return LlamaForCausalLM.create(config, seed=seed)

@@ -285,6 +285,22 @@ def test_cut_completions_lose_points(toy, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("method", ["xpo", "nash_md"])
+def test_adapters_compete_with_the_base_under_them(llama, tmp_path, monkeypatch, method):
+    monkeypatch.undo()
+    model = llama.apply_lora_to_layers(2, seed=1)
+    base = jax.tree.map(np.array, nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    run = online(method, model, tmp_path, max_training_steps=2)
+    run.rollout = ModelRollout(lambda learner: learner, rows=8)
+    assert not run.method.frozen.leaves, "the base is no second copy"
+    run.train()
+    rows = rows_of(tmp_path)
+    assert abs(rows[0]["objective/kl"]) < 1e-4 < abs(rows[1]["objective/kl"])
+    after = nnx.state(run.model, nnx.Not(nnx.LoRAParam))
+    jax.tree.map(np.testing.assert_array_equal, after, base)
+
+
+@pytest.mark.nightly
 def test_models_complete_prompts_up_to_their_ends(llama):
     rollout = ModelRollout(lambda learner: learner, rows=4)
     weights = Weights(*llama.split_module(), version=3)
