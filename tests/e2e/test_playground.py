@@ -71,6 +71,8 @@ def test_a_chat_streams_and_stops(open_tab) -> None:
         tab = open_tab(url.removesuffix("v1"))
         ask(tab, "hello", wait=False)
         tab.until("document.querySelectorAll('.turn.assistant strong').length > 2")
+        # What grows does not come in again with each frame.
+        assert not tab.js("document.querySelector('.turn.assistant').matches('.fresh')")
         assert tab.js("document.querySelector('#send').ariaLabel") == "Stop"
         assert tab.js("document.querySelector('#log').getAttribute('aria-busy')") == "true"
         tab.press("Escape", ESCAPE)
