@@ -34,7 +34,7 @@ FLAGS = (
 )
 # Commands of the protocol read this descriptor, and answers come from that one.
 READS, WRITES = 3, 4
-SECONDS = 60.0
+SECONDS = 15.0
 
 
 def installed() -> bool:

@@ -33,7 +33,7 @@ ANSWER = (
     "Without the cache, a text of `n` tokens would be computed `n` times."
 )
 WAIT = "new Promise((done) => setTimeout(done, 300))"
-OTHERS = "the a that every all its one new more most any some each this both".split()
+OTHERS = ["the", "a", "that", "every", "all", "its", "one", "new", "more", "most", "any", "some"]
 
 
 def tokenizer_of_words(texts: list[str]) -> Any:

@@ -19,7 +19,7 @@ def test_rows_are_full(length: int, record_property: Callable[[str, object], Non
     assert fill["bfd, window 4,096"] >= 0.998
     assert fill["bfd for pairs, window 16,384"] >= 0.98
     assert fill["bfd for pairs, window 4,096"] >= 0.98
-    assert best == pytest.approx(fill["bisect (TRL), window 16,384"], abs=1e-4)
+    assert best == pytest.approx(fill["bisect, window 16,384"], abs=1e-4)
     assert best > fill["first_fit, window 16,384"] > fill["greedy, window 16,384"]
 
 

@@ -36,10 +36,14 @@ LEARNED = {
     "grpo": ("eval_reward", 0.9, 1),
     "rloo": ("eval_reward", 0.8, 1),
     "rlvr": ("eval_reward", 0.4, 1.5),
+    "ppo": ("eval_reward", 0.6, 1),
+    "gkd": ("eval_loss", 0, 0.05),
+    "xpo": ("eval_reward", 0.9, 1),
+    "nash_md": ("eval_reward", 3.5, 4),
 }
 #: Relatives of a method whose example runs every time.
-NIGHTLY = ("rloo", "rlvr")
-TEACHES = ("distillation", "seq_kd")
+NIGHTLY = ("rloo", "rlvr", "ppo", "gkd", "xpo", "nash_md")
+TEACHES = ("distillation", "seq_kd", "gkd")
 
 
 def test_every_method_has_an_example() -> None:

@@ -1,8 +1,9 @@
-"""The page at `/`, in a browser: it streams, stops, branches, shows probabilities and the engine."""
+"""The page at `/`, in a browser: it streams, stops and branches, and shows what there is to see."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -29,10 +30,12 @@ def said(tab: Tab) -> str:
 
 def ask(tab: Tab, text: str, *, wait: bool = True) -> None:
     tab.until("document.querySelector('#model').value")
+    turns = tab.js("document.querySelectorAll('.turn').length")
     tab.click("#prompt")
     tab.type(text)
     tab.press("Enter", ENTER)
     if wait:
+        tab.until(f"document.querySelectorAll('.turn').length === {turns + 2}")
         tab.until("document.querySelector('.turn:last-of-type .figures')")
 
 
@@ -62,7 +65,7 @@ def test_the_page_holds_nothing_of_the_server() -> None:
 @needs_chromium
 def test_a_chat_streams_and_stops(open_tab) -> None:
     engine = ScriptedEngine(
-        lambda prompt, choice: "**word** " * 200, max_model_len=8192, delay=0.01
+        lambda prompt, choice: "**word** " * 200, max_model_len=8192, delay=0.004
     )
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
@@ -76,12 +79,15 @@ def test_a_chat_streams_and_stops(open_tab) -> None:
         stopped = said(tab)
         assert 0 < len(stopped) < 200 * 5
         (request,) = engine.requests
-        assert engine.aborted == [request]
+        end = time.monotonic() + 10
+        while engine.aborted != [request]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
         button(tab, "Go on")
         tab.until(
             "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')", 90
         )
-        assert said(tab).startswith(stopped.rstrip())
+        assert said(tab).startswith(stopped.partition("*")[0].rstrip())
         assert tab.failures() == []
 
 
@@ -175,8 +181,8 @@ def test_the_panel_follows_the_engine(open_tab) -> None:
 
         tab.until(f"parseFloat({value('speed')}) > 1")
         tab.until(f"{value('running')} === '1'")
-        assert tab.js(value("cache")).split() == ["25", "%"]
-        assert tab.js(value("prefix")).split() == ["25", "%"]
+        assert tab.js(value("cache")) == "25%"
+        assert tab.js(value("prefix")) == "25%"
         assert tab.js("document.querySelector('#tile-speed path').getAttribute('d').length") > 10
         assert tab.js("document.querySelector('#state').innerText") == "ready"
         tab.press("Escape", ESCAPE)
@@ -218,10 +224,10 @@ def test_tools_are_offered_called_and_answered(open_tab) -> None:
         tab.until("document.querySelector('.call b').innerText === 'weather'")
         assert "Zürich" in tab.js("document.querySelector('.call pre').innerText")
         tab.js("document.querySelector('.call textarea').focus()")
-        tab.type("say plain 21 degrees")
+        tab.type("21 degrees")
         tab.click(".call .solid")
+        tab.until("document.querySelectorAll('.turn.tool').length === 1")
         tab.until("document.querySelector('.turn.assistant:last-of-type .figures')")
-        assert "It is <b>sunny</b>." in said(tab)
         assert "21 degrees" in engine.prompts[-1]
         assert '"role": "tool"' in engine.prompts[-1]
 
@@ -274,6 +280,7 @@ def test_it_fits_a_phone_and_is_named(open_tab) -> None:
             tab.theme(scheme)
             tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
         tab.press("Escape", ESCAPE)
+        tab.until("getComputedStyle(document.querySelector('#settings')).visibility === 'hidden'")
         tab.click("#theme")
         tab.click("#theme")
         assert tab.js("document.documentElement.dataset.theme") == "dark"

@@ -40,7 +40,7 @@ def completions() -> Any:
     prompts = [a.prompt for a, _ in pairs()[:PROMPTS] for _ in range(GROUP)]
     lengths, ended = [4, 7, 3, 8, 8, 2], [True, True, True, False, False, True]
     ids = [random.integers(3, 64, n).tolist() for n in lengths]
-    ids = [own[:-1] + [END] if end else own for own, end in zip(ids, ended, strict=True)]
+    ids = [[*own[:-1], END] if end else own for own, end in zip(ids, ended, strict=True)]
     logps = [(-4 + random.normal(0, 0.5, len(own))).tolist() for own in ids]
     return Completions(
         prompts=["t3"] * len(ids),
@@ -81,7 +81,9 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
     """Rows by the first model, loss by the one that has moved."""
     from ed_trainers import arguments_class, trainer_class
 
-    arguments = arguments_class(method)(
+    made_by: Any = trainer_class(method)
+    arguments: Any = arguments_class(method)
+    arguments = arguments(
         total_batch_size=6,
         num_iterations=2,
         max_prompt_length=LENGTH - 8,
@@ -94,7 +96,7 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
         functions = functions[:1]
     frozen = {"reference": our_model(folder(1))} if arguments.has_reference else {}
     first, later = (
-        trainer_class(method)(arguments, our_model(path), frozen=frozen, reward_functions=functions)
+        made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
     given = completions()
@@ -184,27 +186,29 @@ def rloo(**options: Any) -> dict[str, float]:
 
 GRPO, RLOO = "`trl.GRPOTrainer`", "`trl.RLOOTrainer`"
 CASES: dict[str, Case] = {
-    "grpo (dapo)": Case(GRPO, partial(grpo, "dapo")),
-    "grpo (grpo)": Case(GRPO, partial(grpo, "grpo", reward_weights=(1.0, 0.5))),
-    "grpo (dr_grpo)": Case(GRPO, partial(grpo, "dr_grpo", scale_rewards="none")),
-    "grpo (bnpo)": Case(GRPO, partial(grpo, "bnpo", scale_rewards="batch", temperature=0.7)),
-    "grpo (gspo)": Case(GRPO, partial(grpo, "gspo", epsilon=0.003, epsilon_high=0.004)),
-    "grpo (cispo)": Case(GRPO, partial(grpo, "cispo", epsilon_high=1.05, beta=0.0)),
-    "grpo (clipped)": Case(
+    "grpo dapo": Case(GRPO, partial(grpo, "dapo")),
+    "grpo grpo": Case(GRPO, partial(grpo, "grpo", reward_weights=(1.0, 0.5))),
+    "grpo dr_grpo": Case(GRPO, partial(grpo, "dr_grpo", scale_rewards="none")),
+    "grpo bnpo": Case(GRPO, partial(grpo, "bnpo", scale_rewards="batch", temperature=0.7)),
+    "grpo gspo": Case(GRPO, partial(grpo, "gspo", epsilon=0.003, epsilon_high=0.004)),
+    "grpo cispo": Case(GRPO, partial(grpo, "cispo", epsilon_high=1.05, beta=0.0)),
+    "grpo clipped": Case(
         GRPO, partial(grpo, "dapo", epsilon=0.02, epsilon_high=0.05, delta=1.1, beta=0.0)
     ),
-    "grpo (corrected)": Case(GRPO, partial(grpo, "grpo", "token_truncate")),
-    "grpo (masked)": Case(GRPO, partial(grpo, "dapo", "token_mask")),
-    "grpo (of sequences)": Case(
+    "grpo corrected for the engine": Case(GRPO, partial(grpo, "grpo", "token_truncate")),
+    "grpo corrected, masked": Case(GRPO, partial(grpo, "dapo", "token_mask")),
+    "grpo ratios of sequences, masked": Case(
         GRPO,
         partial(grpo, "dapo", "sequence_mask", importance_sampling_level="sequence"),
     ),
-    "grpo (truncated)": Case(
+    "grpo truncated, ratios of sequences": Case(
         GRPO, partial(grpo, "grpo", "sequence_truncate", mask_truncated_completions=True)
     ),
-    "grpo (kl)": Case(GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)),
+    "grpo divergence without ratio": Case(
+        GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)
+    ),
     "rloo": Case(RLOO, rloo),
-    "rloo (normalized)": Case(
+    "rloo normalized": Case(
         RLOO,
         partial(
             rloo, normalize_advantages=True, reward_clip_range=(0.2, 1.5), epsilon=0.02, beta=0.0

@@ -6,35 +6,19 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from tools.method_cases.harness import (
-    Answer,
-    Case,
-    answer_tensors,
-    config_of,
-    errors,
-    folder,
-    hf_model,
-    our_model,
-    our_outcome,
-    packed,
-    pairs,
-    text_pairs,
-    their_outcome,
-    tokenizer,
-    trainer_of,
-)
+from tools.method_cases import harness
 
 
-def documents() -> tuple[list[Answer], list[float]]:
+def documents() -> tuple[list[harness.Answer], list[float]]:
     """Answers, and whether each is good."""
-    answers = [chosen for chosen, _ in pairs()]
+    answers = [chosen for chosen, _ in harness.pairs()]
     return answers, [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def batch_of_labels() -> Any:
     """The answers, packed."""
     answers, labels = documents()
-    return packed(answers, 2, label=labels)
+    return harness.packed(answers, 2, label=labels)
 
 
 def kto(**options: Any) -> dict[str, float]:
@@ -43,31 +27,35 @@ def kto(**options: Any) -> dict[str, float]:
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 
-    path, base = folder(0), folder(1)
-    ours = trainer_of("kto", our_model(path), {"reference": our_model(base)}, **options)
+    path, base = harness.folder(0), harness.folder(1)
+    ours = harness.trainer_of(
+        "kto", harness.our_model(path), {"reference": harness.our_model(base)}, **options
+    )
     answers, labels = documents()
-    inputs = answer_tensors(answers)
+    inputs = harness.answer_tensors(answers)
     inputs["label"] = torch.tensor(labels).bool()
     if options.get("loss_type", "kto") == "kto":
         # Ours go round within a row, and documents were laid into two rows in turns.
-        other = [Answer(a.prompt, answers[(i - 2) % 6].answer) for i, a in enumerate(answers)]
-        inputs |= {f"KL_{name}": tensor for name, tensor in answer_tensors(other).items()}
+        other = [
+            harness.Answer(a.prompt, answers[(i - 2) % 6].answer) for i, a in enumerate(answers)
+        ]
+        inputs |= {f"KL_{name}": tensor for name, tensor in harness.answer_tensors(other).items()}
     rows = [
         {"prompt": r["prompt"], "completion": r["chosen"], "label": bool(label)}
-        for r, label in zip(text_pairs(), labels, strict=True)
+        for r, label in zip(harness.text_pairs(), labels, strict=True)
     ]
     with tempfile.TemporaryDirectory() as directory:
-        model = hf_model(path)
+        model = harness.hf_model(path)
         trainer = KTOTrainer(
             model=model,
-            ref_model=hf_model(base),
-            args=config_of(KTOConfig, directory, **options),
+            ref_model=harness.hf_model(base),
+            args=harness.config_of(KTOConfig, directory, **options),
             train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer(),
+            processing_class=harness.tokenizer(),
         )
         loss = trainer.compute_loss(model.train(), inputs)
-        theirs = their_outcome(model, loss, trainer._metrics["train"])
-    return errors(our_outcome(ours, batch_of_labels()), theirs)
+        theirs = harness.their_outcome(model, loss, trainer._metrics["train"])
+    return harness.errors(harness.our_outcome(ours, batch_of_labels()), theirs)
 
 
 def bco() -> dict[str, float]:
@@ -76,11 +64,11 @@ def bco() -> dict[str, float]:
     from torch.nn.functional import logsigmoid
 
     beta, good_weight, bad_weight = 0.1, 1.5, 0.5
-    path, base = folder(0), folder(1)
-    ours = trainer_of(
+    path, base = harness.folder(0), harness.folder(1)
+    ours = harness.trainer_of(
         "bco",
-        our_model(path),
-        {"reference": our_model(base)},
+        harness.our_model(path),
+        {"reference": harness.our_model(base)},
         beta=beta,
         desirable_weight=good_weight,
         undesirable_weight=bad_weight,
@@ -88,15 +76,15 @@ def bco() -> dict[str, float]:
     answers, labels = documents()
 
     def logps(model: Any) -> Any:
-        tensors = answer_tensors(answers)
+        tensors = harness.answer_tensors(answers)
         ids, mask = tensors["input_ids"], tensors["completion_mask"][:, 1:]
         logits = model(ids, attention_mask=tensors["attention_mask"]).logits[:, :-1]
         of_targets = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         return (of_targets * mask).sum(-1)
 
-    model = hf_model(path).double()
+    model = harness.hf_model(path).double()
     with torch.no_grad():
-        base_logps = logps(hf_model(base).double())
+        base_logps = logps(harness.hf_model(base).double())
     own = logps(model)
     rewards, good = beta * (own - base_logps), torch.tensor(labels).bool()
     shift = (rewards[good].mean() + rewards[~good].mean()).detach() / 2
@@ -110,13 +98,15 @@ def bco() -> dict[str, float]:
         "logps/rejected": own[~good].mean().item(),
         "delta": shift.item(),
     }
-    theirs = their_outcome(model, losses.mean(), metrics)
-    return errors(our_outcome(ours, batch_of_labels()), theirs)
+    theirs = harness.their_outcome(model, losses.mean(), metrics)
+    return harness.errors(harness.our_outcome(ours, batch_of_labels()), theirs)
 
 
 _WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
 CASES = {
-    "kto": Case("`trl.KTOTrainer`", partial(kto, **_WEIGHTS)),
-    "kto apo_zero_unpaired": Case("`trl.KTOTrainer`", partial(kto, loss_type="apo_zero_unpaired")),
-    "bco": Case("2404.04656, eq. 12, torch in float64", bco),
+    "kto": harness.Case("`trl.KTOTrainer`", partial(kto, **_WEIGHTS)),
+    "kto apo_zero_unpaired": harness.Case(
+        "`trl.KTOTrainer`", partial(kto, loss_type="apo_zero_unpaired")
+    ),
+    "bco": harness.Case("2404.04656, eq. 12, torch in float64", bco),
 }

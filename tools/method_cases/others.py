@@ -5,20 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tools.method_cases.harness import (
-    Answer,
-    Case,
-    answer_tensors,
-    errors,
-    folder,
-    hf_model,
-    our_model,
-    our_outcome,
-    packed,
-    pairs,
-    their_outcome,
-    trainer_of,
-)
+from tools.method_cases import harness
 
 
 def shifted(tensors: dict[str, Any]) -> tuple[Any, Any]:
@@ -31,37 +18,50 @@ def sft() -> dict[str, float]:
     """`sft` beside the cross-entropy of torch."""
     import torch
 
-    path, documents = folder(0), [chosen for chosen, _ in pairs()]
-    tensors = answer_tensors(documents)
+    path, documents = harness.folder(0), [chosen for chosen, _ in harness.pairs()]
+    tensors = harness.answer_tensors(documents)
     labels, _ = shifted(tensors)
-    model = hf_model(path).double()
+    model = harness.hf_model(path).double()
     logits = model(tensors["input_ids"], attention_mask=tensors["attention_mask"]).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    ours = our_outcome(trainer_of("sft", our_model(path)), packed(documents, 2))
-    return errors(ours, their_outcome(model, loss, {}))
+    ours = harness.our_outcome(
+        harness.trainer_of("sft", harness.our_model(path)), harness.packed(documents, 2)
+    )
+    return harness.errors(ours, harness.their_outcome(model, loss, {}))
 
 
-def distillation(alpha: float, beta: float, temperature: float, hidden: float) -> dict[str, float]:
+def distillation(
+    alpha: float, beta: float, temperature: float, hidden: float, attention: float = 0.0
+) -> dict[str, float]:
     """`distillation` beside `generalized_jsd_loss` of TRL's GKDTrainer, in float64."""
     import torch
     from trl.experimental.gkd import GKDTrainer
 
-    path, of_teacher, documents = folder(0), folder(1), [chosen for chosen, _ in pairs()]
+    path, of_teacher, documents = (
+        harness.folder(0),
+        harness.folder(1),
+        [chosen for chosen, _ in harness.pairs()],
+    )
     options = {"alpha": alpha, "beta": beta, "temperature": temperature}
-    trainer = trainer_of(
+    trainer = harness.trainer_of(
         "distillation",
-        our_model(path),
-        {"teacher": our_model(of_teacher)},
+        harness.our_model(path),
+        {"teacher": harness.our_model(of_teacher)},
         hidden_state_loss_weight=hidden,
+        attention_loss_weight=attention,
+        attention_layers=(1, 2) if attention else None,
         **options,
     )
-    tensors = answer_tensors(documents)
+    tensors = harness.answer_tensors(documents)
     labels, counts = shifted(tensors)
-    student, teacher = hf_model(path).double(), hf_model(of_teacher).double()
+    student, teacher = harness.hf_model(path).double(), harness.hf_model(of_teacher).double()
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
-    own = student(**inputs, output_hidden_states=True)
+    for model in (student, teacher):
+        model.set_attn_implementation("eager")  # the others keep no weights
+    seen = {"output_hidden_states": True, "output_attentions": True}
+    own = student(**inputs, **seen)
     with torch.no_grad():
-        wanted = teacher(**inputs, output_hidden_states=True)
+        wanted = teacher(**inputs, **seen)
     divergence = temperature**2 * GKDTrainer.generalized_jsd_loss(
         own.logits[:, :-1], wanted.logits[:, :-1], labels, beta=beta, temperature=temperature
     )
@@ -73,11 +73,25 @@ def distillation(alpha: float, beta: float, temperature: float, hidden: float) -
         for a, b in zip(own.hidden_states[1:], wanted.hidden_states[1:], strict=True)
     ]
     distance = torch.stack(layers).mean()
+    apart = [
+        torch.xlogy(b, b.clamp_min(1e-30) / a.clamp_min(1e-30))
+        .sum(-1)
+        .mean(1)[:, :-1][counts]
+        .mean()
+        for a, b in zip(own.attentions, wanted.attentions, strict=True)
+    ]
+    of_attention = torch.stack(apart).mean()
     loss = alpha * divergence + (1 - alpha) * cross_entropy + hidden * distance
+    loss = loss + attention * of_attention
     metrics = {"distillation_loss": divergence.item(), "ce_loss": cross_entropy.item()}
     if hidden:
         metrics["hidden_state_loss"] = distance.item()
-    return errors(our_outcome(trainer, packed(documents, 2)), their_outcome(student, loss, metrics))
+    if attention:
+        metrics["attention_loss"] = of_attention.item()
+    return harness.errors(
+        harness.our_outcome(trainer, harness.packed(documents, 2)),
+        harness.their_outcome(student, loss, metrics),
+    )
 
 
 def embedding(mode: str, **options: Any) -> dict[str, float]:
@@ -85,21 +99,22 @@ def embedding(mode: str, **options: Any) -> dict[str, float]:
     import torch
     import transformers
 
-    path = folder(0, body=True)
-    model = our_model(path, "embedding")
+    path = harness.folder(0, body=True)
+    model = harness.our_model(path, "embedding")
     from ed_models.tasks.pooling import Pooling
 
     model.pooling = Pooling.of(mode)
     anchors, positives = (
-        [Answer([], d.prompt + d.answer) for d in side] for side in zip(*pairs(), strict=True)
+        [harness.Answer([], d.prompt + d.answer) for d in side]
+        for side in zip(*harness.pairs(), strict=True)
     )
-    batch = {**packed(anchors, 2, "anchor"), **packed(positives, 2, "positive")}
-    ours = our_outcome(trainer_of("embedding", model, **options), batch)
+    batch = {**harness.packed(anchors, 2, "anchor"), **harness.packed(positives, 2, "positive")}
+    ours = harness.our_outcome(harness.trainer_of("embedding", model, **options), batch)
 
     theirs = transformers.LlamaModel.from_pretrained(path).double()
 
-    def embed(documents: list[Answer]) -> Any:
-        tensors = answer_tensors(documents)
+    def embed(documents: list[harness.Answer]) -> Any:
+        tensors = harness.answer_tensors(documents)
         mask = tensors["attention_mask"]
         hidden = theirs(tensors["input_ids"], attention_mask=mask).last_hidden_state
         if mode == "lasttoken":
@@ -125,20 +140,24 @@ def embedding(mode: str, **options: Any) -> dict[str, float]:
         ]
         loss = loss + weight * sum(parts) / len(parts)
     accuracy = (cosines.argmax(-1) == torch.arange(len(anchors))).double().mean()
-    return errors(ours, their_outcome(theirs, loss, {"accuracy": accuracy}))
+    return harness.errors(ours, harness.their_outcome(theirs, loss, {"accuracy": accuracy}))
 
 
 _GKD = "`trl.experimental.gkd.GKDTrainer`'s divergence, torch in float64"
 _FORWARD = {"alpha": 0.9, "beta": 0.0, "temperature": 2.0, "hidden": 0.0}
 CASES = {
-    "sft": Case("`torch`'s cross-entropy in float64", sft),
-    "distillation forward": Case(_GKD, partial(distillation, **_FORWARD)),
-    "distillation reverse": Case(_GKD, partial(distillation, **{**_FORWARD, "beta": 1.0})),
-    "distillation Jensen-Shannon, hidden states": Case(
+    "sft": harness.Case("`torch`'s cross-entropy in float64", sft),
+    "distillation forward": harness.Case(_GKD, partial(distillation, **_FORWARD)),
+    "distillation reverse": harness.Case(_GKD, partial(distillation, **{**_FORWARD, "beta": 1.0})),
+    "distillation Jensen-Shannon, hidden states": harness.Case(
         _GKD, partial(distillation, alpha=0.5, beta=0.3, temperature=1.5, hidden=0.7)
     ),
-    "embedding": Case("1807.03748, torch in float64", partial(embedding, "lasttoken")),
-    "embedding Matryoshka, temperatures, symmetric": Case(
+    "distillation attention": harness.Case(
+        "2002.10957, eq. 5, torch in float64",
+        partial(distillation, **_FORWARD, attention=0.8),
+    ),
+    "embedding": harness.Case("1807.03748, torch in float64", partial(embedding, "lasttoken")),
+    "embedding Matryoshka, temperatures, symmetric": harness.Case(
         "1807.03748, 2205.13147, torch in float64",
         partial(
             embedding,

@@ -6,22 +6,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from tools.method_cases.harness import (
-    Case,
-    answer_tensors,
-    config_of,
-    errors,
-    folder,
-    hf_model,
-    our_model,
-    our_outcome,
-    packed_pairs,
-    pairs,
-    text_pairs,
-    their_outcome,
-    tokenizer,
-    trainer_of,
-)
+from tools.method_cases import harness
 
 
 def dpo(loss_type: str, **options: Any) -> dict[str, float]:
@@ -29,41 +14,43 @@ def dpo(loss_type: str, **options: Any) -> dict[str, float]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    path, base = folder(0), folder(1)
-    ours = trainer_of(
+    path, base = harness.folder(0), harness.folder(1)
+    ours = harness.trainer_of(
         "dpo",
-        our_model(path),
-        {"reference": our_model(base)},
+        harness.our_model(path),
+        {"reference": harness.our_model(base)},
         loss_type=loss_type,
         **options,
     )
-    chosen, rejected = zip(*pairs(), strict=True)
+    chosen, rejected = zip(*harness.pairs(), strict=True)
     with tempfile.TemporaryDirectory() as directory:
         smoothing = options.get("label_smoothing", 1e-3 if loss_type == "exo_pair" else 0.0)
-        arguments = config_of(
+        arguments = harness.config_of(
             DPOConfig,
             directory,
             loss_type=[loss_type],
             **{**options, "label_smoothing": smoothing},
         )
-        model = hf_model(path)
+        model = harness.hf_model(path)
         trainer = DPOTrainer(
             model=model,
-            ref_model=hf_model(base),
+            ref_model=harness.hf_model(base),
             args=arguments,
-            train_dataset=Dataset.from_list(text_pairs()),
-            processing_class=tokenizer(),
+            train_dataset=Dataset.from_list(harness.text_pairs()),
+            processing_class=harness.tokenizer(),
         )
-        loss = trainer.compute_loss(model.train(), answer_tensors([*chosen, *rejected]))
-        theirs = their_outcome(model, loss, trainer._metrics["train"])
-    return errors(our_outcome(ours, packed_pairs()), theirs)
+        loss = trainer.compute_loss(model.train(), harness.answer_tensors([*chosen, *rejected]))
+        theirs = harness.their_outcome(model, loss, trainer._metrics["train"])
+    return harness.errors(harness.our_outcome(ours, harness.packed_pairs()), theirs)
 
 
 def answer_sides() -> dict[str, Any]:
     """What the collators of `trl.experimental` make of the pairs."""
     batch = {}
-    for side, documents in zip(("chosen", "rejected"), zip(*pairs(), strict=True), strict=True):
-        tensors = answer_tensors(list(documents))
+    for side, documents in zip(
+        ("chosen", "rejected"), zip(*harness.pairs(), strict=True), strict=True
+    ):
+        tensors = harness.answer_tensors(list(documents))
         mask = tensors.pop("completion_mask")
         batch |= {f"{side}_{name}": tensor for name, tensor in tensors.items()}
         batch[f"{side}_labels"] = tensors["input_ids"].masked_fill(mask == 0, -100)
@@ -98,18 +85,23 @@ def experimental(
     """A method of pairs without a reference beside a trainer of `trl.experimental`."""
     from datasets import Dataset
 
-    path = folder(0)
+    path = harness.folder(0)
     with tempfile.TemporaryDirectory() as directory:
-        model = hf_model(path)
+        model = harness.hf_model(path)
         trainer = trainer_class(
             model=model,
-            args=config_of(config_class, directory, **theirs),
-            train_dataset=Dataset.from_list(text_pairs()),
-            processing_class=tokenizer(),
+            args=harness.config_of(config_class, directory, **theirs),
+            train_dataset=Dataset.from_list(harness.text_pairs()),
+            processing_class=harness.tokenizer(),
         )
         loss, metrics = trainer.get_batch_loss_metrics(model.train(), answer_sides())
-        wanted = their_outcome(model, loss, metrics)
-    return errors(our_outcome(trainer_of(method, our_model(path), **ours), packed_pairs()), wanted)
+        wanted = harness.their_outcome(model, loss, metrics)
+    return harness.errors(
+        harness.our_outcome(
+            harness.trainer_of(method, harness.our_model(path), **ours), harness.packed_pairs()
+        ),
+        wanted,
+    )
 
 
 DPO: list[tuple[str, dict[str, Any]]] = [
@@ -129,13 +121,13 @@ DPO: list[tuple[str, dict[str, Any]]] = [
 _CPO = "`trl.experimental.cpo.CPOTrainer`"
 CASES = {
     **{
-        f"dpo {loss}": Case("`trl.DPOTrainer`", partial(dpo, loss, **options))
+        f"dpo {loss}": harness.Case("`trl.DPOTrainer`", partial(dpo, loss, **options))
         for loss, options in DPO
     },
-    "orpo": Case("`trl.experimental.orpo.ORPOTrainer`", partial(orpo, 0.3)),
-    "cpo sigmoid": Case(_CPO, partial(cpo, loss_type="sigmoid", label_smoothing=0.1)),
-    "cpo hinge": Case(_CPO, partial(cpo, loss_type="hinge", cpo_alpha=0.5)),
-    "cpo ipo": Case(_CPO, partial(cpo, loss_type="ipo")),
-    "cpo simpo": Case(_CPO, partial(cpo, loss_type="simpo", simpo_gamma=0.4)),
-    "simpo": Case(_CPO, partial(simpo, beta=2.0, simpo_gamma=0.5)),
+    "orpo": harness.Case("`trl.experimental.orpo.ORPOTrainer`", partial(orpo, 0.3)),
+    "cpo sigmoid": harness.Case(_CPO, partial(cpo, loss_type="sigmoid", label_smoothing=0.1)),
+    "cpo hinge": harness.Case(_CPO, partial(cpo, loss_type="hinge", cpo_alpha=0.5)),
+    "cpo ipo": harness.Case(_CPO, partial(cpo, loss_type="ipo")),
+    "cpo simpo": harness.Case(_CPO, partial(cpo, loss_type="simpo", simpo_gamma=0.4)),
+    "simpo": harness.Case(_CPO, partial(simpo, beta=2.0, simpo_gamma=0.5)),
 }

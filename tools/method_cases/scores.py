@@ -8,22 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases.harness import (
-    Case,
-    answer_tensors,
-    config_of,
-    errors,
-    folder,
-    hf_model,
-    our_model,
-    our_outcome,
-    packed,
-    pairs,
-    text_pairs,
-    their_outcome,
-    tokenizer,
-    trainer_of,
-)
+from tools.method_cases import harness
 
 MARGINS = [0.0, 0.5, 1.0, 0.0, 2.0, 0.25]
 
@@ -34,45 +19,45 @@ def reward(coefficient: float | None, margins: bool) -> dict[str, float]:
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
-    path = folder(0, labels=1)
-    ours = trainer_of(
+    path = harness.folder(0, labels=1)
+    ours = harness.trainer_of(
         "reward",
-        our_model(path, "sequence-classification"),
+        harness.our_model(path, "sequence-classification"),
         center_rewards_coefficient=coefficient,
     )
-    chosen, rejected = zip(*pairs(), strict=True)
+    chosen, rejected = zip(*harness.pairs(), strict=True)
     values: dict[str, Any] = {"margin": MARGINS} if margins else {}
     batch = {
-        **packed(list(chosen), 2, "chosen"),
-        **packed(list(rejected), 2, "rejected"),
-        **{name: packed(list(chosen), 2, **values)[name] for name in values},
+        **harness.packed(list(chosen), 2, "chosen"),
+        **harness.packed(list(rejected), 2, "rejected"),
+        **{name: harness.packed(list(chosen), 2, **values)[name] for name in values},
     }
     with tempfile.TemporaryDirectory() as directory:
-        model = hf_model(path, "SequenceClassification")
+        model = harness.hf_model(path, "SequenceClassification")
         trainer = RewardTrainer(
             model=model,
-            args=config_of(RewardConfig, directory, center_rewards_coefficient=coefficient),
-            train_dataset=Dataset.from_list(text_pairs()),
-            processing_class=tokenizer(),
+            args=harness.config_of(RewardConfig, directory, center_rewards_coefficient=coefficient),
+            train_dataset=Dataset.from_list(harness.text_pairs()),
+            processing_class=harness.tokenizer(),
         )
-        inputs = answer_tensors([*chosen, *rejected])
+        inputs = harness.answer_tensors([*chosen, *rejected])
         del inputs["completion_mask"]
         if margins:
             inputs["margin"] = torch.tensor(MARGINS)
         loss = trainer.compute_loss(model.train(), inputs)
-        theirs = their_outcome(model, loss, trainer._metrics["train"])
-    return errors(our_outcome(ours, batch), theirs)
+        theirs = harness.their_outcome(model, loss, trainer._metrics["train"])
+    return harness.errors(harness.our_outcome(ours, batch), theirs)
 
 
 def prm() -> dict[str, float]:
     """`prm` beside the cross-entropy of torch, in float64, with each document in a row."""
     import torch
 
-    path = folder(0, labels=2)
-    ours = trainer_of("prm", our_model(path, "sequence-classification"))
-    documents = [chosen for chosen, _ in pairs()]
+    path = harness.folder(0, labels=2)
+    ours = harness.trainer_of("prm", harness.our_model(path, "sequence-classification"))
+    documents = [chosen for chosen, _ in harness.pairs()]
     labels = [float(i % 2) for i in range(len(documents))]
-    batch = dict(packed(documents, 2, step_labels=labels))
+    batch = dict(harness.packed(documents, 2, step_labels=labels))
     # A step ends at the last token, and another one two tokens before it.
     segments, wanted = batch["segment_ids"], np.full(batch["step_labels"].shape, -100.0)
     for row, column in zip(*np.nonzero(segments), strict=True):
@@ -81,8 +66,8 @@ def prm() -> dict[str, float]:
             wanted[row, column] = batch["step_labels"][row, column] == (column == here[-1])
     batch["step_labels"] = wanted.astype(np.float32)
 
-    model = hf_model(path, "SequenceClassification").double()
-    tensors = answer_tensors(documents)
+    model = harness.hf_model(path, "SequenceClassification").double()
+    tensors = harness.answer_tensors(documents)
     hidden = model.model(tensors["input_ids"], attention_mask=tensors["attention_mask"])
     scores = model.score(hidden.last_hidden_state)
     logits, targets = [], []
@@ -93,11 +78,15 @@ def prm() -> dict[str, float]:
     found, answers = torch.stack(logits), torch.tensor(targets)
     loss = torch.nn.functional.cross_entropy(found, answers)
     accuracy = (found.argmax(-1) == answers).double().mean()
-    return errors(our_outcome(ours, batch), their_outcome(model, loss, {"accuracy": accuracy}))
+    return harness.errors(
+        harness.our_outcome(ours, batch), harness.their_outcome(model, loss, {"accuracy": accuracy})
+    )
 
 
 CASES = {
-    "reward": Case("`trl.RewardTrainer`", partial(reward, None, margins=False)),
-    "reward centered, margins": Case("`trl.RewardTrainer`", partial(reward, 0.1, margins=True)),
-    "prm": Case("2305.20050, torch in float64", prm),
+    "reward": harness.Case("`trl.RewardTrainer`", partial(reward, None, margins=False)),
+    "reward centered, margins": harness.Case(
+        "`trl.RewardTrainer`", partial(reward, 0.1, margins=True)
+    ),
+    "prm": harness.Case("2305.20050, torch in float64", prm),
 }

@@ -78,6 +78,7 @@ def test_lone_surrogates(jsonl):
             list(documents(Inform(data_files=path)))
 
 
+@pytest.mark.proves("mixture.informs.on_error")
 def test_bad_rows_can_be_skipped_and_are_counted(mixture, tokenizer, tmp_path, caplog):
     path = tmp_path / "bad.jsonl"
     lines = [

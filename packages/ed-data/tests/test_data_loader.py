@@ -54,6 +54,7 @@ def check_schema(batch, batch_size, seq_length):
             assert positions[begin:end].tolist() == list(range(end - begin))
 
 
+@pytest.mark.proves("mixture.pack_strategy", "mixture.pack_tokens")
 @pytest.mark.parametrize("strategy", ["bfd", "first_fit", "greedy", "wrapped"])
 def test_an_epoch_holds_every_token_once(mixture, tokenizer, strategy):
     made = mixture(LONG, pack_strategy=strategy, pack_seq_length=48)
@@ -74,6 +75,7 @@ def test_an_epoch_holds_every_token_once(mixture, tokenizer, strategy):
     assert stats["fill"] == pytest.approx(stats["tokens"] / (stats["rows"] * 48))
 
 
+@pytest.mark.proves("mixture.pack_tokens")
 def test_unpacked_rows_hold_one_document_each(mixture, tokenizer):
     made = mixture(LONG, pack_tokens=False)
     loader = build_loader(made, tokenizer, batch_size=10, seq_length=32)
@@ -87,6 +89,7 @@ def test_unpacked_rows_hold_one_document_each(mixture, tokenizer):
     assert loader.stats["tokens_cut"] > 0
 
 
+@pytest.mark.proves("mixture.tokenization.truncation")
 def test_truncation_false_splits_and_true_cuts(mixture, tokenizer):
     expected = documents_of(LONG, tokenizer)
 
@@ -103,6 +106,7 @@ def test_truncation_false_splits_and_true_cuts(mixture, tokenizer):
     assert epoch(True, max_length=7) == sorted(d[:7] for d in expected)
 
 
+@pytest.mark.proves("mixture.tokenization.padding")
 def test_padding_to_the_longest(mixture, tokenizer):
     made = mixture(["a", "b c"], pack_tokens=False, tokenization={"padding": "longest"})
     batch = build_loader(made, tokenizer, batch_size=2, seq_length=512).batch_at(0)
@@ -110,6 +114,7 @@ def test_padding_to_the_longest(mixture, tokenizer):
     assert (batch["input_ids"][batch["segment_ids"] == 0] == tokenizer.pad_token_id).all()
 
 
+@pytest.mark.proves("mixture.tokenization.return_attention_mask")
 def test_attention_mask_is_made_when_asked_for(mixture, tokenizer):
     made = mixture(tokenization={"return_attention_mask": True})
     batch = build_loader(made, tokenizer, batch_size=2).batch_at(0)
@@ -117,6 +122,7 @@ def test_attention_mask_is_made_when_asked_for(mixture, tokenizer):
     assert "attention_mask" not in build_loader(mixture(), tokenizer).batch_at(0)
 
 
+@pytest.mark.proves("mixture.tokenization.assistant_only_loss")
 def test_the_loss_mask_reaches_the_labels(mixture, tokenizer):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = [{"content": chat}, {"content": [*chat, *chat]}]
@@ -269,6 +275,7 @@ def test_order_options_have_an_effect(mixture, tokenizer):
     assert order(seed=1) != order(seed=2)
 
 
+@pytest.mark.proves("mixture.pack_shuffle", "mixture.pack_shuffle_buffer_factor")
 def test_packed_rows_are_shuffled_within_their_buffer(mixture, tokenizer):
     texts = [f"{i:02d} " + "x" * 56 for i in range(40)]
 
@@ -286,6 +293,7 @@ def test_packed_rows_are_shuffled_within_their_buffer(mixture, tokenizer):
     assert all(a // 4 == b // 4 for a, b in zip(moved, plain, strict=True))
 
 
+@pytest.mark.proves("mixture.pack_on_the_fly")
 def test_on_the_fly_encodes_what_is_needed(mixture, tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr("ed_data.plan.WINDOW", 10)
     loader = build_loader(mixture(LONG, pack_on_the_fly=True), tokenizer, batch_size=1)
@@ -328,6 +336,7 @@ def test_what_is_missing_is_said(mixture, tokenizer):
         build_loader(mixture(), tokenizer).batch_at(-1)
 
 
+@pytest.mark.proves("mixture.tokenization.tokenizer")
 def test_the_mixtures_tokenizer_is_taken(mixture, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tok")
     named = mixture(tokenization={"tokenizer": str(tmp_path / "tok")})

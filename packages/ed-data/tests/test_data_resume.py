@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 from ed_data import build_loader, cache, stream
+from ed_data.growing import GrowingTokens
 from ed_data.schema import PREFERENCE, TEXT
 
 TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(230)]
@@ -26,7 +27,7 @@ def same(first, second) -> bool:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("schema", [TEXT, PREFERENCE])
 def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, schema):
-    """With other numbers of workers, byte for byte, over the borders of windows and epochs."""
+    """With other numbers of workers and hosts, byte for byte, over windows and epochs."""
     for module in ("plan", "stream"):
         monkeypatch.setattr(f"ed_data.{module}.WINDOW", 60)
     monkeypatch.setattr(stream, "_ENCODED", 16)
@@ -46,7 +47,12 @@ def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, s
     for step in range(200):
         again = fresh(int(step % 40 == 0))
         again.load_state_dict(json.loads(states[step]))
-        assert same(next(again), batches[step])
+        if step % 2:  # one host of several
+            rows = [step % 3, (step + 1) % 3][: 1 + step % 4 // 2]
+            again = again.for_rows(rows)
+            assert same(next(again), {name: v[rows] for name, v in batches[step].items()})
+        else:
+            assert same(next(again), batches[step])
         assert json.loads(json.dumps(again.state_dict())) == json.loads(states[step + 1])
         if step % 20 == 0:
             assert same(next(again), batches[step + 1])
@@ -111,6 +117,33 @@ def test_a_kill_at_each_stage_of_preparation(
     parts = list((tmp_path / "cache").rglob(".*.part"))
     assert parts == [], "what the killed process left is gone"
     reference = mixture(TEXTS, cache_dir=str(tmp_path / "other"))
+    expected = build_loader(reference, tokenizer, batch_size=2)
+    assert all(same(batch, expected.batch_at(step)) for step, batch in enumerate(batches))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("ed_data.store:", "digest_of"), ("ed_data.store:", "TokenStore")]
+)
+def test_a_kill_while_a_store_is_written_aside(
+    mixture, tokenizer, tmp_path, monkeypatch, owner, name
+):
+    import pkgutil
+
+    monkeypatch.setattr("ed_data.prepare.ASIDE", 0)
+    made = mixture(TEXTS, tokenization={"batch_size": 50})
+
+    def work() -> list[dict[str, np.ndarray]]:
+        loader = build_loader(made, tokenizer, batch_size=2)
+        batches = [loader.batch_at(step) for step in range(5)]
+        for tokens in loader._order.tokens:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(tokens, GrowingTokens):
+                tokens._thread.join()
+        return batches
+
+    killed(monkeypatch, pkgutil.resolve_name(owner), name, 1, work)
+    batches = work()
+    assert list((tmp_path / "cache").rglob(".*.part")) == []
+    reference = mixture(TEXTS, cache_dir=str(tmp_path / "other"), pack_on_the_fly=True)
     expected = build_loader(reference, tokenizer, batch_size=2)
     assert all(same(batch, expected.batch_at(step)) for step, batch in enumerate(batches))
 

@@ -25,6 +25,9 @@ def documents_options(jsonl, tmp_path, **save):
     }
 
 
+@pytest.mark.proves(
+    "mixture.save", "mixture.save.path", "mixture.save.format", "mixture.save.compression"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -54,6 +57,7 @@ def test_documents_can_be_read_again(mixture, jsonl, tmp_path, tokenizer, option
     )
 
 
+@pytest.mark.proves("mixture.text_target_field", "mixture.tokenization.output_field")
 def test_names_of_the_columns(mixture, jsonl, tmp_path, tokenizer):
     made = mixture(
         **documents_options(jsonl, tmp_path),
@@ -73,6 +77,7 @@ def test_packed_rows_are_what_the_loader_gives(mixture, tokenizer, tmp_path):
         assert table[name].to_pylist()[:4] == values.tolist()
 
 
+@pytest.mark.proves("mixture.save.overwrite")
 def test_an_equal_save_is_kept_and_another_refused(mixture, tokenizer, tmp_path):
     out = {"path": tmp_path / "out"}
     build_loader(mixture(save=out), tokenizer, batch_size=4)
@@ -86,6 +91,7 @@ def test_an_equal_save_is_kept_and_another_refused(mixture, tokenizer, tmp_path)
     assert json.loads((tmp_path / "out" / ".ed_data.json").read_text())["files"] == [file.name]
 
 
+@pytest.mark.proves("mixture.save.num_shards")
 def test_shards(mixture, tmp_path, tokenizer):
     texts = [f"text {i}" for i in range(200)]
     made = mixture(texts, pack_tokens=False, save={"path": tmp_path / "out", "num_shards": 3})
@@ -95,6 +101,7 @@ def test_shards(mixture, tmp_path, tokenizer):
     assert sorted(row["text"] for row in rows) == sorted(texts)
 
 
+@pytest.mark.proves("mixture.save.max_shard_size")
 @pytest.mark.parametrize("options", [{"format": "parquet"}, {"format": "jsonl"}])
 def test_shards_of_a_size_are_a_dataset(mixture, jsonl, tmp_path, tokenizer, options):
     """One follows another, in the order of the rows; `datasets` loads the folder as it is."""

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 LINEAR = Schedule("linear", (0, 10, 20), ((1.0, 0.0), (0.0, 2.0), (3.0, 1.0)))
 
 
+@pytest.mark.proves("mixture.mixture_schedule.type")
 def test_weights_between_the_points():
     def shares(schedule: Schedule, *steps: int) -> list[float]:
         return [round(schedule.parts(step)[0] / UNIT, 6) for step in steps]
@@ -126,7 +127,12 @@ def share_of_b(batches, tokenizer) -> float:
     return b / (a + b)
 
 
-@pytest.mark.proves("mixture.mixture_schedule")
+@pytest.mark.proves(
+    "mixture.mixture_schedule",
+    "mixture.mixture_schedule.points",
+    "mixture.mixture_schedule.points.step",
+    "mixture.mixture_schedule.points.weights",
+)
 @pytest.mark.parametrize("how", [{}, {"streaming": True}])
 def test_a_schedule_reaches_the_batches(scheduled, tokenizer, monkeypatch, how):
     """And a run goes on exactly, from any step."""

@@ -128,6 +128,7 @@ def test_pairs_of_messages_and_of_ids(mixture, tokenizer):
     assert tokenizer.decode(chosen[3, 1][0]) == "<|bos|>left<|eos|>"
 
 
+@pytest.mark.proves("mixture.informs.content_field")
 def test_the_content_field_names_the_prompt(mixture, tokenizer, jsonl):
     """The reference has `content_field: prompt, additional_fields: [chosen, rejected]`."""
     renamed = [{**row, "question": row["prompt"]} for row in PAIRS]

@@ -43,6 +43,7 @@ def test_json_list_with_byte_order_mark(tmp_path):
     assert rows_of(data_files=tmp_path / "a.json") == ROWS
 
 
+@pytest.mark.proves("mixture.informs.data_files")
 def test_globs_are_sorted_and_lists_keep_their_order(tmp_path):
     for name in ("b", "a", "c"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
@@ -53,6 +54,7 @@ def test_globs_are_sorted_and_lists_keep_their_order(tmp_path):
     assert [r["text"] for r in rows_of(data_files=named, split="test")] == ["a"]
 
 
+@pytest.mark.proves("mixture.informs.num_rows")
 def test_num_rows(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     assert rows_of(data_files=tmp_path / "a.jsonl", num_rows=2) == ROWS[:2]
@@ -71,6 +73,21 @@ def test_csv_and_tsv(tmp_path, suffix, delimiter):
     assert csv.field_size_limit() == before
 
 
+def test_two_readers_of_long_csv_values(tmp_path):
+    """One that ends first does not take the room of the other."""
+    import csv
+
+    for name, count in (("a.csv", 1), ("b.csv", 3)):
+        (tmp_path / name).write_text("text\n" + f"{'x' * 200_000}\n" * count)
+    before = csv.field_size_limit()
+    long = iter(read_rows(Inform(data_files=tmp_path / "b.csv")))
+    next(long)
+    assert len(list(read_rows(Inform(data_files=tmp_path / "a.csv")))) == 1
+    assert len(list(long)) == 2
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.proves("mixture.informs.sample_by")
 def test_txt_by_line_paragraph_and_document(tmp_path):
     text = "one\ntwo\n\nthree\n"
     (tmp_path / "a.txt").write_text(text)
@@ -98,6 +115,7 @@ def test_parquet_and_both_layouts_of_arrow(tmp_path):
         assert only == [{"id": row["id"]} for row in ROWS]
 
 
+@pytest.mark.proves("mixture.informs.dataset_split_name", "mixture.informs.type")
 def test_hugging_face_folders(tmp_path):
     import datasets
 

@@ -45,6 +45,7 @@ def test_texts_of_both_splits_are_the_whole(mixture):
     assert [t for t in TEXTS if t in train] == train
 
 
+@pytest.mark.proves("mixture.eval_fraction")
 def test_batches_hold_the_same_split_as_texts(mixture, tokenizer):
     made = mixture(TEXTS, eval_fraction=0.25, pack_tokens=False)
     held = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts(made, "eval")]
@@ -69,6 +70,7 @@ def test_other_options_leave_the_split_alone(mixture, tokenizer):
     assert list(texts(made, "eval")) == list(texts(made.replace(seed=9), "eval"))
 
 
+@pytest.mark.proves("mixture.eval_informs")
 def test_eval_informs(mixture, tokenizer, jsonl):
     informs = [{"data_files": jsonl(["held one", "held two"], "held.jsonl")}]
     made = mixture(TEXTS, eval_informs=informs)

@@ -183,6 +183,7 @@ def test_the_state_names_shard_row_and_window(tokenizer, tmp_path_factory, monke
     assert loader.stats["sources"] == {"0": {"documents": 16}}
 
 
+@pytest.mark.proves("mixture.streaming")
 def test_going_on_reads_nothing_of_what_was_read(tokenizer, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(stream, "WINDOW", 8)
     monkeypatch.setattr(stream, "_ENCODED", 8)

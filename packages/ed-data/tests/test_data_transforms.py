@@ -20,6 +20,11 @@ def contents(jsonl):
     return read
 
 
+@pytest.mark.proves(
+    "mixture.informs.format_callback",
+    "mixture.informs.format_fields",
+    "mixture.informs.preprocessing_fn",
+)
 def test_functions_and_renames_come_in_their_order(contents):
     assert contents(
         format_callback=lambda row: None if row["id"] == 1 else {**row, "old": row["answer"] + "!"},
@@ -39,6 +44,7 @@ def test_functions_by_name(contents):
         contents(content_field="answer", preprocessing_fn="no.module:f")
 
 
+@pytest.mark.proves("mixture.informs.additional_fields")
 def test_additional_fields_are_kept(jsonl):
     inform = Inform(data_files=jsonl(ROWS), content_field="question", additional_fields=["id"])
     assert [d.extra for d in documents(inform)] == [{"id": 0}, {"id": 1}, {"id": 2}]

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,6 +72,34 @@ def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how
         shared.close()
 
 
+def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
+    shown: dict[str, object] = {"documents": 0}
+
+    class Bar:
+        def __init__(self, desc, unit, disable):
+            shown.update(desc=desc, disable=disable)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            shown["closed"] = True
+
+        def set_postfix_str(self, text, refresh):
+            shown["text"] = text
+
+        def update(self, count):
+            shown["documents"] += count
+
+    monkeypatch.setattr("ed_data.prepare.tqdm", Bar)
+    build_loader(mixture(tokenization={"num_proc": 1, "batch_size": 25}), tokenizer)
+    assert shown["documents"] == 60
+    assert shown["desc"] == "tokenize data"
+    assert shown["disable"] is None, "quiet where there is no terminal"
+    assert str(shown["text"]).endswith("M tokens")
+    assert shown["closed"]
+
+
 def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
     encoding = Encoding(Encoder(tokenizer, True, 0, False, 4), 1)
     texts = [Example({"content": f"{i} sheep"}, {}, f"line {i}") for i in range(9)]
@@ -86,6 +116,39 @@ def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
     assert next(encoding.map([Job(texts, "x")])).digests == [t.digest for t in texts]
     encoding.close()
     assert all(each.poll() is not None for each in workers._all)
+
+
+PARENT = """
+import os, time
+from ed_data.workers import Workers
+workers = Workers(time.sleep, 1, "num_proc")
+future = workers.submit(600)
+while not workers._all:
+    time.sleep(0.01)
+print(workers._all[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_end_with_their_parent():
+    """Also where it is killed, and they are at work; and its main module needs no guard."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    time.sleep(0.5)  # it has taken up its work, or is about to
+    parent.kill()
+    parent.communicate()
+    for _ in range(600):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        state = Path(f"/proc/{worker}/stat")
+        if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return  # ended, and nobody has asked how
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker goes on alone")
 
 
 def test_what_cannot_be_sent_is_said():

@@ -35,6 +35,16 @@ def test_models_beside_the_learner() -> None:
     )
     said = problems(trainer__trainer_type="dpo", teacher_model__name_or_path="org/teacher")
     assert "dpo does not read it (it reads reference_model)" in said
+    said = problems(trainer__trainer_type="dpo", reward_model__name_or_path="org/reward")
+    assert "dpo does not read it (it reads reference_model)" in said
+    said = problems(
+        mixture__pack_tokens=False,
+        trainer__trainer_type="grpo",
+        trainer__reward_functions=["exactt", "nowhere:f", "math:pii", {"number": {}}],
+    )
+    assert "reward_functions[0]: unknown reward function 'exactt'; did you mean 'exact'?" in said
+    assert "reward_functions[1]: there is no module 'nowhere'" in said
+    assert "reward_functions[3]" not in said
     said = problems(trainer__trainer_type="dpo", reference_model__name_or_path="./nowhere")
     assert "reference_model.name_or_path: no such directory" in said
 

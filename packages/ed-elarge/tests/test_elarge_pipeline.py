@@ -45,6 +45,36 @@ def test_from_nothing_to_a_model(folder: Path, capsys: pytest.CaptureFixture[str
     assert Path(str(serve.model.name_or_path), "config.json").is_file()
 
 
+@pytest.mark.nightly
+def test_it_is_looked_at_while_it_learns(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Previews of held-out texts, and tasks of lm-eval by an engine that borrows the weights."""
+    pytest.importorskip("lm_eval")
+    settings = small(folder, actions=["train"])
+    settings["eval"] = {"limit": 3}
+    looks = {
+        "generation_interval": 2,
+        "generation_max_new_tokens": 4,
+        "benchmark_interval": 2,
+        "benchmarks": ["heldout_perplexity"],
+    }
+    settings["trainer"] |= {"save_directory": str(tmp_path / "run"), **looks}
+    assert run(settings) == 0
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows if "samples" in row] == [2, 3]
+    name = "benchmark/heldout_perplexity/bits_per_byte"
+    measured = {row["step"]: row[name] for row in rows if name in row}
+    assert list(measured) == [2, 3] and measured[2] != measured[3]
+    for step in measured:
+        kept = json.loads((tmp_path / f"run/benchmarks/{step}.json").read_text())
+        assert kept["results"]["heldout_perplexity"]["bits_per_byte,none"] == measured[step]
+    shown = capsys.readouterr().out
+    assert f"step 3: heldout_perplexity/bits_per_byte {measured[3]:.4g}" in shown
+    assert "step 3: '" in shown and " continues '" in shown
+
+
 @pytest.mark.xdist_group("elarge-pipeline")
 def test_running_it_again_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = folder / "run" / "metrics.jsonl"
@@ -59,6 +89,11 @@ def test_running_it_again_trains_nothing(folder: Path, capsys: pytest.CaptureFix
 
 
 BEFORE_TRAINING: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"trainer": {"benchmark_interval": 2, "benchmarks": ["heldout_perplexit"]}},
+        "trainer.benchmarks[0]",
+        "did you mean 'heldout_perplexity'",
+    ),
     (
         {"sharding": {"axis_dims": [3, 1, 1, 1, 7]}},
         "sharding.axis_dims",

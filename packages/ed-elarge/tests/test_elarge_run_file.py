@@ -219,13 +219,31 @@ def test_seed_of_data_falls_back_to_the_trainers() -> None:
 # What each mistake is told: (changes, where, words).
 
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {
+            "mixture__mixture_weights": {"topics": 1},
+            "mixture__mixture_schedule": {"points": [{"step": 5, "weights": {"topic": 1}}]},
+        },
+        "mixture.mixture_schedule.points[0].weights.topic",
+        "did you mean 'topics'?",
+    ),
+    (
+        {"mixture__informs": [{"type": "visual", "data_files": "a.json", "image_field": "p"}]},
+        "mixture.informs[0].type",
+        "has images, and batches of tokens hold text alone",
+    ),
+    (
+        {"mixture__save": {"path": "x", "push_to_hub": True}},
+        "mixture.save",
+        "push_to_hub needs it",
+    ),
     ({"trainer__learning_ratee": 1}, "trainer.learning_ratee", "did you mean 'learning_rate'?"),
     ({"trainer__learning_rate": "abc"}, "trainer.learning_rate", "got 'abc'"),
     ({"trainer__optimizer": "adamww"}, "trainer.optimizer", "did you mean 'adamw'?"),
     ({"trainer__trainer_type": "sftt"}, "trainer.trainer_type", "did you mean 'sft'?"),
     ({"trainer__save_steps": -1}, "trainer.save_steps", "must be greater than 0, got -1"),
     ({"trainr": {}}, "trainr", "unknown section 'trainr'; did you mean 'trainer'?"),
-    ({"reward_model": {}}, "reward_model", "not part of this version"),
+    ({"reward_model": {}}, "reward_model", "the key 'name_or_path' is missing"),
     (
         {"quantization": {"model": {"quantization_method": "nf5"}}},
         "quantization.model.quantization_method",
@@ -347,8 +365,8 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "  6 |   optimizer: adamww",
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
-        "reference_model, teacher_model, quantization, lora, loader, sharding, platform, "
-        "base_config, mixture, trainer, esurge, eval, actions)",
+        "reference_model, teacher_model, reward_model, quantization, lora, loader, sharding, "
+        "platform, base_config, mixture, trainer, esurge, eval, actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "

@@ -61,7 +61,8 @@ def test_buffer_holds_the_plan():
     for row in rows:
         slots.grow(row)
     shape = Shape(8, 3, 2)
-    buffer = builder.build(StepPlan(1, rows), shape)
+    buffer, places = builder.build(StepPlan(1, rows), shape)
+    assert list(places) == list(range(len(rows)))
     step = builder.fields(shape).unpack(buffer)
     ragged, rows = jax.tree.map(np.asarray, step.ragged), step.rows
     assert step.token_ids.tolist() == [[6, 9, 8, 7, 0, 0, 0, 0]]
@@ -84,7 +85,7 @@ def test_buffer_holds_the_plan():
     # Whoever takes the slot next has nothing of it.
     slots.start(NewSequence("e", 1, [1], 1, SamplingParams(temperature=0)))
     slots.grow(row := PlanRow("e", 1, 0, [1], {"full": [5], "window": [5]}, samples=1))
-    step = builder.fields(shape).unpack(builder.build(StepPlan(2, (row,)), shape))
+    step = builder.fields(shape).unpack(builder.build(StepPlan(2, (row,)), shape)[0])
     assert np.asarray(step.ragged.page_table["full"]).tolist() == [[5, 5], [0, 0], [0, 0]]
     assert step.rows.slot.tolist() == [4, 4, 4]
     assert step.rows.num_logprobs.tolist() == [-1, -1, -1]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import builtins
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from ed_esurge.command import serve
 from ed_esurge.command.bench import Answer, figures, percentile
 from ed_esurge.command.chat import Conversation
 from ed_esurge.command.flags import add_options, documented, options_of, plain
@@ -65,6 +68,9 @@ def test_values_of_flags() -> None:
         (["serve", "./nowhere"], "not there"),
         (["serve", "x", "--config-kwargs", "[1]"], "--config-kwargs is a JSON object"),
         (["serve", "x", "--sharding-axis-dims", "a"], "--sharding-axis-dims"),
+        (["serve", "x", "--also", "y", "--served-model-name", "z"], "--served-model-name"),
+        (["serve", "x", "--also", "x"], "the same name"),
+        (["run-batch", "x", "-i", "./nowhere", "-o", "-"], "nowhere cannot be opened"),
         (["bench"], "give a MODEL"),
         (["bench", "--url", "http://127.0.0.1:9/v1"], "cannot be read"),
     ],
@@ -144,3 +150,32 @@ def test_a_server_from_a_directory(directory: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["errors"] == 0
+
+
+@pytest.mark.nightly
+def test_a_file_of_requests(directory: Path, tmp_path: Path) -> None:
+    body = {"prompt": "hello", "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n{\n")
+    flags = ["--max-model-len", "64", "--page-size", "8", "--max-num-seqs", "2"]
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    assert main(["run-batch", str(directory), *files, *flags]) == 0
+    good, bad = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert good["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert bad["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.nightly
+def test_two_models_behind_one_server(directory: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(directory, other)
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    flags = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
+    engines = serve.engines_of(parser.parse_args([str(directory), "--also", str(other), *flags]))
+    assert list(engines) == [directory.name, "other"]
+    with background(engines) as url:
+        for name in engines:
+            body = {"prompt": "hello", "max_tokens": 3, "model": name}
+            answer = httpx.post(f"{url}/completions", json=body, timeout=120).json()
+            assert answer["model"] == name

@@ -16,6 +16,7 @@ import pytest
 import transformers
 from ed_esurge import PoolingParams, SamplingParams, eSurge
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
 from ed_infra.testing import tiny_llama
 from ed_layers.cache import RecurrentSpec, StateSpec
 from ed_layers.mlp import GatedMLP
@@ -220,6 +221,12 @@ def test_a_hybrid_gives_the_tokens_of_generate():
     got = [output.outputs[0].token_ids for output in outputs]
     assert got == alone.sequences[:, width:].tolist()
     assert engine.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("option", [{"batch_invariant": True}, {"speculative_config": {}}])
+def test_options_that_a_state_forbids(option):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} is for models whose layers read"):
+        engine_of(toy("memory,full"), **option)
 
 
 def test_a_state_is_pooled_over_chunks():

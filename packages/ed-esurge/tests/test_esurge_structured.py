@@ -117,12 +117,12 @@ def test_thoughts_come_first(surge, tokenizer):
     )
     at = len(prompt) + len(said)
     row = PlanRow("r", 0, at - 1, said[-1:], {}, 1)
-    assert guides.masks(StepPlan(1, (row,)), 2) is None
+    assert guides.masks(StepPlan(1, (row,)), [0], 2) is None
     for token in [*after, *tokenizer("xy", add_special_tokens=False)["input_ids"]]:
         row = PlanRow("r", 0, at, [token], {}, 1)
         at += 1
         guides.grow(row)
-        masks = guides.masks(StepPlan(1, (row,)), 2)
+        masks = guides.masks(StepPlan(1, (row,)), [0], 2)
         assert masks is not None
         bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
         assert {tokenizer.decode([t]) for t in np.flatnonzero(bits[0, :260])} == {"x", "y"}
@@ -205,7 +205,7 @@ def test_500_random_schemas_always_parse(tokenizer):
         row = PlanRow("r", 0, 0, [1], {}, 1)
         tokens = []
         while len(tokens) < 400:
-            masks = guides.masks(StepPlan(1, (row,)), 1)
+            masks = guides.masks(StepPlan(1, (row,)), [0], 1)
             assert masks is not None
             bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
             token = int(draw.choice(np.flatnonzero(bits)))

@@ -107,7 +107,7 @@ class ToyLoader:
         }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy():
     """The toy's parts: `toy.model(dims)`, `toy.loader(...)`, `toy.Model`, `toy.Config`."""
     return SimpleNamespace(

@@ -252,6 +252,7 @@ def test_options_that_contradict_each_other():
         ("embedding", {"gradient_accumulation_steps": 2}, "would not see each other"),
         ("embedding", {"matryoshka_dims": [8], "matryoshka_weights": [1, 2]}, "one each"),
         ("distillation", {"hidden_state_layers": [1]}, "no hidden states are compared"),
+        ("distillation", {"attention_layers": [1]}, "no attention is compared"),
         ("distillation", {"alpha": 1.5}, "less than or equal to 1"),
         ("kto", {"loss_type": "ktoo"}, "did you mean 'kto'"),
     ]:

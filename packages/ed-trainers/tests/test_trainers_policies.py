@@ -19,7 +19,7 @@ from ed_trainers.rollout import Weights
 from ed_trainers.value_head import FILE, NAME, value_head
 from flax import nnx
 from method_runs import near, near_reports
-from online_runs import END, NEW, Batch, Prompts, ToyRollout, even, one_step, online
+from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online
 from pydantic import ValidationError
 
 METHODS = ("ppo", "gkd", "xpo", "nash_md")
@@ -52,10 +52,8 @@ def toys_have_no_generate(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def toy():
-    from conftest import ToyConfig, ToyModel
-
-    return lambda dims=(1, 1, 1, 1, 1), **kw: ToyModel(ToyConfig(dims), **kw).shard_model()
+def toy(toy):
+    return toy.model
 
 
 def step(method, toy, dims=(1, 1, 1, 1, 1), accumulation=1, **given):
@@ -172,7 +170,7 @@ def test_a_saved_head_is_read(toy, tmp_path):
     first.save_model(tmp_path / "model")
     second = online("ppo", toy(), tmp_path, value_head=str(tmp_path / "model"))
     np.testing.assert_array_equal(value_head(second._model).kernel[...], wanted)
-    with pytest.raises(CheckpointError, match="there is no .*value_head.safetensors"):
+    with pytest.raises(CheckpointError, match=r"there is no .*value_head"):
         online("ppo", toy(), tmp_path, value_head=str(tmp_path))
 
 
@@ -236,10 +234,10 @@ def test_who_completes_the_prompts(toy, tmp_path):
     assert mixed.generate(batch, mixed.weights(), off).figures["on_policy"] == 0
     assert len(mixed.rollout.versions) == 1
 
-    with pytest.raises(ConfigError, match="additional_fields: .completion."):
+    with pytest.raises(ConfigError, match="write additional_fields"):
         data.generate(Prompts(8).batch_at(0), data.weights(), 0)
+    odd = Batch([[5]] * 8, {"completion": ["7", None] * 4})
     with pytest.raises(ConfigError, match="row 1 has the completion None"):
-        odd = Batch([[5]] * 8, {"completion": ["7", None] * 4})
         data.generate(odd, data.weights(), 0)
 
 
@@ -284,6 +282,22 @@ def test_cut_completions_lose_points(toy, tmp_path):
     rows = run.generate(batch, weights, 0).rows
     assert any(cut)
     np.testing.assert_array_equal(rows["rewards"], np.where(cut, -2.0, 1.0))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["xpo", "nash_md"])
+def test_adapters_compete_with_the_base_under_them(llama, tmp_path, monkeypatch, method):
+    monkeypatch.undo()
+    model = llama.apply_lora_to_layers(2, seed=1)
+    base = jax.tree.map(np.array, nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    run = online(method, model, tmp_path, max_training_steps=2)
+    run.rollout = ModelRollout(lambda learner: learner, rows=8)
+    assert not run.method.frozen.leaves, "the base is no second copy"
+    run.train()
+    rows = rows_of(tmp_path)
+    assert abs(rows[0]["objective/kl"]) < 1e-4 < abs(rows[1]["objective/kl"])
+    after = nnx.state(run.model, nnx.Not(nnx.LoRAParam))
+    jax.tree.map(np.testing.assert_array_equal, after, base)
 
 
 @pytest.mark.nightly

@@ -240,4 +240,6 @@ def in_split(split: str, fraction: float | None) -> Callable[[Example], bool]:
     limit = 0 if fraction is None else int(fraction * 2**64)
     if split == "eval" and fraction is not None:
         return lambda example: example.content_digest < limit
-    return lambda example: split == "eval" or example.content_digest >= limit
+    if split == "eval" or not limit:
+        return lambda example: True
+    return lambda example: example.content_digest >= limit

@@ -181,10 +181,13 @@ class Example:
 
 
 def _image_key(image: Any) -> str:
-    raw = image.get("bytes") if isinstance(image, dict) else image
-    if hasattr(image, "tobytes"):  # pixels
+    if isinstance(image, dict):
+        raw = image["bytes"]
+    elif isinstance(image, bytes | str):
+        raw = image
+    else:  # pixels
         raw = f"{image.shape}{image.dtype}".encode() + image.tobytes()
-    return hashlib.blake2b(raw).hexdigest() if isinstance(raw, bytes) else str(image)
+    return hashlib.blake2b(raw).hexdigest() if isinstance(raw, bytes) else raw
 
 
 def _hash(value: object) -> int:

@@ -94,6 +94,7 @@ class Documents:
         self.source = source or open_source(inform)
         self.tally = tally or Tally()
         self.shards = shard_sizes(self.source)
+        self._name = f"inform {inform.label!r}"  # in messages of every row
         self._callback = function(inform, "format_callback")
         self._prepare = function(inform, "preprocessing_fn")
         # Field of the schema → field of the row.
@@ -210,7 +211,7 @@ class Documents:
     def _document(self, record: Record, folder: str) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
-        where = f"inform {self.inform.label!r}, {record.place}"
+        where = f"{self._name}, {record.place}"
         row = self._formatted(record.row, where)
         if row is None:
             self.tally.drop("dropped by format_callback", record.place)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.compile_cache import keep_compiled_programs
 
-from ed_elarge.build import look_ahead
-from ed_elarge.describe import describe
-from ed_elarge.model import eLargeModel
-from ed_elarge.run_config import RunConfig
-from ed_elarge.sections import (
+from ed_elarge.action_options import (
     EvalOptions,
     GenerateOptions,
     NoOptions,
     ServeOptions,
     WriteOptions,
 )
+from ed_elarge.build import look_ahead
+from ed_elarge.describe import describe
+from ed_elarge.model import eLargeModel
+from ed_elarge.run_config import RunConfig
 from ed_elarge.summary import Summary
 from ed_elarge.table import ACTIONS, look
 

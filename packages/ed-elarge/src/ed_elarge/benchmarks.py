@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ed_elarge import evaluation
+from ed_elarge.action_options import EvalOptions
 from ed_elarge.model import eLargeModel
-from ed_elarge.sections import EvalOptions
 
 if TYPE_CHECKING:
     from ed_esurge import eSurge
@@ -34,10 +34,13 @@ class EngineBenchmark:
     def __call__(self, tasks: Sequence[str], weights: Weights) -> dict[str, dict[str, float]]:
         """Run the tasks with the weights that are being trained: task -> metric -> value."""
         from ed_esurge import eSurge
+        from ed_esurge.core.commands import DropWeights
+        from ed_trainers.value_head import without_value_head
 
-        model = weights.model
+        model = without_value_head(weights.model)
         if self._engine is None:
             self._engine = eSurge(model, self._elm.part("tokenizer"), self._elm.config.esurge)
+            self._engine.execute(DropWeights())  # it has them within calls only
         results = self._elm.config.directory / "benchmarks" / f"{weights.version}.json"
         with self._engine.weights(model):
             return evaluation.figures(evaluation.run(self._engine, self._tasks, results))

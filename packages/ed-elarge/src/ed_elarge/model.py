@@ -13,11 +13,11 @@ from ed_infra.options import Options
 from ed_trainers.arguments import TrainingArguments
 
 from ed_elarge import nodes
+from ed_elarge.action_options import EvalOptions, GenerateOptions, ServeOptions
 from ed_elarge.describe import describe
 from ed_elarge.errors import Document, InputError
 from ed_elarge.normalize import check_section, normalize
 from ed_elarge.run_config import RunConfig
-from ed_elarge.sections import EvalOptions, GenerateOptions, ServeOptions
 from ed_elarge.setters import Setters
 from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate

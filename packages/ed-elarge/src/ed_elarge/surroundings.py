@@ -17,7 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ed_data.config import FILE_TYPES, Inform
-from ed_infra.errors import did_you_mean, unknown_name
+from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+from ed_trainers.options.online import RewardedArguments
+from ed_trainers.rewards import check_name, wrong_settings
+from ed_trainers.rewards.rules import RULES
 
 from ed_elarge import architectures
 from ed_elarge.errors import KeyPath, Problem
@@ -91,6 +94,27 @@ def save_directory(run: RunConfig) -> Iterator[Problem]:
     if run.trainer is not None:
         for message in _unwritable(run.directory):
             yield Problem(("trainer", "save_directory"), message)
+
+
+def reward_functions(run: RunConfig) -> Iterator[Problem]:
+    """Rules and entry points by their names; modules of functions."""
+    trainer = run.trainer
+    for i, entry in enumerate(
+        trainer.reward_functions if isinstance(trainer, RewardedArguments) else ()
+    ):
+        here = ("trainer", "reward_functions", i)
+        name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
+        if ":" in name:
+            yield from (Problem(here, message) for message in _not_importable(name))
+            continue
+        try:
+            check_name(name)
+        except ConfigError as error:
+            yield Problem(here, str(error))
+            continue
+        if name in RULES:
+            for setting, message in wrong_settings(name, RULES[name], settings):
+                yield Problem((*here, name, *([setting] if setting else [])), message)
 
 
 def include_path(run: RunConfig) -> Iterator[Problem]:

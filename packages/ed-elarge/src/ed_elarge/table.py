@@ -21,22 +21,24 @@ from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS
 
 from ed_elarge import checks, idle, surroundings
+from ed_elarge.action_options import (
+    EvalOptions,
+    GenerateOptions,
+    NoOptions,
+    ServeOptions,
+    WriteOptions,
+)
 from ed_elarge.adaptation import LoraSection, QuantizationSection
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
 from ed_elarge.sections import (
     BaseConfigSection,
-    EvalOptions,
     EvalSection,
-    GenerateOptions,
     LoaderSection,
     ModelSection,
-    NoOptions,
     OtherModelSection,
     PlatformSection,
-    ServeOptions,
     ShardingSection,
-    WriteOptions,
 )
 from ed_elarge.validation import validate
 
@@ -140,7 +142,7 @@ SECTIONS: dict[str, Section] = {
     "mixture": Section(
         Mixture,
         has_default=False,
-        checks=(checks.lengths,),
+        checks=(checks.lengths, checks.rows_of_text),
         looks=(surroundings.data,),
         idle=idle.mixture,
         builds={
@@ -153,7 +155,7 @@ SECTIONS: dict[str, Section] = {
         chosen_by="trainer_type",
         has_default=False,
         checks=(checks.other_models, checks.benchmarks),
-        looks=(surroundings.save_directory,),
+        looks=(surroundings.save_directory, surroundings.reward_functions),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},
     ),

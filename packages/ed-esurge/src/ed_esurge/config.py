@@ -25,10 +25,51 @@ class ServerLimits(Options):
     """Completions of one request: its prompts times `n` or `best_of` (400)."""
     max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
     """Answers of `/v1/responses` that are kept in memory; the oldest make room."""
+    max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
+    """Longest file of `/v1/files` (413)."""
+    max_files: PositiveInt = 1024
+    """Files that each API key may keep (429)."""
+    max_batches: PositiveInt = 64
+    """Batches that wait or run (429)."""
+    max_batch_requests: PositiveInt = 50_000
+    """Lines of a batch; one with more fails."""
+    batch_concurrency: PositiveInt = 16
+    """Lines of a batch that are answered at the same time."""
     body_timeout: Annotated[float, Field(gt=0, le=1e6)] = 30.0
     """Seconds in which a request must have arrived, head and body (408)."""
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Seconds in which a request must be answered (408; a stream ends with an error)."""
+
+
+class SpeculativeConfig(Options):
+    """How tokens are proposed. Only while no request waits and rows of a step are free, and not for
+    requests with penalties, biases or masks of tokens. The names are vLLM's."""
+
+    method: Literal["ngram", "draft_model"] = "ngram"
+    """`ngram`: what followed the last tokens where they stood before, in prompt or output.
+    `draft_model`: what a small model of the same vocabulary samples."""
+    model: str | None = None
+    """The draft model, a directory or a hub id; or give `eSurge` a `draft_model`."""
+    num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
+    """Most proposals for a sequence in one step."""
+    prompt_lookup_max: Annotated[int, Field(gt=0, le=64)] = 4
+    """Most last tokens that must stand there."""
+    prompt_lookup_min: Annotated[int, Field(gt=0, le=64)] = 2
+    """Fewest last tokens that must stand there."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculativeConfig:
+        if self.model is not None and self.method != "draft_model":
+            raise ValueError(
+                f"model {self.model!r} proposes nothing with method {self.method}: set method to "
+                "draft_model, or leave model out"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
+                f"{self.prompt_lookup_max}: lower it"
+            )
+        return self
 
 
 class EngineConfig(Options):
@@ -81,6 +122,13 @@ class EngineConfig(Options):
     """Sequence buckets, ascending. None: powers of two up to `max_num_seqs`."""
     max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
     """Most alternatives per position that a request may ask for."""
+    batch_invariant: bool = False
+    """Compute every token in the same program, in a row of its own: tokens and log-probabilities of
+    a request are then the same to the last bit alone and in a crowd, with a cold and a warm prefix,
+    preempted, in chunks of any size, speculated. One shape is compiled, of `max_num_seqs` tokens
+    unless `max_num_batched_tokens` says otherwise, and a step always costs that much."""
+    speculative_config: SpeculativeConfig | None = None
+    """Propose tokens and confirm several in one step. Outputs are those without it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of requests without one (with their arrival number folded in)."""
     silent_mode: bool = False

@@ -2,9 +2,10 @@
 
     python -m ed_trainers.compare runs/a/checkpoints/100 runs/b/checkpoints/100
 
-Checkpoints of a run, states that were saved (`save_state`, `CheckpointManager`) and directories of
-safetensors files are read, array by array. Arrays are compared by canonical name, so the storage of
-layers does not matter. Exits with 0 where they are equal, 1 where they differ.
+Checkpoints of a run, states that were saved (`save_state`, `CheckpointManager`), directories of
+safetensors files and streams of EasyLM's are read, array by array. Arrays are compared by canonical
+name, so the storage of layers does not matter. Exits with 0 where they are equal, 1 where they
+differ.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 from ed_infra.errors import CheckpointError, EasyDeLError
 from ed_infra.paths import canonical, is_stacked
 
-Read = Callable[[], np.ndarray]
+#: Reads an array by its stored name.
+Read = Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Arrays:
     """The arrays of a checkpoint by canonical name, each read when it is asked for.
 
     Args:
-        directory: of a checkpoint, a saved state, or safetensors files.
+        directory: of a checkpoint, a saved state, or safetensors files; or a stream.
 
     Raises:
         CheckpointError: there are no arrays.
@@ -65,14 +67,18 @@ class Arrays:
         path = Path(directory).absolute()
         if (path / "arrays").is_dir():
             path = path / "arrays"
-        if (path / "_METADATA").is_file():
+        self.shapes: list[str]
+        self._read: Read
+        if path.is_file():
+            self.shapes, self._read = _of_easylm(path)
+        elif (path / "_METADATA").is_file():
             self.shapes, self._read = _of_orbax(path)
         elif any(path.glob("*.safetensors")):
             self.shapes, self._read = _of_safetensors(path)
         else:
             raise CheckpointError(
                 f"{path} holds no arrays: give a checkpoint (<save_directory>/checkpoints/<step>), "
-                "a saved state, or a directory of safetensors files"
+                "a saved state, a directory of safetensors files, or a stream of EasyLM's"
             )
         #: Canonical name -> the stored array, and the layer of it.
         self.entries: dict[str, tuple[str, int | None]] = {}
@@ -130,7 +136,7 @@ def _numbers(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def _of_orbax(path: Path) -> tuple[list[str], Callable[[str], np.ndarray]]:
+def _of_orbax(path: Path) -> tuple[list[str], Read]:
     import orbax.checkpoint as ocp
 
     from ed_trainers.stored.arrays import stored_arrays
@@ -148,7 +154,14 @@ def _of_orbax(path: Path) -> tuple[list[str], Callable[[str], np.ndarray]]:
     return list(stored_arrays(path)), read
 
 
-def _of_safetensors(path: Path) -> tuple[list[str], Callable[[str], np.ndarray]]:
+def _of_easylm(path: Path) -> tuple[list[str], Read]:
+    from ed_trainers.easylm import Stream
+
+    stream = Stream(path)
+    return list(stream), stream.read
+
+
+def _of_safetensors(path: Path) -> tuple[list[str], Read]:
     from ed_models.checkpoints.tensor_files import TensorFiles
 
     files = TensorFiles.open(path)
@@ -158,7 +171,7 @@ def _of_safetensors(path: Path) -> tuple[list[str], Callable[[str], np.ndarray]]
 def main() -> int:
     """Print how two checkpoints differ."""
     parser = argparse.ArgumentParser(prog="python -m ed_trainers.compare", description=__doc__)
-    parser.add_argument("first", help="directory of a checkpoint")
+    parser.add_argument("first", help="directory of a checkpoint, or a stream")
     parser.add_argument("second", help="directory of another")
     options = parser.parse_args()
     worst, count = 0.0, 0

@@ -2,9 +2,12 @@
 
     python -m ed_trainers.convert runs/mine/checkpoints/100 model-100
     python -m ed_trainers.convert meta-llama/Llama-3.2-1B states
+    python -m ed_trainers.convert runs/mine/model streaming_params --easylm
+    python -m ed_trainers.convert streaming_params model --config runs/mine/model
 
 Checkpoints of a run, and what `save_state` and `CheckpointManager` wrote, become a directory that
-`transformers` loads; anything else is loaded as a model and saved by `CheckpointManager`.
+`transformers` loads; anything else is loaded as a model and saved by `CheckpointManager`. A LLaMA
+also becomes a streaming checkpoint of EasyLM's, and such a file a model directory.
 """
 
 from __future__ import annotations
@@ -12,19 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ed_infra import registry, sharding
-from ed_infra.errors import CheckpointError, EasyDeLError
+from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_infra.paths import canonical
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.module import EasyDeLBaseModule
 from flax import nnx
 
 from ed_trainers.checkpoints.manager import CheckpointManager
+from ed_trainers.easylm import from_easylm, to_easylm
 from ed_trainers.stored import checksums
 from ed_trainers.stored.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
 from ed_trainers.stored.saved import check_format
@@ -104,25 +109,47 @@ def _empty(facts: dict[str, Any], path: Path) -> tuple[nnx.GraphDef, nnx.State]:
     return graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def convert(source: str | Path, target: str | Path) -> Path:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    config: str | Path | None = None,
+    easylm: bool = False,
+) -> Path:
     """Convert in the direction that the source calls for; see the head of this module.
 
     Args:
         source: a checkpoint, a saved state, a directory of Hugging Face or the name of one on the
-            hub.
+            hub; or a file, a stream of EasyLM's.
         target: what to write.
+        config: of a stream: a directory with the model's `config.json`.
+        easylm: write a stream.
 
     Returns:
-        The directory that was written.
+        The directory, or the stream, that was written.
 
     Raises:
         CheckpointError: the source is damaged, or holds only a part of a model.
+        ConfigError: a stream comes without a configuration, or another source with one.
     """
+    if Path(source).is_file() != (config is not None):
+        raise ConfigError(
+            f"{source}: config (--config) is a directory with the config.json of a stream's model; "
+            "a stream needs one, and nothing else takes one"
+        )
+    if config is not None:
+        return from_easylm(source, target, config)
+    if easylm:
+        if not (Path(source) / "arrays").is_dir():
+            return to_easylm(source, target)
+        with tempfile.TemporaryDirectory(prefix="easylm-") as directory:
+            model_of(source).save_pretrained(directory)
+            return to_easylm(directory, target)
     if (Path(source) / "arrays").is_dir():
         model_of(source).save_pretrained(target)
         return Path(target)
-    config = AutoEasyDeLConfig.from_pretrained(source)
-    dtype = getattr(config, "dtype", None) or "float32"  # that of the files
+    found = AutoEasyDeLConfig.from_pretrained(source)
+    dtype = getattr(found, "dtype", None) or "float32"  # that of the files
     name = str(dtype).removeprefix("torch.")
     model = AutoEasyDeLModelForCausalLM.from_pretrained(source, param_dtype=jnp.dtype(name))
     return CheckpointManager(target).save(model)
@@ -130,12 +157,18 @@ def convert(source: str | Path, target: str | Path) -> Path:
 
 def main() -> int:
     """Convert, and print what was written."""
-    parser = argparse.ArgumentParser(prog="python -m ed_trainers.convert", description=__doc__)
-    parser.add_argument("source", help="checkpoint, saved state, or directory of Hugging Face")
-    parser.add_argument("target", help="directory to write")
+    parser = argparse.ArgumentParser(
+        prog="python -m ed_trainers.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", help="checkpoint, saved state, directory or stream")
+    parser.add_argument("target", help="directory or stream to write")
+    parser.add_argument("--config", help="of a stream: a directory with the model's config.json")
+    parser.add_argument("--easylm", action="store_true", help="write a stream of EasyLM's")
     options = parser.parse_args()
     try:
-        print(convert(options.source, options.target))
+        print(convert(options.source, options.target, config=options.config, easylm=options.easylm))
     except EasyDeLError as error:
         print(error, file=sys.stderr)
         return 1

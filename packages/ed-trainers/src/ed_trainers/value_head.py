@@ -70,7 +70,9 @@ def value_head(model: LanguageModel) -> ValueHead:
 
 
 def without_value_head(model: LanguageModel) -> LanguageModel:
-    """The causal model alone; it shares the variables."""
+    """The causal model alone; it shares the variables. One without a head is returned as it is."""
+    if not hasattr(model, NAME):
+        return model
     plain: Any = copy.copy(model)
     del plain.value_head
     return plain

@@ -61,7 +61,8 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     dims = dims_of(values.sharding_axis_dims)
     logger = logging.getLogger("ed_esurge")
     logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler())
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
     import jax
     from ed_models.checkpoints import hub
 

@@ -19,13 +19,14 @@ from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
 
-from ed_esurge.command import bench, chat, serve
+from ed_esurge.command import bench, chat, run_batch, serve
 
 BAD_INPUT, INTERRUPTED = 2, 130
 #: Command -> (its module, what it does).
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "serve": (serve, "serve a model behind an OpenAI-compatible API"),
     "chat": (chat, "talk with a model in the terminal"),
+    "run-batch": (run_batch, "answer the requests of a file"),
     "bench": (bench, "put load on a server and measure it"),
 }
 

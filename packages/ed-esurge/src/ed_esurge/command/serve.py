@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
-from ed_esurge.command.flags import mapping_of
-from ed_esurge.command.load import add_model_arguments, engine_of
-from ed_esurge.config import ServerLimits
+from ed_infra.errors import ConfigError
+
+from ed_esurge.command.flags import mapping_of, options_of
+from ed_esurge.command.load import add_model_arguments, engine_of, name_of
+from ed_esurge.config import EngineConfig, ServerLimits
 
 #: Environment variable with the API key: a command line is read by every user of the machine.
 KEY = "ESURGE_API_KEY"
@@ -17,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the server, the engine and the model."""
     add_model_arguments(parser)
     group = parser.add_argument_group("server")
+    group.add_argument(
+        "--also",
+        metavar="MODEL",
+        nargs="+",
+        default=[],
+        help="more models behind the same server, with the same options; each gets an equal part "
+        "of the memory for pages",
+    )
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     group.add_argument("--port", type=int, default=11556, help="0 takes a free one (%(default)s)")
     group.add_argument("--served-model-name", nargs="+", help="what clients call the model")
@@ -29,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-hosts", nargs="+", help="what the Host header may name")
     group.add_argument("--tool-parser-name", default="auto", help="default: %(default)s")
     group.add_argument("--reasoning-parser", default="auto", help="default: %(default)s")
+    group.add_argument("--lora-directory", help="clients may load the LoRA adapters below it")
+    group.add_argument("--batch-directory", help="where files and results of batches lie")
+    group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
     group.add_argument("--log-level", default="info", help="default: %(default)s")
     group.add_argument("--drain-seconds", type=int, default=30, help="default: %(default)s")
     group.add_argument("--ssl-keyfile", help="private key, PEM")
@@ -36,11 +50,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--limits", metavar="JSON", help="see ed_esurge.config.ServerLimits")
 
 
+def engines_of(values: argparse.Namespace) -> Any:
+    """The engine that the arguments describe; with `--also` several, by their names.
+
+    Raises:
+        EasyDeLError: see `engine_of`; two models have the same name.
+    """
+    models = [values.model, *values.also]
+    if len(models) == 1:
+        return engine_of(values)
+    names = [name_of(model) for model in models]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
+    options = options_of(values, EngineConfig)
+    engines = {}
+    for place, (name, model) in enumerate(zip(names, models, strict=True), 1):
+        # On an accelerator an engine takes what is left below its mark.
+        own = {
+            "model": model,
+            "hbm_utilization": str(options.hbm_utilization * place / len(models)),
+            "cpu_cache_gib": str(options.cpu_cache_gib / len(models)),
+        }
+        if place > 1:
+            own |= {"tokenizer": None, "revision": None}
+        engines[name] = engine_of(argparse.Namespace(**{**vars(values), **own}))
+    return engines
+
+
 def run(values: argparse.Namespace) -> int:
     """Load the model and serve it."""
     from ed_esurge.server import serve
     from ed_esurge.server.auth import read_keys
 
+    if values.also and values.served_model_name:
+        raise ConfigError("--served-model-name is for one model: with --also each has its own name")
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = read_keys(values.api_key_file) if values.api_key_file else []
@@ -49,7 +92,7 @@ def run(values: argparse.Namespace) -> int:
         with open(values.chat_template, encoding="utf-8") as file:
             template = file.read()
     serve(
-        engine_of(values),
+        engines_of(values),
         values.host,
         values.port,
         served_model_name=values.served_model_name,
@@ -60,6 +103,9 @@ def run(values: argparse.Namespace) -> int:
         limits=limits,
         tool_parser_name=values.tool_parser_name,
         reasoning_parser=values.reasoning_parser,
+        lora_directory=values.lora_directory,
+        batch_directory=values.batch_directory,
+        otlp_traces_endpoint=values.otlp_traces_endpoint,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

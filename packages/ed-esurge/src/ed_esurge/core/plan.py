@@ -49,10 +49,12 @@ class PlanRow(NamedTuple):
         request_id: whose.
         slot: the slot of the sequence.
         start: position of the first token computed; equals the number of cached tokens.
-        token_ids: tokens computed: one for a decode, more for (a chunk of) a prompt.
+        token_ids: tokens computed: one for a decode, more for (a chunk of) a prompt. The last
+            `samples - 1` of them are proposals, which the sampled tokens confirm or not.
         pages: group -> page numbers that continue the sequence's page table; only groups that
             have new ones.
-        samples: tokens to sample after the last one; 0 before the end of what is known.
+        samples: tokens to sample, after the last one that is known and after each proposal; 0
+            before the end of what is known.
         scores: the step gives the log-probability of each next prompt token.
         pools: the hidden states are pooled; the vector comes out with the end of the prompt.
     """
@@ -70,6 +72,25 @@ class PlanRow(NamedTuple):
     def stop(self) -> int:
         """Position after the last token computed."""
         return self.start + len(self.token_ids)
+
+    @property
+    def known(self) -> int:
+        """Position after the last token that is no proposal."""
+        return self.start + len(self.token_ids) - max(self.samples - 1, 0)
+
+    def confirmed(self, sampled: Sequence[int]) -> list[int]:
+        """The tokens that follow for sure: each but the first came after a proposal that was right.
+
+        Args:
+            sampled: `samples` tokens.
+        """
+        proposed = self.token_ids[len(self.token_ids) - self.samples + 1 :]
+        right = 0
+        for token, proposal, following in zip(sampled, proposed, sampled[1:], strict=False):
+            if token != proposal or following < 0:
+                break  # -1 is no token: whoever samples there again is told so first
+            right += 1
+        return list(sampled[: right + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +118,8 @@ class StepPlan:
     def total(self) -> int:
         """Tokens of this step."""
         return sum([len(row.token_ids) for row in self.rows])
+
+    @property
+    def lines(self) -> int:
+        """Rows on the device: a proposal has one of its own."""
+        return sum([row.samples or 1 for row in self.rows])

@@ -103,6 +103,12 @@ class Request:
         return self.status is Status.FINISHED
 
     @property
+    def adjusted(self) -> bool:
+        """Whether the logits are changed before sampling, by what is kept on the device."""
+        params = self.params
+        return isinstance(params, SamplingParams) and is_adjusted(params, self.bad_token_ids)
+
+    @property
     def reads_prefixes(self) -> bool:
         """Whether pages of others may stand for its beginning, which is then not computed."""
         if isinstance(self.params, PoolingParams):
@@ -146,3 +152,14 @@ class Request:
         if not isinstance(self.params, SamplingParams):
             return ()
         return tuple(sorted(self.eos_token_ids.union(self.params.stop_token_ids)))
+
+
+def is_adjusted(params: SamplingParams, bad_token_ids: Sequence[Sequence[int]]) -> bool:
+    """Whether the logits of a sequence are adjusted at all."""
+    return bool(
+        params.penalized
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.min_tokens
+        or bad_token_ids
+    )

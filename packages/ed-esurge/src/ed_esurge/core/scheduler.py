@@ -9,6 +9,7 @@ from typing import Literal
 
 from ed_esurge.core.pages import PageGroup, PageTables, pages_of_sequence
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
+from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.outputs import FinishReason
 
@@ -51,6 +52,7 @@ class Scheduler:
         page_size: tokens of a page.
         prefix_caching: whether equal prefixes share pages. A page does not restore the state of a
             recurrent layer: for a model with such layers, False.
+        proposer: proposes tokens for sequences that decode; None = nobody does.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Scheduler:
         num_pages: int | Mapping[str, PageGroup],
         page_size: int,
         prefix_caching: bool = True,
+        proposer: Proposer | None = None,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
             raise ValueError(
@@ -79,6 +82,7 @@ class Scheduler:
                 )
         self.limits = limits
         self.pages = PageTables(groups, page_size, at_once, prefix_caching=prefix_caching)
+        self.proposer = proposer
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -167,6 +171,8 @@ class Scheduler:
             budget -= len(row.token_ids)
         if not rows:
             return None
+        if self.proposer is not None and not self.waiting:
+            self._speculate(self.proposer, rows, budget)
         self._step += 1
         return StepPlan(self._step, tuple(rows.values()), tuple(started), tuple(preempted))
 
@@ -189,14 +195,20 @@ class Scheduler:
                 continue  # ended from outside while the step ran
             request.num_computed = row.stop
             if row.samples:
-                taken[row.request_id] = request.take(sampled[row.request_id])
+                tokens = sampled[row.request_id]
+                taken[row.request_id] = request.take(tokens)
                 # Tokens that were proposed in the row and not confirmed are computed anew.
                 request.num_computed = min(row.stop, request.num_tokens - 1)
+                if row.samples > 1 and self.proposer is not None:
+                    self.proposer.count(row.samples - 1, len(tokens) - 1)
+                    self.pages.share(request, row.known, request.num_computed)
             elif request.max_tokens == 0 and row.stop == request.num_tokens:
                 taken[row.request_id] = 0
                 request.finish_reason = "stop" if request.pooled else "length"
             if request.finish_reason is not None:
                 self._retire(request)
+        if self.proposer is not None:
+            self.proposer.observe(plan, self.requests)
         return taken
 
     def preempt_all(self) -> None:
@@ -205,6 +217,30 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     # ---- parts
+
+    def _speculate(self, proposer: Proposer, rows: dict[str, PlanRow], budget: int) -> None:
+        """Add proposals to rows that decode, as far as rows and tokens of the step are free: each
+        proposal is computed in a row of its own."""
+        free = min(budget, self.limits.max_num_seqs - len(rows))
+        for name, row in rows.items():
+            request = self.requests[name]
+            left = request.max_tokens - len(request.output) - 1
+            most = min(proposer.most, free, left, self.pages.at_once - 1)
+            if most <= 0 or row.samples != 1 or len(row.token_ids) != 1 or request.adjusted:
+                continue
+            proposed = proposer.propose(request, most)
+            if not proposed:
+                continue
+            more = self.pages.reserve(request, 1 + len(proposed))
+            if more is None:
+                continue
+            pages = {group: (*row.pages.get(group, ()), *more[group]) for group in more}
+            rows[name] = row._replace(
+                token_ids=[*row.token_ids, *proposed],
+                pages={**row.pages, **pages},
+                samples=1 + len(proposed),
+            )
+            free -= len(proposed)
 
     def _order(self, request: Request) -> tuple[int, int]:
         first = request.priority if self.limits.policy == "priority" else 0
@@ -262,6 +298,8 @@ class Scheduler:
         request.status = Status.FINISHED
         self._usual_output += (len(request.output) - self._usual_output) / 8
         del self.requests[request.request_id]
+        if self.proposer is not None:
+            self.proposer.forget(request)
 
     def _let_go(self, request: Request) -> None:
         self.pages.release(request)

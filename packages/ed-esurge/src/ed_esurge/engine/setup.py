@@ -13,9 +13,11 @@ from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
+from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
+from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.guides import Grammars
 from ed_esurge.runner.model_runner import ModelRunner
 
@@ -36,6 +38,7 @@ class Setup:
         limits: the scheduler's.
         buckets: the runner's shapes.
         windows: group of layers -> the window that they see.
+        draft: the draft model, if one proposes tokens.
     """
 
     model: LanguageModel
@@ -43,9 +46,12 @@ class Setup:
     limits: Limits
     buckets: Buckets
     windows: dict[str, int | None]
+    draft: LanguageModel | None = None
 
     @classmethod
-    def resolve(cls, model: LanguageModel, config: EngineConfig) -> Setup:
+    def resolve(
+        cls, model: LanguageModel, config: EngineConfig, draft: LanguageModel | None = None
+    ) -> Setup:
         """Cap the options at what model and platform can do.
 
         Raises:
@@ -66,11 +72,19 @@ class Setup:
                 f"using {positions}",
             )
             longest = int(positions)
+        for name in ("batch_invariant", "speculative_config"):
+            if getattr(config, name) not in (None, False) and is_recurrent(model):
+                raise ConfigError(
+                    f"{name} is for models whose layers read keys and values: a recurrent layer "
+                    "of this one has a state, which each token changes; leave the option out"
+                )
         platform = platform_of(model)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
+        if config.batch_invariant:
+            budget = config.max_num_batched_tokens or seqs
         seqs = min(seqs, budget)
         # More tokens than all sequences together can have are never in one step.
         budget = max(seqs, min(budget, seqs * longest))
@@ -87,8 +101,11 @@ class Setup:
             pages=-(-longest // config.page_size),
             min_tokens=config.min_input_pad,
             seq_buckets=config.max_num_seq_buckets,
+            invariant=config.batch_invariant,
         )
-        return cls(model, config, limits, buckets, windows_of(model))
+        if draft is not None:
+            _check_draft(model, draft, longest)
+        return cls(model, config, limits, buckets, windows_of(model), draft)
 
     def runner(self, grammars: Grammars | None = None) -> ModelRunner:
         """The runner, its pools sized by what memory is left."""
@@ -113,11 +130,29 @@ class Setup:
             num_pages=groups,
             page_size=self.config.page_size,
             prefix_caching=caching,
+            proposer=self._proposer(runner),
         )
 
-    def _runner(self, num_pages: dict[str, int], grammars: Grammars | None = None) -> ModelRunner:
+    def _proposer(self, runner: ModelRunner) -> Proposer | None:
+        """Who proposes tokens."""
+        wanted = self.config.speculative_config
+        if wanted is None:
+            return None
+        if self.draft is None:
+            return PromptLookup(wanted)
+        pages = {GROUP: runner.num_pages[GROUP]}
+        drafting = self._runner(pages, model=self.draft)
+        return DraftModel(drafting, wanted.num_speculative_tokens, self.limits.token_budget)
+
+    def _runner(
+        self,
+        num_pages: dict[str, int],
+        grammars: Grammars | None = None,
+        *,
+        model: LanguageModel | None = None,
+    ) -> ModelRunner:
         return ModelRunner(
-            self.model,
+            model or self.model,
             self.buckets,
             page_size=self.config.page_size,
             num_pages=num_pages,
@@ -161,6 +196,8 @@ class Setup:
                 for name, window in self.windows.items()
             }
         of_page = {name: page_bytes(self.model, size, name) for name in needed}
+        if self.draft is not None:
+            of_page[GROUP] += page_bytes(self.draft, size)
         of_sequence = sum(needed[name] * of_page[name] for name in needed)
         memory = accelerator_memory(self.model)
         if memory is None:
@@ -187,6 +224,32 @@ class Setup:
             return trial.workspace_bytes() + trial.state_bytes()
         finally:
             trial.free()
+
+
+def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> None:
+    """Refuse a draft model that cannot follow the served one.
+
+    Raises:
+        ConfigError: see the messages.
+    """
+    theirs, ours = draft.config.vocab_size, model.config.vocab_size
+    if theirs != ours:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
+            "they must share their tokens"
+        )
+    if is_recurrent(draft) or windows_of(draft) != {GROUP: None}:
+        raise ConfigError(
+            "the draft model has layers with a window or a state: give one whose layers all see "
+            "every token"
+        )
+    if GROUP not in windows_of(model):
+        raise ConfigError("no layer of the model sees every token: use the method ngram")
+    positions = longest_sequence(draft.config)
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"the draft model has {positions} positions and max_model_len is {longest}: lower it"
+        )
 
 
 def page_bytes(model: LanguageModel, page_size: int, group: str = "full") -> int:

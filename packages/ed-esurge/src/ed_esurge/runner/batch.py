@@ -6,6 +6,7 @@ array (floats by their bits) and are sliced apart inside the jitted step, where 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_layers.cache import RaggedBatch
 
-from ed_esurge.core.plan import StepPlan
+from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.runner.buckets import Shape
 from ed_esurge.runner.sampler import SamplerRows
 from ed_esurge.runner.slots import FLOATS, OF_SAMPLING, OF_SEQUENCE, Slots
@@ -100,12 +101,15 @@ class BatchBuilder:
 
     Args:
         slots: what is known of the sequences.
+        apart: every token has a row on the device, as if it were decoded.
         page_size: tokens of a page.
         num_pages: pages of each group's pool; the slot after the last page is nowhere.
     """
 
-    def __init__(self, slots: Slots, *, page_size: int, num_pages: dict[str, int]) -> None:
-        self.page_size = page_size
+    def __init__(
+        self, slots: Slots, *, page_size: int, num_pages: dict[str, int], apart: bool = False
+    ) -> None:
+        self.page_size, self.apart = page_size, apart
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
         self._fields: dict[Shape, Fields] = {}
@@ -119,9 +123,9 @@ class BatchBuilder:
 
     def empty(self, shape: Shape) -> np.ndarray:
         """The buffer of a step without sequences (to compile with)."""
-        return self.build(StepPlan(0, ()), shape)
+        return self.build(StepPlan(0, ()), shape)[0]
 
-    def build(self, plan: StepPlan, shape: Shape) -> np.ndarray:
+    def build(self, plan: StepPlan, shape: Shape) -> tuple[np.ndarray, Sequence[int]]:
         """Write a plan into a new buffer (a device may still be reading the last one).
 
         Args:
@@ -129,11 +133,15 @@ class BatchBuilder:
             shape: at least as large as the plan.
 
         Returns:
-            int32 [fields(shape).size].
+            int32 [fields(shape).size]; and for each row of the plan the row on the device in which
+            it samples first.
         """
         fields, known = self.fields(shape), self._slots
-        planned, count, nobody = plan.rows, len(plan.rows), known.num_slots
+        planned, places = plan.rows, range(len(plan.rows))
         tokens = plan.total
+        if tokens != len(planned) and (self.apart or plan.lines != len(planned)):
+            planned, places = self._separate(planned)
+        count, nobody = len(planned), known.num_slots
         buffer = np.empty(fields.size, np.int32)
         starts = np.array([row.start for row in planned], np.int32)
         lengths: int | np.ndarray = 1
@@ -167,10 +175,27 @@ class BatchBuilder:
         page = positions // self.page_size
         inside = positions - page * self.page_size
         tables, slots = fields.view(buffer, "page_table"), fields.view(buffer, "slots")
-        for group, table, places in zip(self.nowhere, tables, slots, strict=True):
+        for group, table, slots_of in zip(self.nowhere, tables, slots, strict=True):
             known.page_table[group].take(of_row, axis=0, out=table, mode="clip")
-            places[:tokens] = table[of_token, page] * self.page_size + inside
-        return buffer
+            slots_of[:tokens] = table[of_token, page] * self.page_size + inside
+        return buffer, places
+
+    def _separate(self, planned: Sequence[PlanRow]) -> tuple[list[PlanRow], list[int]]:
+        """A row for each token, where a row has proposals or all tokens are apart; and the places
+        of the first of each that samples."""
+        lines: list[PlanRow] = []
+        places: list[int] = []
+        for row in planned:
+            if not self.apart and row.samples <= 1:
+                places.append(len(lines))
+                lines.append(row)
+                continue
+            start, silent = row.start, len(row.token_ids) - row.samples
+            places.append(len(lines) + min(silent, len(row.token_ids) - 1))
+            for index, token in enumerate(row.token_ids):
+                line = PlanRow(row.request_id, row.slot, start + index, (token,), {})
+                lines.append(line._replace(samples=int(index >= silent)))
+        return lines, places
 
     def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:
         """The beginning of a buffer, as far as the lengths of the rows decide it."""

@@ -41,6 +41,7 @@ class Buckets:
         pages: pages of the longest sequence.
         min_tokens: smallest shape made for prefill.
         seq_buckets: numbers of sequences for decoding, ascending, instead of those.
+        invariant: one shape for every step, in which each token has a row of its own.
     """
 
     def __init__(
@@ -51,7 +52,13 @@ class Buckets:
         pages: int,
         min_tokens: int = 16,
         seq_buckets: Sequence[int] | None = None,
+        invariant: bool = False,
     ) -> None:
+        self.invariant = invariant
+        if invariant:
+            self.prefill_tokens = (max_num_tokens,)
+            self.decode = self.prefill = (Shape(max_num_tokens, max_num_tokens, pages),)
+            return
         if seq_buckets is None:
             seq_buckets = [1, *geometric(4, max_num_seqs, 2)]
         seqs = sorted({min(s, max_num_seqs) for s in seq_buckets})
@@ -75,7 +82,7 @@ class Buckets:
         """The cheapest shape that holds a step.
 
         Args:
-            tokens, seqs: real sizes; as many tokens as sequences is a decode.
+            tokens, seqs: real sizes; as many tokens as rows is a decode.
             prefill: take a shape for prefill, whatever the sizes.
         """
         shapes = self.prefill if prefill or tokens > seqs else self.decode

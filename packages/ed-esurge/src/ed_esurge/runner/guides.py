@@ -129,15 +129,28 @@ class Guide:
         self.matcher, self._after = matcher, list(after)
         self._prompt_len, self._taken = new.prompt_len, new.prompt_len
         self._recent: list[int] = []
+        self._proposed: list[int] = []
         self.free = bool(after)
         """The grammar has not begun."""
         self._take(list(new.token_ids[new.prompt_len :]))
 
     def grow(self, row: PlanRow) -> None:
         """Take the tokens of a row that are new."""
-        fresh = row.stop - max(self._taken, row.start)
-        if fresh > 0:
-            self._take(list(row.token_ids[-fresh:]))
+        # What was proposed in the last row and lies before this one was right.
+        self._take(self._proposed[: max(row.start - self._taken, 0)])
+        self._take(list(row.token_ids[self._taken - row.start : row.known - row.start]))
+        self._proposed = list(row.token_ids[row.known - row.start :])
+
+    def begins_within(self, proposed: Sequence[int]) -> int | None:
+        """After how many proposals the grammar speaks; None if after none of them."""
+        if not self.free:
+            return 0
+        recent = list(self._recent)
+        for count, token in enumerate(proposed, 1):
+            recent = [*recent, token][-len(self._after) :]
+            if recent == self._after:
+                return count
+        return None
 
     def _take(self, tokens: list[int]) -> None:
         self._taken += len(tokens)
@@ -188,10 +201,14 @@ class Guides:
         if guide is not None:
             guide.grow(row)
 
-    def allowed(self, plan: StepPlan, rows: int) -> np.ndarray | jax.Array:
+    def allowed(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | jax.Array:
         """Bits of the tokens that each row of a step may sample, [rows, words] int32. Where it is
-        all of them, nothing is sent to the device."""
-        masks = self.masks(plan, rows)
+        all of them, nothing is sent to the device.
+
+        Args:
+            places: of each row of the plan, the row in which it samples first.
+        """
+        masks = self.masks(plan, places, rows)
         return self.everything(rows) if masks is None else masks
 
     def everything(self, rows: int) -> jax.Array:
@@ -201,22 +218,35 @@ class Guides:
             self._everything[rows] = self._place(ones)
         return self._everything[rows]
 
-    def masks(self, plan: StepPlan, rows: int) -> np.ndarray | None:
+    def masks(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | None:
         """As `allowed`; None where no grammar speaks."""
         if not self._known:
             return None
-        guided = [
-            (guide.matcher, place)
-            for place, row in enumerate(plan.rows)
-            if row.samples and (guide := self._at[row.slot]) is not None and not guide.free
-        ]
-        if not guided or self._grammars is None:
+        alone: list[tuple[Any, int]] = []
+        ahead: list[tuple[Any, int, list[int]]] = []
+        for place, row in zip(places, plan.rows, strict=True):
+            guide = self._at[row.slot] if row.samples else None
+            if guide is None:
+                continue
+            proposed = list(row.token_ids[row.known - row.start :])
+            begins = guide.begins_within(proposed)
+            if begins is not None and begins < len(proposed):
+                ahead.append((guide.matcher, place + begins, proposed[begins:]))
+            elif begins is not None:
+                alone.append((guide.matcher, place + begins))
+        if not (alone or ahead) or self._grammars is None:
             return None
         from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
+        from llguidance.numpy import (
+            fill_next_token_bitmask_par,
+            fill_next_token_bitmask_par_with_draft_tokens,
+        )
 
         if self._executor is None:
             self._executor = LLExecutor()
         masks = np.full((rows, words(self._grammars.size)), -1, np.int32)
-        fill_next_token_bitmask_par(self._executor, guided, masks)
+        if alone:
+            fill_next_token_bitmask_par(self._executor, alone, masks)
+        if ahead:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, ahead, masks)
         return np.ascontiguousarray(masks[:, : self._words])

@@ -85,7 +85,9 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             guides=Guides(grammars, max_num_seqs, self.vocab_size, self._replicated),
         )
-        self._builder = BatchBuilder(self._slots, page_size=page_size, num_pages=num_pages)
+        self._builder = BatchBuilder(
+            self._slots, page_size=page_size, num_pages=num_pages, apart=buckets.invariant
+        )
         self._functions: dict[Name, Callable[..., Any]] = {}
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self._cache: Cache | None = None
@@ -148,10 +150,11 @@ class ModelRunner:
                 self._state = self._function(PUT)(self._state, *line)
         scored = True in [row.scores for row in plan.rows]
         pooled = True in [row.pools for row in plan.rows]
-        shape = self.buckets.pick(plan.total, len(plan.rows), prefill=scored or pooled)
-        buffer = self._builder.build(plan, shape)
+        lines = plan.total if self.buckets.invariant else plan.lines
+        shape = self.buckets.pick(plan.total, lines, prefill=scored or pooled)
+        buffer, places = self._builder.build(plan, shape)
         packed, hidden, self._cache, self._state = self._function(shape)(
-            leaves, self._cache, self._state, buffer, slots.guides.allowed(plan, shape.seqs)
+            leaves, self._cache, self._state, buffer, slots.guides.allowed(plan, places, shape.seqs)
         )
         for adjustment, count, _ in adjusted:
             adjustment.sampled(count)
@@ -169,7 +172,7 @@ class ModelRunner:
             vectors, self._sums = self._function(("pool", shape.tokens))(
                 hidden, *self._pooling(plan.rows, shape.tokens), self._sums
             )
-        return StepResult(plan, packed, scores, vectors)
+        return StepResult(plan, packed, places, scores, vectors)
 
     def _pooling(self, rows: tuple[PlanRow, ...], tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """`(slot_of_token, rows)` for `pool`."""
@@ -301,7 +304,8 @@ class ModelRunner:
         kind, tokens = name
         if tokens not in self._hidden:
             shape = self.buckets.pick(tokens, 1, prefill=True)
-            self._keep_hidden(shape, jax.eval_shape(self._make_step(shape), *self._arguments(shape)))
+            step = self._make_step(shape)
+            self._keep_hidden(shape, jax.eval_shape(step, *self._arguments(shape)))
         hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
         if kind == "score":
             return self.weights.like, hidden, of_token
@@ -324,7 +328,7 @@ class ModelRunner:
         """Run a function on nothing, so that `jax.jit` has compiled it."""
         function, leaves = self._function(name), self.weights.leaves
         if isinstance(name, Shape):
-            allowed = self._slots.guides.allowed(StepPlan(0, ()), name.seqs)
+            allowed = self._slots.guides.everything(name.seqs)
             empty = self._builder.empty(name)
             out = function(leaves, self._cache, self._state, empty, allowed)
             self._cache, self._state = out[2:]

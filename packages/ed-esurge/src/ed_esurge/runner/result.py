@@ -40,6 +40,7 @@ class StepResult:
     Args:
         plan: what was run.
         packed: `Sampled.pack()` of the rows, int32 [n, w].
+        places: for each row of the plan, the row of `packed` in which it samples first.
         scores: the same of the flat tokens, for prompt log-probabilities, or None.
         vectors: pooled vectors by slot, float32 [m, d], or None.
     """
@@ -48,10 +49,11 @@ class StepResult:
         self,
         plan: StepPlan,
         packed: jax.Array,
+        places: Sequence[int],
         scores: jax.Array | None = None,
         vectors: jax.Array | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.places = plan, places
         self._arrays: dict[str, jax.Array | np.ndarray | None] = {
             "packed": packed,
             "scores": scores,
@@ -61,23 +63,34 @@ class StepResult:
 
     def __getstate__(self) -> dict[str, object]:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
-        return {"plan": self.plan, "_arrays": arrays, "_tokens": self._tokens}
+        kept = {"plan": self.plan, "places": list(self.places)}
+        return {**kept, "_arrays": arrays, "_tokens": self._tokens}
 
     def tokens(self) -> dict[str, list[int]]:
-        """request id -> sampled tokens, for the rows that sample; -1 where the logits are not
-        finite."""
-        rows = zip(self.plan.rows, self._column(), strict=False)
-        return {row.request_id: [token] for row, token in rows if row.samples}
+        """request id -> sampled tokens that are confirmed, at least one, for the rows that sample;
+        -1 where the logits are not finite."""
+        column = self._column()
+        return {
+            row.request_id: [column[place]]
+            if row.samples == 1
+            else row.confirmed(column[place : place + row.samples])
+            for row, place in zip(self.plan.rows, self.places, strict=True)
+            if row.samples
+        }
 
-    def sampled(self, index: int, count: int | None) -> list[TokenScores]:
-        """The tokens that row `index` of the plan sampled.
+    def sampled(self, index: int, many: int, count: int | None) -> list[TokenScores]:
+        """The first tokens that row `index` of the plan sampled.
 
         Args:
+            many: how many of them.
             count: alternatives wanted; None wants no log-probabilities either.
         """
+        lines = range(self.places[index], self.places[index] + many)
         if count is None:
-            return [TokenScores(self._column()[index], 0.0, 0, [])]
-        return [read(self._host("packed")[index], count)]
+            column = self._column()
+            return [TokenScores(column[line], 0.0, 0, []) for line in lines]
+        packed = self._host("packed")
+        return [read(packed[line], count) for line in lines]
 
     def prompt(self, index: int, count: int) -> Sequence[TokenScores]:
         """The same for the tokens after each position that row `index` of the plan passed.

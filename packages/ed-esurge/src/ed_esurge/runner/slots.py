@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
-from ed_esurge.core.request import RequestError
+from ed_esurge.core.request import RequestError, is_adjusted
 from ed_esurge.runner.guides import Guides
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
@@ -117,7 +117,7 @@ class Slots:
         self._adjusted[slot] = None
         if isinstance(params, PoolingParams):
             return
-        if is_adjusted(new, params):
+        if is_adjusted(params, new.bad_token_ids):
             self._adjusted[slot] = Adjustment(new, params, self.vocab_size)
             self._set(
                 slot,
@@ -181,17 +181,6 @@ class Slots:
         for name, value in values.items():
             bits = np.float32(value).view(np.int32) if name in FLOATS else np.int32(value)
             self.numbers[NUMBERS.index(name), at] = bits
-
-
-def is_adjusted(new: NewSequence, params: SamplingParams) -> bool:
-    """Whether the logits of a sequence are adjusted at all."""
-    return bool(
-        params.penalized
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.min_tokens
-        or new.bad_token_ids
-    )
 
 
 class Adjustment:

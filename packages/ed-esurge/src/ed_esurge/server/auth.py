@@ -126,6 +126,7 @@ class BearerAuth:
         counted = scope["method"] == "POST"
         try:
             account = self._account(scope)
+            scope["ed_esurge.owner"] = account.key.sha256
             account.check()
             if counted:
                 account.enter()
@@ -151,6 +152,11 @@ class BearerAuth:
                 code="invalid_api_key",
             )
         return matches[0]
+
+
+def owner_of(scope: Scope) -> str:
+    """Whose request it is: the digest of its key, or nothing where no keys are asked for."""
+    return scope.get("ed_esurge.owner", "")
 
 
 def _key(scope: Scope) -> bytes:

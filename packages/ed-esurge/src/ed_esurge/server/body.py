@@ -39,14 +39,18 @@ async def read(request: Request, kind: type[OptionsT], limits: ServerLimits) -> 
             "the request body is not a JSON object sent with Content-Type: application/json",
             code="invalid_json",
         )
-    raw = await _bytes(request, limits)
+    raw = await read_bytes(request, limits.max_body_bytes, limits.body_timeout)
     if len(raw) < LONG_BODY:
         return kind.model_validate(_parsed(raw))
     return await asyncio.to_thread(lambda: kind.model_validate(_parsed(raw)))
 
 
-async def _bytes(request: Request, limits: ServerLimits) -> bytes:
-    most = limits.max_body_bytes
+async def read_bytes(request: Request, most: int, seconds: float) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        APIError: 408 too slow, 413 too long.
+    """
     said = request.headers.get("content-length", "")
     parts: list[bytes] = []
     size = int(said) if said.isdecimal() and len(said) < 20 else 0
@@ -59,7 +63,7 @@ async def _bytes(request: Request, limits: ServerLimits) -> bytes:
         raise too_long
     size = 0
     try:
-        async with asyncio.timeout(limits.body_timeout):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
                 size += len(part)
                 if size > most:
@@ -67,7 +71,7 @@ async def _bytes(request: Request, limits: ServerLimits) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise APIError(
-            f"the request body did not arrive within {limits.body_timeout:g} seconds",
+            f"the request body did not arrive within {seconds:g} seconds",
             status=408,
             code="request_timeout",
         ) from None

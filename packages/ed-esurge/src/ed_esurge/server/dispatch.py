@@ -20,5 +20,7 @@ async def dispatch(
     """
     if body is None:
         return await endpoint.answer(site, request)
+    if endpoint.of_the_site:
+        return await endpoint.answer(site, body, request)
     served = site.find(getattr(body, "model", None))
     return await endpoint.answer(served, body, request)

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server import adapters, answers, health, models, protocol, tokens
+from ed_esurge.server import adapters, answers, batches, health, models, protocol, tokens
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
@@ -30,6 +30,7 @@ REFUSALS = {
     403: "The server does not do that for its clients.",
     404: "The model, or what the path names, is not here.",
     408: "The request did not arrive, or was not answered, in time.",
+    409: "What is asked for cannot be done now.",
     413: "The body is too long.",
     415: "The body is compressed.",
     421: "The server does not answer for this host.",
@@ -38,6 +39,7 @@ REFUSALS = {
     503: "The engine cannot answer.",
 }
 READING = (401, 421)
+LISTING = (*READING, 400, 404)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Endpoint:
     Attributes:
         answer: gets the request and, where there is a body, the body and the model that it names;
             where there is none, the whole site.
+        of_the_site: it gets the whole site although it has a body.
         takes: model of the body; None where there is none.
         gives: model of the answer; a string is the media type of a text.
         refusals: statuses of refusals.
@@ -61,6 +64,7 @@ class Endpoint:
     streams: bool = False
     refusals: tuple[int, ...] = READING
     method: Literal["GET", "POST", "DELETE"] = "GET"
+    of_the_site: bool = False
 
 
 def _post(
@@ -134,6 +138,59 @@ ENDPOINTS = (
     _post("/v1/embeddings", "Texts to vectors.", embed, EmbeddingRequest, Embeddings),
     _post("/v1/score", "How alike texts are.", score, ScoreRequest, Scores),
     _post("/v1/rerank", "Documents by how well they fit.", rerank, RerankRequest, Reranked),
+    Endpoint(
+        "/v1/files",
+        "Keep a file of requests; a form with the fields purpose and file.",
+        batches.upload,
+        batches.StoredFile,
+        refusals=(*READING, 400, 404, 408, 413, 429),
+        method="POST",
+    ),
+    Endpoint("/v1/files", "The files.", batches.files, batches.FileList, refusals=LISTING),
+    Endpoint(
+        "/v1/files/{file_id}", "A file.", batches.file, batches.StoredFile, refusals=(*READING, 404)
+    ),
+    Endpoint(
+        "/v1/files/{file_id}/content",
+        "What is in a file.",
+        batches.content,
+        "application/octet-stream",
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/v1/files/{file_id}",
+        "Forget a file.",
+        batches.delete,
+        batches.FileDeleted,
+        refusals=(*READING, 404, 409),
+        method="DELETE",
+    ),
+    Endpoint(
+        "/v1/batches",
+        "Answer the requests of a file, line by line.",
+        batches.create,
+        batches.Batch,
+        batches.BatchRequest,
+        refusals=tuple(REFUSALS),
+        method="POST",
+        of_the_site=True,
+    ),
+    Endpoint("/v1/batches", "The batches.", batches.batches, batches.BatchList, refusals=LISTING),
+    Endpoint(
+        "/v1/batches/{batch_id}",
+        "How far a batch is.",
+        batches.batch,
+        batches.Batch,
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/v1/batches/{batch_id}/cancel",
+        "Begin no further line.",
+        batches.cancel,
+        batches.Batch,
+        refusals=(*READING, 404, 409),
+        method="POST",
+    ),
     Endpoint(
         "/v1/models",
         "The names that models and their adapters are served under.",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from ed_infra.errors import ConfigError, did_you_mean
 
+from ed_esurge.server.batch_store import BatchStore
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.metrics import ServerMetrics
 from ed_esurge.server.served import Served
@@ -20,15 +22,24 @@ class Site:
         models: at least one; requests that name none get the first.
         state: what they share.
         metrics: where all is counted.
+        batches: where files and batches are; None: there are none.
+
+    Attributes:
+        batched: set when there is a new batch.
 
     Raises:
         ConfigError: two have the same name.
     """
 
     def __init__(
-        self, models: Sequence[Served], state: ServerState, metrics: ServerMetrics
+        self,
+        models: Sequence[Served],
+        state: ServerState,
+        metrics: ServerMetrics,
+        batches: BatchStore | None = None,
     ) -> None:
         self.models, self.state, self.metrics = tuple(models), state, metrics
+        self.batches, self.batched = batches, asyncio.Event()
         names = [name for served in self.models for name in served.names]
         for name in names:
             if names.count(name) > 1:

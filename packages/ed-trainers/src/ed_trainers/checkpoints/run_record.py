@@ -20,6 +20,8 @@ MUST_MATCH = (
     "master_dtype",
     "skip_bad_steps",
     "trainable_rules",
+    "steps_per_generation",
+    "num_iterations",
 )
 
 # Arguments that change what is computed, though a changed run can still go on from the checkpoint.

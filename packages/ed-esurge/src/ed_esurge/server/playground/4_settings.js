@@ -1,6 +1,6 @@
 // How answers are made: the fields of the right column, and the request that they give.
 const DEFAULTS = {
-  mode: "auto", system: "", temperature: 0.7, top_p: 1, top_k: 0, min_p: 0, max_tokens: 512, seed: "",
+  mode: "auto", system: "", temperature: 0.7, top_p: 1, top_k: 0, min_p: 0, max_tokens: "", seed: "",
   n: 1, stop: "", repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0,
   logprobs: true, top: 5, tools: "", choice: "auto", form: "text", schema: "",
 };
@@ -87,7 +87,7 @@ function buildSettings() {
       slider("top_p", "Top-p", 0.05, 1, 0.05),
       slider("min_p", "Min-p", 0, 1, 0.01),
       el("div", { className: "two" },
-        field("max_tokens", "Most tokens", { type: "number", min: 1, placeholder: "what fits" }),
+        field("max_tokens", "Most tokens", { type: "number", min: 1, placeholder: "1024" }),
         field("top_k", "Top-k (0: all)", { type: "number", min: 0 })),
       el("div", { className: "two" },
         field("seed", "Seed", { type: "number", placeholder: "random" }),
@@ -157,7 +157,8 @@ function requestFor(nodes, from) {
     body[name] = settings[name];
   }
   if (+settings.top_k > 0) body.top_k = +settings.top_k;
-  if (settings.max_tokens !== "") body.max_tokens = +settings.max_tokens;
+  // Not more than a model with a small context has room for.
+  body.max_tokens = settings.max_tokens === "" ? Math.min(1024, Math.ceil((card()?.max_model_len ?? 1024) / 2)) : +settings.max_tokens;
   if (settings.seed !== "") body.seed = +settings.seed;
   const stops = settings.stop.split("\n").filter(Boolean);
   if (stops.length) body.stop = stops;

@@ -1,0 +1,230 @@
+"""Proposed tokens: the output is the one without them, and takes fewer steps."""
+
+from __future__ import annotations
+
+import pytest
+from ed_esurge import EngineConfig, SamplingParams, StructuredOutputs, eSurge
+from ed_esurge.config import SpeculativeConfig
+from ed_esurge.core.ngram import NgramIndex
+from ed_esurge.core.proposals import PromptLookup
+from ed_infra.errors import ConfigError
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=1)
+RANDOM = SamplingParams(seed=3, temperature=1.2, top_p=0.9, max_tokens=14, ignore_eos=True)
+
+
+def same(outputs, others) -> None:
+    """Tokens are equal, log-probabilities as near as two batches are."""
+    for output, other in zip(outputs, others, strict=True):
+        for one, two in zip(output.outputs, other.outputs, strict=True):
+            assert (one.token_ids, one.text) == (two.token_ids, two.text)
+            assert (one.finish_reason, one.stop_reason) == (two.finish_reason, two.stop_reason)
+            if one.logprobs is not None:
+                assert len(one.logprobs) == len(one.token_ids)
+                assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
+
+
+@pytest.fixture
+def speculating(surge, oracle, monkeypatch):
+    """Run requests with and without the oracle on the shared engine; its proposer."""
+
+    def run(prompts, params, most: int = 3):
+        plain = surge.generate(prompts, params)
+        surge.loop.scheduler.pages.forget_prefixes()
+        before = surge.stats()["num_steps"]
+        surge.generate(prompts, params)
+        between = surge.stats()["num_steps"]
+        surge.loop.scheduler.pages.forget_prefixes()
+        proposer = oracle(most, plain)
+        monkeypatch.setattr(surge.loop.scheduler, "proposer", proposer)
+        compiled = surge.stats()["num_compiled"]
+        same(surge.generate(prompts, params), plain)
+        after = surge.stats()
+        assert after["num_compiled"] == compiled
+        assert after["kv_cache_usage"] == 0
+        return proposer, between - before, after["num_steps"] - between
+
+    return run
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM, RANDOM.replace(n=2, top_p=1.0)])
+def test_the_output_is_the_one_without_proposals(speculating, prompts, params):
+    proposer, plain, fewer = speculating(prompts[:3], params)
+    assert 0 < proposer.num_accepted_tokens < proposer.num_draft_tokens
+    assert sum(proposer.accepted_per_pos) == proposer.num_accepted_tokens
+    assert proposer.accepted_per_pos == sorted(proposer.accepted_per_pos, reverse=True)
+    assert fewer < plain
+
+
+def test_alone_a_step_gives_several_tokens(speculating, prompts):
+    _, plain, fewer = speculating(prompts[3], GREEDY)
+    assert (plain, fewer) == (16, 7)  # three chunks of the prompt, then 13 tokens in 4 steps
+
+
+def test_ends_within_proposals(speculating, surge, prompts):
+    whole = surge.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
+    for params in (
+        GREEDY.replace(stop_token_ids=(whole[6],)),
+        GREEDY.replace(max_tokens=6),
+        GREEDY.replace(logprobs=None, max_tokens=1),
+    ):
+        speculating(prompts[1], params)
+
+
+def test_requests_with_adjusted_logits_go_without(speculating, prompts):
+    proposer, *_ = speculating(prompts[3], GREEDY.replace(frequency_penalty=0.5))
+    assert proposer.num_drafts == 0
+
+
+@pytest.mark.proves("speculative_config")
+def test_prompt_look_up_under_a_grammar(llama, tokenizer, surge):
+    """What the grammar forces repeats itself, so it is proposed; wrong proposals are masked."""
+    wanted = StructuredOutputs(regex="(abc){4}(abd){3}")
+    params = SamplingParams(temperature=1, seed=1, max_tokens=40, structured_outputs=wanted)
+    plain = surge.generate("x", params)
+    assert plain[0].outputs[0].text == "abc" * 4 + "abd" * 3
+    scheduler, before = surge.loop.scheduler, surge.stats()["num_steps"]
+    scheduler.proposer = PromptLookup(SpeculativeConfig(num_speculative_tokens=3))
+    try:
+        same(surge.generate("x", params), plain)
+        stats = surge.stats()
+    finally:
+        scheduler.proposer = None
+    assert stats["num_steps"] - before <= 14
+    assert stats["spec_decode_num_accepted_tokens"] >= 9
+    assert stats["spec_decode_num_accepted_tokens_per_pos_0"] > 0
+    after = StructuredOutputs(regex="(abc){4}", after=tuple(tokenizer("c")["input_ids"][1:]))
+    thinking = SamplingParams(temperature=0, max_tokens=12, structured_outputs=after)
+    plain = surge.generate("x", thinking)
+    scheduler.proposer = PromptLookup(SpeculativeConfig(prompt_lookup_min=1))
+    try:
+        same(surge.generate("x", thinking), plain)
+    finally:
+        scheduler.proposer = None
+
+
+def test_preempted_and_cached_sequences_are_speculated(llama, oracle, prompts):
+    engine = eSurge(
+        llama,
+        max_num_seqs=4,
+        page_size=8,
+        num_pages=8,
+        max_num_batched_tokens=16,
+        max_num_seq_buckets=(4,),
+        max_model_len=64,
+        speculative_config={"num_speculative_tokens": 2},
+        compile_runner=False,
+        use_aot_forward=False,
+        silent_mode=True,
+    )
+    scheduler = engine.loop.scheduler
+    assert isinstance(scheduler.proposer, PromptLookup)
+    scheduler.proposer = None
+    plain = engine.generate(prompts, GREEDY)
+    assert engine.stats()["num_preemptions"] > 0
+    scheduler.proposer = proposer = oracle(2, plain)
+    same(engine.generate(prompts, GREEDY), plain)
+    hits = engine.stats()["prefix_cache_hits"]
+    # The pages that proposals filled are found by whoever comes with the same tokens.
+    longer = prompts[1] + plain[1].outputs[0].token_ids[:12]
+    engine.generate(prompts[1], GREEDY)
+    engine.generate(longer, GREEDY.replace(max_tokens=1))
+    assert engine.stats()["prefix_cache_hits"] == hits + 16
+    assert proposer.num_accepted_tokens > 0
+    assert engine.stats()["kv_cache_usage"] == 0
+
+
+@pytest.fixture(scope="module")
+def drafted(llama, tokenizer):
+    """An engine whose draft model is the model itself: what is proposed is right, but for what the
+    draft model does not know."""
+    return eSurge(
+        llama,
+        tokenizer,
+        draft_model=llama,
+        speculative_config={"method": "draft_model", "num_speculative_tokens": 3},
+        max_num_seqs=4,
+        page_size=8,
+        num_pages=12,
+        max_num_batched_tokens=16,
+        max_num_seq_buckets=(4,),
+        max_model_len=64,
+        compile_runner=False,
+        silent_mode=True,
+    )
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM.replace(n=2)])
+def test_a_draft_model(drafted, surge, prompts, params):
+    same(drafted.generate(prompts, params), surge.generate(prompts, params))
+    proposer, steps = drafted.loop.scheduler.proposer, drafted.stats()["num_steps"]
+    same(drafted.generate(prompts[3], params), surge.generate(prompts[3], params))
+    assert drafted.stats()["num_steps"] - steps < 12
+    assert proposer.num_accepted_tokens > 0.8 * proposer.num_draft_tokens
+    assert not (proposer._computed or proposer._pages or proposer._drafts or proposer._starts)
+    assert drafted.stats()["kv_cache_usage"] == 0
+
+
+def test_a_draft_model_under_a_grammar_and_after_a_pause(drafted, surge):
+    wanted = StructuredOutputs(regex="[ab]{4}c+d")
+    params = RANDOM.replace(structured_outputs=wanted, ignore_eos=False)
+    drafted.pause()
+    drafted.resume()
+    same(drafted.generate("x", params), surge.generate("x", params))
+
+
+def test_draft_models_that_cannot_be(llama, make_llama, tmp_path):
+    def engine(**options):
+        return eSurge(llama, max_model_len=64, max_num_seqs=2, silent_mode=True, **options)
+
+    asked = {"method": "draft_model"}
+    with pytest.raises(ConfigError, match="needs a model: name its directory"):
+        engine(speculative_config=asked)
+    with pytest.raises(ConfigError, match="proposes nothing without the method"):
+        engine(draft_model=llama)
+    with pytest.raises(ConfigError, match="vocabulary of 300 tokens and the model one of 260"):
+        engine(draft_model=make_llama(vocab_size=300), speculative_config=asked)
+    with pytest.raises(ConfigError, match="32 positions and max_model_len is 64"):
+        engine(draft_model=make_llama(max_position_embeddings=32), speculative_config=asked)
+
+
+@pytest.mark.nightly
+def test_a_draft_model_from_a_directory(llama, tokenizer, surge, prompts, tmp_path):
+    llama.save_pretrained(tmp_path)
+    wanted = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    options = {"max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "silent_mode": True}
+    engine = eSurge(
+        llama, tokenizer, speculative_config=wanted, max_num_batched_tokens=16, **options
+    )
+    same(engine.generate(prompts, GREEDY), surge.generate(prompts, GREEDY))
+    compiled = engine.loop.scheduler.proposer.runner.num_traces
+    engine.generate(prompts[2], GREEDY)
+    assert engine.loop.scheduler.proposer.runner.num_traces == compiled
+    assert engine.loop.scheduler.proposer.num_accepted_tokens > 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40), st.integers(1, 5))
+def test_look_up_finds_the_last_equal_run(tokens, cut, most):
+    index = NgramIndex(3, 2)
+    index.extend(tokens[:cut])
+    index.propose(most)
+    index.extend(tokens[cut:])
+    expected: list[int] = []
+    for length in (3, 2):
+        places = [
+            p for p in range(length, len(tokens)) if tokens[p - length : p] == tokens[-length:]
+        ]
+        if len(tokens) >= length and places:
+            for at in range(places[-1], places[-1] + most):
+                follows = [*tokens, *expected]
+                expected.append(follows[at])
+            break
+    assert index.propose(most) == expected
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValidationError, match="prompt_lookup_min 5 is above prompt_lookup_max 4"):
+        EngineConfig(speculative_config={"prompt_lookup_min": 5})

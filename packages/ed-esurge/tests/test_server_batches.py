@@ -1,0 +1,253 @@
+"""Files and batches: every line has an answer, also after a restart, for its owner alone."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from ed_esurge.command.run_batch import answer_lines
+from ed_esurge.server import answers, create_app
+from ed_esurge.server.launch import background
+from ed_esurge.testing import ScriptedEngine
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def line(name, body=CHAT, url="/v1/chat/completions", **more):
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **more})
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def over(client, batch):
+    """The batch once it has ended."""
+    ended = ("completed", "failed", "cancelled", "expired")
+    return until(lambda: (one := client.batches.retrieve(batch)).status in ended and one)
+
+
+def rows(client, file):
+    return [json.loads(row) for row in client.files.content(file).text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("batches")
+    limits = {"max_batch_requests": 20, "max_file_bytes": 20_000, "max_files": 30}
+    limits |= {"max_body_bytes": 4096}
+    with background(
+        ScriptedEngine(lambda prompt, choice: "fine"),
+        batch_directory=folder,
+        limits=limits,
+        api_key=["ann", "bob"],
+    ) as url:
+        yield url
+
+
+def client_of(url, key="ann"):
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+
+
+def put(client, *lines):
+    data = "\n".join(lines).encode()
+    return client.files.create(file=("in.jsonl", data), purpose="batch")
+
+
+def run(client, *lines, **options):
+    options = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **options}
+    return client.batches.create(input_file_id=put(client, *lines).id, **options)
+
+
+def test_one_bad_line_stops_no_other(served):
+    client = client_of(served)
+    bad = {
+        "json": '{"custom_id": ',
+        "list": "[1]",
+        "unknown": line("unknown", {**CHAT, "temprature": 1}),
+        "model": line("model", {**CHAT, "model": "other"}),
+        "stream": line("stream", {**CHAT, "stream": True}),
+        "url": line("url", {"prompt": "a"}, "/v1/completions"),
+        "twice": line("one"),
+        "none": line(""),
+        "long": line("long", {**CHAT, "user": "x" * 5000}),
+    }
+    lines = [line("one"), *bad.values(), "", line("two", {**CHAT, "n": 2})]
+    batch = run(client, *lines, metadata={"for": "a test"})
+    assert (batch.status, batch.metadata) == ("validating", {"for": "a test"})
+    done = over(client, batch.id)
+    assert done.status == "completed"
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (11, 2, 9)
+    good = {row["custom_id"]: row for row in rows(client, done.output_file_id)}
+    assert set(good) == {"one", "two"}
+    for row in good.values():
+        assert (row["error"], row["response"]["status_code"]) == (None, 200)
+        whole = answers.ChatCompletion.model_validate(row["response"]["body"])
+        assert whole.choices[0].message.content == "fine"
+    assert len(good["two"]["response"]["body"]["choices"]) == 2
+    failed = rows(client, done.error_file_id)
+    codes = [row["error"]["code"] for row in failed if row["error"]]
+    assert sorted(codes) == [
+        "duplicate_custom_id",
+        "invalid_json",
+        "invalid_json",
+        "invalid_url",
+        "invalid_value",
+        "invalid_value",
+        "request_too_large",
+    ]
+    answered = {row["custom_id"]: row["response"] for row in failed if row["response"]}
+    assert answered["unknown"]["status_code"] == 400
+    assert answered["model"]["body"]["error"]["code"] == "model_not_found"
+    assert len({row["id"] for row in [*good.values(), *failed]}) == 11
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_every_endpoint(served, endpoint, body):
+    client = client_of(served)
+    done = over(client, run(client, line("a", body, endpoint), endpoint=endpoint).id)
+    (row,) = rows(client, done.output_file_id)
+    assert row["response"]["body"]["model"] == "scripted"
+
+
+def test_files_are_kept_listed_and_forgotten(served):
+    client, other = client_of(served), client_of(served, "bob")
+    file = put(client, line("a"))
+    assert (file.purpose, file.filename, file.bytes) == ("batch", "in.jsonl", len(line("a")))
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).text == line("a")
+    assert file.id in [one.id for one in client.files.list()]
+    # What is another's is not there.
+    assert not list(other.files.list())
+    for call in (other.files.retrieve, other.files.content, other.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(file.id)
+    with pytest.raises(openai.NotFoundError):
+        other.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+    batch = run(client, line("a"))
+    with pytest.raises(openai.NotFoundError):
+        other.batches.retrieve(batch.id)
+    assert not list(other.batches.list())
+    newest = client.batches.list(limit=1)
+    assert [one.id for one in newest.data] == [batch.id] and newest.has_more
+    over(client, batch.id)
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_limits(served):
+    client = client_of(served)
+    with pytest.raises(openai.APIStatusError) as caught:
+        put(client, "x" * 20_001)
+    assert caught.value.status_code == 413
+    done = over(client, run(client, *[line(str(place)) for place in range(21)]).id)
+    assert done.status == "failed"
+    assert "21 lines" in done.errors.data[0].message
+    bob = client_of(served, "bob")
+    for _ in range(30):
+        put(bob, "x")
+    with pytest.raises(openai.RateLimitError):
+        put(bob, "x")
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("a", b"b"), purpose="assistants")
+    for body in (
+        b"",
+        b"--x",
+        b"--x--",
+        b"--x\r\n",
+        b"\r\n--x\r\n\r\n\r\n--x--",
+        b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\na',
+    ):
+        kind = {"Content-Type": "multipart/form-data; boundary=x", "Authorization": "Bearer ann"}
+        answer = httpx.post(f"{served}/files", content=body, headers=kind)
+        assert answer.status_code == 400, answer.text
+    assert httpx.get(f"{served}/files?limit=x", headers=kind).status_code == 400
+    with background(ScriptedEngine()) as url:
+        answer = httpx.get(f"{url}/batches")
+        assert (answer.status_code, "batch_directory" in answer.text) == (404, True)
+
+
+def test_a_batch_goes_on_at_the_next_start(tmp_path):
+    """Each line is answered once: half by a server that is stopped, the others by the next."""
+    lines = [line(f"line {place}") for place in range(60)]
+    first = ScriptedEngine(lambda prompt, choice: "x" * 8, delay=0.02)
+    options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 2}}
+    with background(first, drain_seconds=0, **options) as url:
+        client = client_of(url)
+        batch = run(client, *lines).id
+        until(lambda: client.batches.retrieve(batch).request_counts.completed >= 3)
+    (part,) = (tmp_path / "batches").glob("*.ok")
+    whole = part.read_bytes()
+    begun = [json.loads(row)["custom_id"] for row in whole.splitlines()]
+    assert 3 <= len(begun) < 60
+    part.write_bytes(whole + b'{"id": "cut off in the mid')
+    second = ScriptedEngine(lambda prompt, choice: "y")
+    with background(second, **options) as url:
+        client = client_of(url)
+        done = over(client, batch)
+        assert done.request_counts.completed == 60
+        ids = [row["custom_id"] for row in rows(client, done.output_file_id)]
+        assert sorted(ids) == sorted(f"line {place}" for place in range(60))
+        assert ids[: len(begun)] == begun
+        assert len(second.requests) == 60 - len(begun)
+
+
+def test_a_batch_can_be_cancelled(tmp_path):
+    engine = ScriptedEngine(lambda prompt, choice: "x" * 20, delay=0.02)
+    options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 1}}
+    with background(engine, **options) as url:
+        client = client_of(url)
+        batch = run(client, *[line(str(place), {**CHAT, "max_tokens": 20}) for place in range(99)])
+        with pytest.raises(openai.ConflictError):
+            client.files.delete(batch.input_file_id)
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        done = over(client, batch.id)
+        assert done.status == "cancelled"
+        assert 0 < len(rows(client, done.output_file_id)) == done.request_counts.completed < 99
+
+
+def test_a_file_is_answered_in_order():
+    """The command, without a server: the same lines and answers, several models' in one file."""
+    engines = {
+        name: ScriptedEngine(lambda prompt, choice, name=name: name, delay=delay)
+        for name, delay in (("slow", 0.01), ("fast", 0.0))
+    }
+    bodies = [{**CHAT, "model": name, "max_tokens": 8} for name in ("slow", "fast", "none")]
+    lines = [line(str(place), bodies[place % 3]) for place in range(9)]
+    lines += ["{", line("last", {"prompt": "a", "model": "fast"}, "/v1/completions")]
+    to = io.BytesIO()
+    site = create_app(engines).state.site
+    source = io.BytesIO("\n".join(lines).encode())
+    counts = asyncio.run(answer_lines(site, source, to, 4))
+    written = [json.loads(row) for row in to.getvalue().splitlines()]
+    assert counts == (7, 4)
+    assert [row["custom_id"] for row in written] == [*map(str, range(9)), None, "last"]
+    texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in written[:2]]
+    assert texts == ["slow", "fast"]
+    assert written[2]["response"]["status_code"] == 404
+    assert written[9]["error"]["code"] == "invalid_json"

@@ -1,0 +1,40 @@
+"""Ten million rows of parquet as a stream: flat memory, and nothing is read over to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools.bench import data
+
+
+def check(found: data.Large) -> None:
+    assert found.same
+    # The first window, and the next, which is made meanwhile: as many in the middle.
+    assert max(found.read) <= 2 * 4096
+    assert found.growth < 64 * 2**20
+
+
+def test_a_stream_of_rows(tmp_path: Path) -> None:
+    check(data.large(tmp_path, 40_000, files=2))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_ten_million_rows(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    found = data.large(tmp_path, 10_000_000)
+    record_property("summary", f"ten million rows of parquet: {found}")
+    check(found)
+
+
+@pytest.mark.nightly
+def test_the_contenders_run(tmp_path: Path) -> None:
+    """On a few documents: the figures are for a quiet machine."""
+    corpus = data.Corpus.make(tmp_path, 300, chats=False)
+    rates = data.tokenizing(corpus, [None], rounds=1)
+    assert {"ed-data", "datasets.map"} <= rates.keys()
+    rates |= data.loading(corpus, rounds=1)
+    assert all(rate > 0 for rate in rates.values())
+    assert "million tokens/s" in data.show("tokenizing", rates)

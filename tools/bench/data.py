@@ -1,0 +1,354 @@
+"""Tokens a second from text to the cache and from the cache to batches, and what a step waits.
+
+    python -m tools.bench.data                        tokenizing and loading, against others
+    python -m tools.bench.data --documents 4000 --rounds 1
+    python -m tools.bench.data --chats --num-proc 2   chats through a template, in processes too
+    python -m tools.bench.data --wait                 the quickstart: share of a step that waits
+    python -m tools.bench.data --rows 10000000        a stream of so many rows of parquet
+
+The text is that of `pydoc_data.topics`, cut into paragraphs, with a number before each so that none
+is equal. All contenders have the same tokenizer and take turns. `datasets` is `Dataset.map` in
+batches of 1,000, which writes its cache as this project does; where TRL is installed, its
+`pack_dataset` packs what is loaded. grain reads the texts from memory and writes nothing; where it
+is not installed, a line says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ed_data import Inform, Loader, Mixture, build_loader, train_bpe
+
+from tools.bench.measure import Run, status, table, take_turns
+from tools.workspace import ROOT
+
+LENGTH, BATCH = 2048, 8
+_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def missing(package: str) -> str | None:
+    """A line about a package that is not installed, or None."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed: no figures of it"
+    return None
+
+
+def paragraphs(count: int) -> list[str]:
+    """So many texts, none of them equal."""
+    from pydoc_data.topics import topics
+
+    found = [p for text in topics.values() for p in text.split("\n\n") if len(p) > 80]
+    return [
+        f"{i}. {text}" for i, text in enumerate(itertools.islice(itertools.cycle(found), count))
+    ]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as a file, and the tokenizer of all contenders.
+
+    Attributes:
+        folder: of everything that is written.
+        rows: the rows of `folder / "rows.jsonl"`: texts, or chats of two messages.
+        tokenizer: a small byte-level BPE.
+        tokens: of all documents, with what ends them.
+    """
+
+    folder: Path
+    rows: list[Any]
+    tokenizer: Any
+    tokens: int
+
+    @classmethod
+    def make(cls, folder: Path, documents: int, *, chats: bool) -> Corpus:
+        """Write the rows, and train the tokenizer on some of them."""
+        texts = paragraphs(documents)
+        tokenizer = train_bpe(texts[:2000], 4096)
+        tokenizer.chat_template = _TEMPLATE
+        rows: list[Any] = texts
+        if chats:
+            rows = [
+                [{"role": "user", "content": t[:60]}, {"role": "assistant", "content": t[60:]}]
+                for t in texts
+            ]
+        lines = (json.dumps({"content": row}) + "\n" for row in rows)
+        (folder / "rows.jsonl").write_text("".join(lines))
+        corpus = cls(folder, rows, tokenizer, 0)
+        made = build_loader(corpus.mixture("count"), tokenizer).stats
+        return cls(folder, rows, tokenizer, made["tokens"])
+
+    def mixture(self, cache: str, **options: Any) -> Mixture:
+        """The rows, packed."""
+        return Mixture(
+            informs=(Inform(data_files=str(self.folder / "rows.jsonl")),),
+            cache_dir=str(self.folder / cache),
+            pack_tokens=True,
+            pack_seq_length=LENGTH,
+            batch_size=BATCH,
+            seed=0,
+            **options,
+        )
+
+    def ids(self, batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        """Rows to ids, as a function for `datasets.map`."""
+        contents = batch["content"]
+        if isinstance(contents[0], str):
+            return {"input_ids": self.tokenizer(contents)["input_ids"]}
+        encoded = self.tokenizer.apply_chat_template(contents, tokenize=True, return_dict=True)
+        return {"input_ids": encoded["input_ids"]}
+
+
+def tokenizing(corpus: Corpus, num_proc: list[int | None], rounds: int) -> dict[str, float]:
+    """Tokens a second, from the file to the cache."""
+    import datasets
+
+    fresh = itertools.count()
+
+    def ours(processes: int | None) -> Run:
+        def run() -> None:
+            cache = f"ours-{next(fresh)}"
+            options = {"tokenization": {"num_proc": processes}}
+            build_loader(corpus.mixture(cache, **options), corpus.tokenizer).close()
+            shutil.rmtree(corpus.folder / cache)
+
+        return run
+
+    def theirs(processes: int | None) -> Run:
+        def run() -> None:
+            cache = corpus.folder / f"theirs-{next(fresh)}"
+            data = datasets.Dataset.from_json(
+                str(corpus.folder / "rows.jsonl"), cache_dir=str(cache)
+            )
+            assert isinstance(data, datasets.Dataset)
+            data.map(corpus.ids, batched=True, remove_columns=["content"], num_proc=processes)
+            shutil.rmtree(cache)
+
+        return run
+
+    contenders: dict[str, Run] = {}
+    for processes in num_proc:
+        name = "" if processes is None else f", {processes} processes"
+        contenders[f"ed-data{name}"] = ours(processes)
+        contenders[f"datasets.map{name}"] = theirs(processes)
+    if missing("grain") is None:
+        contenders["grain, in memory"] = lambda: _drained(_grain_tokens(corpus))
+    datasets.disable_progress_bars()
+    seconds = take_turns(contenders, rounds=rounds)
+    return {name: corpus.tokens / value for name, value in seconds.items()}
+
+
+def loading(corpus: Corpus, rounds: int) -> dict[str, float]:
+    """Tokens a second, from the cache to packed batches of numpy arrays."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    loader = build_loader(corpus.mixture("loading", prefetch_workers=0), corpus.tokenizer)
+    starts = range(0, len(corpus.rows), 1000)
+    batches = [{"content": corpus.rows[at : at + 1000]} for at in starts]
+    ids = [np.asarray(row, np.int32) for b in batches for row in corpus.ids(b)["input_ids"]]
+    data = datasets.Dataset.from_dict({"input_ids": ids}).with_format("numpy")
+
+    assert isinstance(loader, Loader)
+
+    def ours() -> None:
+        for step in range(loader.steps_per_epoch):
+            loader.batch_at(step)
+
+    contenders: dict[str, Run] = {"ed-data": ours}
+    if missing("trl") is None:
+        from trl.data_utils import pack_dataset
+
+        def packed() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                data.save_to_disk(folder)
+                own = datasets.load_from_disk(folder)
+                assert isinstance(own, datasets.Dataset)
+                rows = pack_dataset(own, LENGTH, "bfd").with_format("numpy")
+                _drained(rows.iter(BATCH))
+
+        contenders["datasets, packed by TRL"] = packed
+    contenders["datasets, unpacked"] = lambda: _drained(data.iter(BATCH))
+    if missing("grain") is None:
+        contenders["grain, best fit"] = lambda: _drained(_grain_batches(ids))
+    seconds = take_turns(contenders, rounds=rounds)
+    return {name: corpus.tokens / value for name, value in seconds.items()}
+
+
+def _drained(items: Any) -> None:
+    for _ in items:
+        pass
+
+
+def _grain_tokens(corpus: Corpus) -> Any:
+    import grain  # pyright: ignore[reportMissingImports]
+
+    return grain.MapDataset.source(corpus.rows).map(
+        lambda row: corpus.ids({"content": [row]})["input_ids"][0]
+    )
+
+
+def _grain_batches(ids: list[np.ndarray]) -> Iterator[Any]:
+    import grain  # pyright: ignore[reportMissingImports]
+
+    data = grain.MapDataset.source(ids).seed(0).shuffle()
+    rows = data.map(lambda row: {"input_ids": row[:LENGTH]}).to_iter_dataset()
+    packed = grain.experimental.BestFitPackIterDataset(
+        rows, length_struct={"input_ids": LENGTH}, num_packing_bins=64
+    )
+    return iter(packed.batch(BATCH))
+
+
+@dataclass(frozen=True)
+class Large:
+    """A stream of many rows of parquet.
+
+    Attributes:
+        rows: in all files.
+        first: seconds to the first batch.
+        resumed: seconds from a state in the middle to its batch.
+        read: rows that were read for the first batch, and for that of the middle.
+        rate: tokens a second on the way to the middle.
+        growth: bytes by which memory grew from a tenth of the way to its end.
+        same: whether the batch of the middle was the same after the resume.
+    """
+
+    rows: int
+    first: float
+    resumed: float
+    read: tuple[int, int]
+    rate: float
+    growth: int
+    same: bool
+
+
+def large(folder: Path, rows: int, files: int = 10) -> Large:
+    """Stream to the middle of so many rows, and go on there anew."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    words = pa.array([f"sheep {i} and goats" for i in range(1000)])
+    tokenizer = train_bpe(words.to_pylist(), 300)
+    each = rows // files
+    for number in range(files):
+        numbers = np.random.default_rng(number).integers(0, 1000, each)
+        content = words.take(pa.array(numbers))
+        pq.write_table(pa.table({"content": content}), folder / f"{number}.parquet")
+    mixture = Mixture(
+        informs=(Inform(data_files=str(folder / "*.parquet")),),
+        streaming=True,
+        pack_tokens=True,
+        pack_seq_length=LENGTH,
+        batch_size=BATCH,
+        cache_dir=str(folder / "cache"),
+    )
+
+    def opened() -> Any:
+        return build_loader(mixture, tokenizer)
+
+    began = time.perf_counter()
+    loader = opened()
+    next(loader)
+    first, read = time.perf_counter() - began, loader.stats["documents"]
+    began, tokens, memory = time.perf_counter(), 0, 0
+    while loader.stats["documents"] < rows // 2:
+        tokens += int((next(loader)["segment_ids"] > 0).sum())
+        if not memory and loader.stats["documents"] > rows // 20:
+            memory = status("VmRSS")
+    rate = tokens / (time.perf_counter() - began)
+    growth = status("VmRSS") - memory
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = next(loader)["input_ids"]
+    loader.close()
+    began = time.perf_counter()
+    again = opened()
+    again.load_state_dict(state)
+    same = bool(np.array_equal(next(again)["input_ids"], expected))
+    resumed = time.perf_counter() - began
+    counted = again.stats["documents"]
+    again.close()
+    return Large(rows, first, resumed, (read, counted), rate, growth, same)
+
+
+def waiting(steps: int) -> tuple[float, float]:
+    """Seconds a step of the quickstart waits for data, and seconds of the step, in medians."""
+    import statistics
+
+    from ed_elarge import eLargeModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        elm = eLargeModel.from_yaml(str(ROOT / "examples/quickstart.yaml"))
+        elm.update_config(
+            {
+                "mixture": {"cache_dir": f"{folder}/cache"},
+                "trainer": {
+                    "max_training_steps": steps,
+                    "save_directory": f"{folder}/run",
+                    "save_steps": None,
+                    "evaluation_steps": None,
+                },
+            }
+        )
+        elm.train()
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows = [row for row in rows if "data_wait" in row][len(rows) // 4 :]
+    rates = [row["tokens_per_second"] for row in rows]
+    step = [row["tokens"] / rate for row, rate in zip(rows, rates, strict=True)]
+    return statistics.median(row["data_wait"] for row in rows), statistics.median(step)
+
+
+def show(title: str, rates: dict[str, float]) -> str:
+    """Rates as a table, with their share of the first."""
+    first = next(iter(rates.values()))
+    rows = [[name, f"{rate / 1e6:.2f}", f"{first / rate:.2f}"] for name, rate in rates.items()]
+    return table([title, "million tokens/s", "first / this"], rows)
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--documents", type=int, default=40_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chats", action="store_true")
+    parser.add_argument("--num-proc", type=int, nargs="*", default=[])
+    parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--rows", type=int)
+    options = parser.parse_args()
+    if options.wait:
+        wait, step = waiting(options.steps)
+        print(f"quickstart: {1e3 * wait:.3f} ms of {1e3 * step:.1f} ms a step: {wait / step:.2%}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if options.rows:
+            print(large(Path(folder), options.rows))
+            return
+        for package in ("grain", "trl"):
+            if line := missing(package):
+                print(line)
+        corpus = Corpus.make(Path(folder), options.documents, chats=options.chats)
+        processes = [None, *options.num_proc]
+        print(show("tokenizing", tokenizing(corpus, processes, options.rounds)))
+        print(show("loading", loading(corpus, options.rounds)))
+
+
+if __name__ == "__main__":
+    main()
