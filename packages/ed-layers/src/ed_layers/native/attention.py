@@ -92,8 +92,8 @@ def attention_to_slots(
     """Attention to one layer of a contiguous cache, read where it lies. No gradient.
 
     Args:
-        keys, values: [L, b, g, t, k] and [L, b, g, t, d], float32, bfloat16, int8 or
-            float8_e4m3fn.
+        keys, values: [L, b, g, t, k] and [L, b, g, t, d], or without the axis of layers; float32,
+            bfloat16, int8 or float8_e4m3fn.
         scales: of codes, float32 [L, b, g, groups, t]; else `no_scale()`.
         sinks: [0] = none.
     """
@@ -119,7 +119,8 @@ def attention_to_pages(
     """Causal attention of a flat batch to one layer of pages, read where they lie. No gradient.
 
     Args:
-        pool: [L, P, page_size, g, 2, k], or with one entry in place of two.
+        pool: [L, P, page_size, g, 2, k], or without the axis of layers, or with one entry in place
+            of two.
         pool_scale: of codes, float32 [L, P, g, 2, groups, page_size]; else `no_scale()`.
         batch: of the sequences, int32: offsets of their tokens [n + 1], their lengths [n], how many
             are in use [1], and their pages [n, p].
