@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tools.bench.decode import SHAPES, VOCAB
 from tools.bench.measure import machine, status, table
@@ -39,18 +41,17 @@ def make(directory: Path, layers: int | None) -> None:
     LlamaForCausalLM.create(config, seed=0).save_pretrained(directory)
 
 
-def work(directory: str, cache: str, options: str) -> dict[str, object]:
+def work(directory: str, cache: str, options: str) -> dict[str, Any]:
     """Start in this process, and say how long each part took."""
     began = time.time() - _age()
     from ed_infra.compile_cache import keep_compiled_programs
 
     os.environ["XDG_CACHE_HOME"] = cache
+    import ed_models.families.llama  # noqa: F401
     import jax
     from ed_esurge import SamplingParams, eSurge
     from ed_models.checkpoints import hub
     from flax import nnx
-
-    import ed_models.families.llama  # noqa: F401
 
     keep_compiled_programs()
     moments = [began, time.time()]
@@ -64,7 +65,7 @@ def work(directory: str, cache: str, options: str) -> dict[str, object]:
     moments.append(time.time())
     runner = engine.loop.runner
     return {
-        "seconds": [b - a for a, b in zip(moments, moments[1:], strict=False)],
+        "seconds": [b - a for a, b in pairwise(moments)],
         "shapes": len(runner.buckets.shapes),
         "needed": held + runner.cache_bytes(),
         "resident": status("VmRSS"),
@@ -79,7 +80,7 @@ def _age() -> float:
     return up - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def start(directory: Path, cache: Path, options: str) -> dict[str, object]:
+def start(directory: Path, cache: Path, options: str) -> dict[str, Any]:
     """One start in a process of its own."""
     words = ["--worker", str(directory), str(cache), options]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
@@ -96,7 +97,7 @@ def start(directory: Path, cache: Path, options: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(layers: int | None, rounds: int, options: dict[str, object]) -> str:
+def measure(layers: int | None, rounds: int, options: dict[str, Any]) -> str:
     """Start cold once and warm some times; a table."""
     with tempfile.TemporaryDirectory() as folder:
         directory, cache = Path(folder) / "model", Path(folder) / "cache"
@@ -108,10 +109,9 @@ def measure(layers: int | None, rounds: int, options: dict[str, object]) -> str:
     return table(names, rows)
 
 
-def _row(name: str, starts: list[dict[str, object]]) -> list[str]:
-    seconds = [
-        statistics.median(part) for part in zip(*(s["seconds"] for s in starts), strict=True)
-    ]
+def _row(name: str, starts: list[dict[str, Any]]) -> list[str]:
+    parts = zip(*(one["seconds"] for one in starts), strict=True)
+    seconds = [statistics.median(part) for part in parts]
     sizes = [
         f"{statistics.median(s[key] for s in starts) / 2**30:.2f} GiB"
         for key in ("needed", "resident", "peak")

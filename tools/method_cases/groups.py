@@ -81,7 +81,9 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
     """Rows by the first model, loss by the one that has moved."""
     from ed_trainers import arguments_class, trainer_class
 
-    arguments = arguments_class(method)(
+    made_by: Any = trainer_class(method)
+    arguments: Any = arguments_class(method)
+    arguments = arguments(
         total_batch_size=6,
         num_iterations=2,
         max_prompt_length=LENGTH - 8,
@@ -94,7 +96,7 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
         functions = functions[:1]
     frozen = {"reference": our_model(folder(1))} if arguments.has_reference else {}
     first, later = (
-        trainer_class(method)(arguments, our_model(path), frozen=frozen, reward_functions=functions)
+        made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
     given = completions()

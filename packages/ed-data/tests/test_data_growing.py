@@ -78,6 +78,19 @@ def test_who_wants_everything_waits(mixture, tokenizer, aside, monkeypatch):
     assert tokens._lazy.encoded <= 130
 
 
+def test_the_last_user_ends_the_writing(mixture, tokenizer, aside):
+    made = mixture(TEXTS, eval_fraction=0.2)
+    loader = build_loader(made, tokenizer, batch_size=2)
+    held_out = build_loader(made, tokenizer, batch_size=2, split="eval")
+    loader.close()
+    loader.close()
+    assert held_out.batch_at(0)
+    aside.set()
+    held_out._order.tokens[0]._thread.join()
+    assert held_out._order.tokens[0].complete
+    held_out.close()
+
+
 def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
     made = mixture(TEXTS, tokenization={"batch_size": 30})
     loader = build_loader(made, tokenizer, batch_size=2)

@@ -72,6 +72,34 @@ def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how
         shared.close()
 
 
+def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
+    shown: dict[str, object] = {"documents": 0}
+
+    class Bar:
+        def __init__(self, desc, unit, disable):
+            shown.update(desc=desc, disable=disable)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            shown["closed"] = True
+
+        def set_postfix_str(self, text, refresh):
+            shown["text"] = text
+
+        def update(self, count):
+            shown["documents"] += count
+
+    monkeypatch.setattr("ed_data.prepare.tqdm", Bar)
+    build_loader(mixture(tokenization={"num_proc": 1, "batch_size": 25}), tokenizer)
+    assert shown["documents"] == 60
+    assert shown["desc"] == "tokenize data"
+    assert shown["disable"] is None, "quiet where there is no terminal"
+    assert str(shown["text"]).endswith("M tokens")
+    assert shown["closed"]
+
+
 def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
     encoding = Encoding(Encoder(tokenizer, True, 0, False, 4), 1)
     texts = [Example({"content": f"{i} sheep"}, {}, f"line {i}") for i in range(9)]

@@ -15,7 +15,8 @@ def build_llama(seed: int = 1, mesh=ONE_DEVICE, **changes):
     """A random Llama of two layers whose predictions are far from uniform."""
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
-    fields = tiny_llama(vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.2, **changes)
+    known = {"vocab_size": VOCAB, "num_hidden_layers": 2, "initializer_range": 0.2}
+    fields = tiny_llama(**{**known, **changes})
     fields.pop("model_type")
     config = LlamaConfig(**fields, sharding_axis_dims=mesh)
     return LlamaForCausalLM.create(config, seed=seed)
@@ -100,3 +101,34 @@ def oracle():
             pass
 
     return Oracle
+
+
+# Says how many tools there are, and begins thoughts if it is asked to.
+SHORT_TEMPLATE = (
+    "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}{{ m.content }}\n"
+    "{% endfor %}{% if think %}<think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def engine_behind(llama):
+    """The engine of the tests that ask one over HTTP: few shapes, each compiled at its first use.
+    These tests are a group of one worker, so that there is one engine."""
+    from ed_esurge import eSurge
+
+    tokenizer = byte_tokenizer(SHORT_TEMPLATE)
+    tokenizer.add_tokens(["</think>"])
+    return eSurge(
+        llama,
+        tokenizer,
+        model_name="tiny",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_seq_buckets=(8,),
+        max_num_batched_tokens=32,
+        min_input_pad=32,
+        page_size=16,
+        extra_eos_token_ids=(257,),
+        compile_runner=False,
+        silent_mode=True,
+    )

@@ -77,3 +77,15 @@ def test_every_bit_is_the_same(llama, requests, alone, oracle, changes):
     if scheduler.proposer is not None:
         assert scheduler.proposer.num_accepted_tokens > 0
 
+
+def test_a_recorded_request_runs_again(llama, requests):
+    """Its seed was the engine's choice, by its place among those that came."""
+    engine = eSurge(llama, **OPTIONS)
+    params = SamplingParams(temperature=1.0, n=2, max_tokens=8, logprobs=1, ignore_eos=True)
+    recorded = engine.generate(requests[0][:6], params)
+    assert len({output.seed for output in recorded}) == 6
+    again = [engine.replay(output, params) for output in reversed(recorded)]
+    assert bits(reversed(again)) == bits(recorded)
+    assert [o.outputs[1].token_ids for o in reversed(again)] == [
+        o.outputs[1].token_ids for o in recorded
+    ]

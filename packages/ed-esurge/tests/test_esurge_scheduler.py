@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 
 import pytest
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
 from ed_esurge.core.plan import NewSequence
+from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.sampling import SamplingParams
@@ -63,8 +65,11 @@ class FakePages:
             # A query of the row's first token sees the most of what lies behind it.
             seen = max(0, row.start - self.window + 1)
             assert self.read("window", tables, seen, row.stop) == context[seen:]
-            if row.samples:
-                assert row.samples == 1
+            if row.samples > 1:
+                ends = range(row.known, row.stop + 1)
+                tokens = [next_token(context[:end]) for end in ends]
+                sampled[row.request_id] = row.confirmed(tokens)
+            elif row.samples:
                 following = [next_token(context)]
                 while len(following) < self.at_once:
                     following.append(next_token(context + following))
@@ -77,6 +82,20 @@ class FakePages:
             self.cells[group, pages[position // self.size], position % self.size]
             for position in range(start, stop)
         ]
+
+
+class Guesses(Proposer):
+    """Proposes what will come, and is wrong now and then."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        tokens, proposed = [*request.prompt, *request.output], []
+        for place in range(most):
+            token = next_token(tokens + proposed)
+            proposed.append(token if (len(tokens) + place) % 3 else token + 1)
+        return proposed
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 class Traffic(RuleBasedStateMachine):
@@ -93,13 +112,22 @@ class Traffic(RuleBasedStateMachine):
         window=st.integers(1, 5),
         spare=st.integers(0, 6),
         at_once=st.integers(1, 3),
+        guesses=st.integers(0, 3),
     )
-    def start(self, pages, size, seqs, extra, chunk, policy, caching, window, spare, at_once):
+    def start(
+        self, pages, size, seqs, extra, chunk, policy, caching, window, spare, at_once, guesses
+    ):
         self.longest = pages * size
         limits = Limits(seqs, seqs + extra, self.longest, chunk, policy)
         least = pages_of_sequence(window, self.longest, min(chunk or 99, seqs + extra), size)
         groups = {"full": PageGroup(pages), "window": PageGroup(least + spare, window)}
-        self.scheduler = Scheduler(limits, num_pages=groups, page_size=size, prefix_caching=caching)
+        self.scheduler = Scheduler(
+            limits,
+            num_pages=groups,
+            page_size=size,
+            prefix_caching=caching,
+            proposer=Guesses(guesses) if guesses else None,
+        )
         self.device = FakePages(groups, size, at_once)
         self.all: list[Request] = []
         self.aborted: set[str] = set()
@@ -138,7 +166,7 @@ class Traffic(RuleBasedStateMachine):
             assert scheduler.idle
             return
         assert plan.total <= scheduler.limits.token_budget
-        assert len(plan.rows) <= scheduler.limits.max_num_seqs
+        assert plan.lines <= scheduler.limits.max_num_seqs
         assert len(plan.rows) == len(plan.num_tokens)
         admitted = [row.request_id for row in plan.rows if row.request_id in before]
         assert admitted == head[: len(admitted)]  # strictly from the head of the queue
@@ -148,7 +176,8 @@ class Traffic(RuleBasedStateMachine):
         taken = scheduler.advance(plan, sampled)
         grown = {r.request_id: len(r.output) - before[r.request_id] for r in self.all}
         assert all(grown[name] == taken.get(name, 0) for name in grown)
-        assert all(1 <= taken[name] <= self.device.at_once for name in sampled)
+        most = {row.request_id: max(row.samples, self.device.at_once) for row in plan.rows}
+        assert all(1 <= taken[name] <= most[name] for name in sampled)
 
     @rule()
     @precondition(lambda self: self.all)
@@ -330,3 +359,66 @@ def test_errors_name_the_numbers():
     with pytest.raises(AssertionError, match="in use"):
         scheduler.add(make([1], 1))
     assert scheduler.requests["1"].status is Status.WAITING
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hundred_thousand_requests(seed, record_property):
+    """A fourth of them for each seed, under other limits: every output is right, all pages return,
+    nobody waits for ever, and the budget is kept."""
+    rng = random.Random(seed)
+    pages, size, seqs, extra = 24 + 8 * seed, 2 + seed, 6 + seed, 8 * seed
+    policy = "priority" if seed % 2 else "fcfs"
+    limits = Limits(seqs, seqs + extra, 40, 3 + seed, policy)
+    least = pages_of_sequence(5, 40, min(3 + seed, seqs + extra), size)
+    groups = {"full": PageGroup(pages), "window": PageGroup(least + pages // 2, 5)}
+    proposer = Guesses(seed) if seed else None
+    scheduler = Scheduler(limits, num_pages=groups, page_size=size, proposer=proposer)
+    device = FakePages(groups, size, 1)
+    begun: dict[str, Request] = {}
+    number = done = steps = 0
+    since: dict[str, int] = {}
+    while number < 25_000 or begun:
+        while number < 25_000 and len(begun) < 20 and rng.random() < 0.7:
+            length = rng.randint(1, 24)
+            prompt = [rng.randrange(2) for _ in range(length)]
+            request = make(
+                prompt,
+                number,
+                max_tokens=rng.randint(1, min(12, 40 - length)),
+                # A steady stream of the urgent would starve the rest: that is what it asks for.
+                priority=number // 100 - rng.randrange(3),
+                eos_token_ids=frozenset([EOS]),
+            )
+            scheduler.add(request)
+            begun[request.request_id], since[request.request_id] = request, steps
+            number += 1
+        if begun and rng.random() < 0.01:
+            name = rng.choice(list(begun))
+            scheduler.finish(name, "abort")
+            request = begun.pop(name)
+            assert (
+                request.output
+                == expected(request.prompt, request.max_tokens)[: len(request.output)]
+            )
+        plan = scheduler.schedule()
+        if plan is None:
+            assert scheduler.idle
+            continue
+        steps += 1
+        assert plan.total <= limits.token_budget
+        assert plan.lines <= limits.max_num_seqs
+        scheduler.advance(plan, device.run(plan))
+        for row in plan.rows:
+            request = begun.get(row.request_id)
+            if request is not None and request.finished:
+                assert request.output == expected(request.prompt, request.max_tokens)
+                assert steps - since[row.request_id] < 2000
+                del begun[row.request_id]
+                done += 1
+    assert scheduler.idle
+    assert len(scheduler._slots) == limits.max_num_seqs
+    for pool in scheduler.pages.pools.values():
+        assert pool.num_free == pool.num_pages
+    text = f"seed {seed}: {done} done in {steps} steps, {scheduler.num_preemptions} preemptions"
+    record_property("summary", text)

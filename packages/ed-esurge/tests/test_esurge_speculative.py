@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, StructuredOutputs, eSurge
 from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.ngram import NgramIndex
 from ed_esurge.core.proposals import PromptLookup
+from ed_infra.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -81,7 +81,7 @@ def test_requests_with_adjusted_logits_go_without(speculating, prompts):
 
 @pytest.mark.proves("speculative_config")
 def test_prompt_look_up_under_a_grammar(llama, tokenizer, surge):
-    """What the grammar forces repeats itself, so that it is proposed; wrong proposals are masked."""
+    """What the grammar forces repeats itself, so it is proposed; wrong proposals are masked."""
     wanted = StructuredOutputs(regex="(abc){4}(abd){3}")
     params = SamplingParams(temperature=1, seed=1, max_tokens=40, structured_outputs=wanted)
     plain = surge.generate("x", params)
@@ -135,6 +135,75 @@ def test_preempted_and_cached_sequences_are_speculated(llama, oracle, prompts):
     assert engine.stats()["prefix_cache_hits"] == hits + 16
     assert proposer.num_accepted_tokens > 0
     assert engine.stats()["kv_cache_usage"] == 0
+
+
+@pytest.fixture(scope="module")
+def drafted(llama, tokenizer):
+    """An engine whose draft model is the model itself: what is proposed is right, but for what the
+    draft model does not know."""
+    return eSurge(
+        llama,
+        tokenizer,
+        draft_model=llama,
+        speculative_config={"method": "draft_model", "num_speculative_tokens": 3},
+        max_num_seqs=4,
+        page_size=8,
+        num_pages=12,
+        max_num_batched_tokens=16,
+        max_num_seq_buckets=(4,),
+        max_model_len=64,
+        compile_runner=False,
+        silent_mode=True,
+    )
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM.replace(n=2)])
+def test_a_draft_model(drafted, surge, prompts, params):
+    same(drafted.generate(prompts, params), surge.generate(prompts, params))
+    proposer, steps = drafted.loop.scheduler.proposer, drafted.stats()["num_steps"]
+    same(drafted.generate(prompts[3], params), surge.generate(prompts[3], params))
+    assert drafted.stats()["num_steps"] - steps < 12
+    assert proposer.num_accepted_tokens > 0.8 * proposer.num_draft_tokens
+    assert not (proposer._computed or proposer._pages or proposer._drafts or proposer._starts)
+    assert drafted.stats()["kv_cache_usage"] == 0
+
+
+def test_a_draft_model_under_a_grammar_and_after_a_pause(drafted, surge):
+    wanted = StructuredOutputs(regex="[ab]{4}c+d")
+    params = RANDOM.replace(structured_outputs=wanted, ignore_eos=False)
+    drafted.pause()
+    drafted.resume()
+    same(drafted.generate("x", params), surge.generate("x", params))
+
+
+def test_draft_models_that_cannot_be(llama, make_llama, tmp_path):
+    def engine(**options):
+        return eSurge(llama, max_model_len=64, max_num_seqs=2, silent_mode=True, **options)
+
+    asked = {"method": "draft_model"}
+    with pytest.raises(ConfigError, match="needs a model: name its directory"):
+        engine(speculative_config=asked)
+    with pytest.raises(ConfigError, match="proposes nothing without the method"):
+        engine(draft_model=llama)
+    with pytest.raises(ConfigError, match="vocabulary of 300 tokens and the model one of 260"):
+        engine(draft_model=make_llama(vocab_size=300), speculative_config=asked)
+    with pytest.raises(ConfigError, match="32 positions and max_model_len is 64"):
+        engine(draft_model=make_llama(max_position_embeddings=32), speculative_config=asked)
+
+
+@pytest.mark.nightly
+def test_a_draft_model_from_a_directory(llama, tokenizer, surge, prompts, tmp_path):
+    llama.save_pretrained(tmp_path)
+    wanted = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    options = {"max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "silent_mode": True}
+    engine = eSurge(
+        llama, tokenizer, speculative_config=wanted, max_num_batched_tokens=16, **options
+    )
+    same(engine.generate(prompts, GREEDY), surge.generate(prompts, GREEDY))
+    compiled = engine.loop.scheduler.proposer.runner.num_traces
+    engine.generate(prompts[2], GREEDY)
+    assert engine.loop.scheduler.proposer.runner.num_traces == compiled
+    assert engine.loop.scheduler.proposer.num_accepted_tokens > 0
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40), st.integers(1, 5))

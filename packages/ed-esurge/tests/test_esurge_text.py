@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import Intake, salt, seeds_of
+from ed_esurge.engine.intake import Intake, salt, seed_of, seeds_of
 from ed_esurge.fitting import fit, truncate
 from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
@@ -263,12 +263,14 @@ def test_requests_share_a_salt_or_not():
 
 def test_seeds_depend_on_what_was_asked():
     def seeds(arrival: int, **params) -> list[int]:
-        return seeds_of(SamplingParams(**params), 0, arrival)
+        wanted = SamplingParams(**params)
+        return seeds_of(wanted, seed_of(wanted, 0, arrival))
 
     assert seeds(0, seed=5, n=3) == seeds(7, seed=5, n=3)
     assert len(set(seeds(0, seed=5, n=3))) == 3
     assert seeds(0, seed=5)[0] == seeds(0, seed=5, n=3)[0]
     assert seeds(0) == seeds(0) != seeds(1)
+    assert seeds(3, seed=seed_of(SamplingParams(), 0, 1), n=2) == seeds(1, n=2)
 
 
 def test_bad_words_come_with_and_without_a_space():

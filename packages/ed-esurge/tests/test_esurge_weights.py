@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from ed_esurge import SamplingParams, eSurge
-from ed_infra.errors import EasyDeLError
+from ed_infra.errors import ConfigError, EasyDeLError
 from flax import nnx
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -116,3 +116,41 @@ def test_replaced_weights_are_freed(llama, make_llama):
     engine.update_model_weights(llama)
     gc.collect()
     assert all(leaf() is None for leaf in old)
+
+
+def test_sleep_and_wake_up(engine, llama, make_llama, prompts, expected):
+    engine.update_model_weights(make_llama(seed=2))
+    engine.add_request("a", prompts[3], GREEDY)
+    given = [engine.step() for _ in range(5)]
+    engine.sleep()
+    assert engine.paused
+    assert not engine.loop.runner.allocated
+    assert not engine.step()
+    engine.wake_up()
+    while engine.has_unfinished_requests:
+        given.append(engine.step())
+    assert [t for step in given for out in step for t in out.outputs[0].token_ids] == expected
+    engine.sleep(level=2)
+    with pytest.raises(
+        ConfigError, match=r"dropped by sleep\(level=2\): call update_model_weights"
+    ):
+        engine.wake_up()
+    engine.update_model_weights(make_llama(seed=2))
+    engine.wake_up()
+    assert tokens_of(engine, prompts[3]) == expected
+    with pytest.raises(ConfigError, match="levels 1"):
+        engine.sleep(level=3)
+
+
+def test_weights_in_host_memory(engine, make_llama, prompts, expected):
+    """As on a device whose memory is not the host's."""
+    engine.update_model_weights(make_llama(seed=2))
+    weights = engine.loop.runner.weights
+    gone = [weakref.ref(leaf) for leaf in weights.leaves]
+    weights.to_host()
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+    with pytest.raises(EasyDeLError, match="no weights"):
+        weights.leaves  # noqa: B018
+    weights.from_host()
+    assert tokens_of(engine, prompts[3]) == expected

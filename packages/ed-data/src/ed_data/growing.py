@@ -40,7 +40,7 @@ class GrowingTokens:
     ) -> None:
         self._lazy, self.hashes, self.columns = lazy, lazy.hashes, lazy.columns
         self.digest = lazy.digest
-        self._write, self._closed = write, False
+        self._write, self._closed, self._users = write, False, 1
         self._store: Future[TokenStore] = Future()
         self._thread = threading.Thread(target=self._run, name="ed-data-store", daemon=True)
         self._thread.start()
@@ -71,13 +71,18 @@ class GrowingTokens:
         """See `Tokens.values`."""
         return self._tokens().values(documents, starts, counts, column)
 
-    @property
-    def closed(self) -> bool:
-        """Whether the writing was ended."""
-        return self._closed
+    def shared(self) -> GrowingTokens | None:
+        """These tokens for one user more; None where the writing has ended, well or not."""
+        if self._closed or self._store.done():
+            return None
+        self._users += 1
+        return self
 
     def close(self) -> None:
-        """End the writing; what was written is deleted, unless it is complete."""
+        """One user less; the last one ends the writing, and what was written is deleted."""
+        self._users -= 1
+        if self._users:
+            return
         self._closed = True
         self._thread.join()
 

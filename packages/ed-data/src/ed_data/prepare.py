@@ -286,8 +286,9 @@ def _tokens(
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / name
     growing = _GROWING.get(folder)
-    if growing is not None and not growing.closed and not wait:
-        return growing
+    if growing is not None and not wait and (shared := growing.shared()) is not None:
+        encoding.closing.callback(shared.close)
+        return shared
     remove_abandoned(folder.parent)
     if (folder / "meta.json").exists():
         try:

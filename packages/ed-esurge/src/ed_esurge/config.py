@@ -45,8 +45,11 @@ class SpeculativeConfig(Options):
     """How tokens are proposed. Only while no request waits and rows of a step are free, and not for
     requests with penalties, biases or masks of tokens. The names are vLLM's."""
 
-    method: Literal["ngram"] = "ngram"
-    """`ngram`: what followed the last tokens where they stood before, in prompt or output."""
+    method: Literal["ngram", "draft_model"] = "ngram"
+    """`ngram`: what followed the last tokens where they stood before, in prompt or output.
+    `draft_model`: what a small model of the same vocabulary samples."""
+    model: str | None = None
+    """The draft model, a directory or a hub id; or give `eSurge` a `draft_model`."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
     """Most proposals for a sequence in one step."""
     prompt_lookup_max: Annotated[int, Field(gt=0, le=64)] = 4
@@ -55,7 +58,12 @@ class SpeculativeConfig(Options):
     """Fewest last tokens that must stand there."""
 
     @model_validator(mode="after")
-    def _range(self) -> SpeculativeConfig:
+    def _consistent(self) -> SpeculativeConfig:
+        if self.model is not None and self.method != "draft_model":
+            raise ValueError(
+                f"model {self.model!r} proposes nothing with method {self.method}: set method to "
+                "draft_model, or leave model out"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import cast
 
+import jax
+import jax.numpy as jnp
+from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapter_slots import with_slots
@@ -88,3 +91,45 @@ def eos_token_ids(
             f"end-of-sequence ids {beyond} are outside the vocabulary of {vocab}: they are ignored",
         )
     return frozenset(int(token) for token in ends.difference(beyond))
+
+
+def drafting(
+    config: EngineConfig, draft: LanguageModel | None, model: LanguageModel
+) -> LanguageModel | None:
+    """The model that proposes tokens, as the engine wants it; None where none does.
+
+    Args:
+        draft: the user's own; None = as `speculative_config` says.
+        model: the served one: a draft model that is loaded gets its dtypes and its mesh.
+
+    Raises:
+        ConfigError: the method and the draft model do not fit together.
+    """
+    wanted = config.speculative_config
+    asked = wanted is not None and wanted.method == "draft_model"
+    if draft is not None and not asked:
+        raise ConfigError(
+            "a draft_model proposes nothing without the method: add "
+            'speculative_config={"method": "draft_model"}'
+        )
+    if wanted is None or not asked:
+        return None
+    if draft is None:
+        if wanted.model is None:
+            raise ConfigError(
+                "speculative_config of method draft_model needs a model: name its directory or hub "
+                "id in `model`, or give eSurge a draft_model"
+            )
+        from ed_models.checkpoints import hub
+
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(cast(nnx.Module, model)))}
+        floats = sorted({d.name for d in dtypes if jnp.issubdtype(d, jnp.floating)})
+        dtype = floats[0] if len(floats) == 1 else "float32"
+        loaded = hub.from_pretrained(
+            wanted.model,
+            dtype=dtype,
+            param_dtype=dtype,
+            sharding_axis_dims=model.config.sharding_axis_dims,
+        )
+        draft = cast(LanguageModel, loaded)
+    return served_model(draft)

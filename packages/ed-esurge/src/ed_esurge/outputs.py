@@ -103,6 +103,7 @@ class RequestOutput:
         pooled: the vector [d] of a request with `PoolingParams`, float32. Its one output has one
             completion without tokens, which says how the request ended.
         error: what went wrong, where a completion has the finish reason "error".
+        seed: `SamplingParams(seed=...)` that gives these tokens again; None of a pooled request.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class RequestOutput:
     delta: bool = False
     pooled: np.ndarray | None = None
     error: str | None = None
+    seed: int | None = None
 
     def add(self, new: RequestOutput) -> None:
         """Append a later delta to this output, in place."""

@@ -126,6 +126,7 @@ class OpenRequest:
     prompt_tokenizer: Tokenizer | None = None
     started: bool = False
     closed: bool = False
+    seed: int | None = None
 
     @classmethod
     def of(
@@ -233,6 +234,7 @@ class OpenRequest:
             outputs=outputs,
             finished=finished,
             metrics=metrics,
+            seed=self.seed,
             prompt=self.add.prompt,
             prompt_logprobs=self.prompt_logprobs if first else None,
             delta=True,

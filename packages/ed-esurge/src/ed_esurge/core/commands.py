@@ -65,6 +65,23 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """`Pause`, and free the weights, too: what the device has is for others.
+
+    Attributes:
+        keep_weights: in host memory (where that is the device's, they stay where they are); False
+            forgets them, so that `UpdateWeights` must come before `WakeUp`.
+    """
+
+    keep_weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Go on after `Sleep`."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateWeights:
     """Serve other weights from the next step on.
 
@@ -105,4 +122,15 @@ class UnloadAdapter:
     name: str
 
 
-Command = Add | Abort | Pause | Resume | UpdateWeights | DropWeights | LoadAdapter | UnloadAdapter
+Command = (
+    Add
+    | Abort
+    | Pause
+    | Resume
+    | Sleep
+    | WakeUp
+    | UpdateWeights
+    | DropWeights
+    | LoadAdapter
+    | UnloadAdapter
+)

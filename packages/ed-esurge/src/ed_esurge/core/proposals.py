@@ -7,16 +7,19 @@ request's tokens are those without proposals, whatever is proposed.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from tqdm import tqdm
 
 from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.ngram import NgramIndex
+from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import Request
 
 
-class Proposer(ABC):
-    """Proposes tokens, and counts what became of them.
+class Proposer:
+    """Proposes no tokens; those that do derive from it. Counts what became of them.
 
     Args:
         most: proposals for a sequence in one step.
@@ -32,13 +35,28 @@ class Proposer(ABC):
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_pos = [0] * most
 
-    @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """At most so many tokens that may follow those of a request."""
+        return ()
 
-    @abstractmethod
     def forget(self, request: Request) -> None:
         """The request has ended."""
+
+    def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
+        """A step was taken.
+
+        Args:
+            requests: those that have not ended, by id.
+        """
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile what the device will be asked for."""
+
+    def free(self) -> None:
+        """Give memory of the device back."""
+
+    def allocate(self) -> None:
+        """Take it again."""
 
     def count(self, proposed: int, accepted: int) -> None:
         """Note the fate of a step's proposals for one sequence."""

@@ -207,6 +207,8 @@ class Scheduler:
                 request.finish_reason = "stop" if request.pooled else "length"
             if request.finish_reason is not None:
                 self._retire(request)
+        if self.proposer is not None:
+            self.proposer.observe(plan, self.requests)
         return taken
 
     def preempt_all(self) -> None:

@@ -21,10 +21,19 @@ from flax import nnx
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
-from ed_esurge.core.commands import Abort, Add, Command, UnloadAdapter, UpdateWeights
+from ed_esurge.core.commands import (
+    Abort,
+    Add,
+    Command,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    WakeUp,
+)
 from ed_esurge.engine.adapters import loading
 from ed_esurge.engine.intake import Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
+from ed_esurge.engine.weights import check_level
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
@@ -218,6 +227,14 @@ class AsyncEngine:
     async def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Serve other weights from the next step on; see `eSurge.update_model_weights`."""
         await self._done(UpdateWeights(model_or_state))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of the device to others; see `eSurge.sleep`."""
+        await self._done(Sleep(keep_weights=check_level(level) == 1))
+
+    async def wake_up(self) -> None:
+        """Go on after `sleep`; see `eSurge.wake_up`."""
+        await self._done(WakeUp())
 
     async def load_lora_adapter(self, name: str, source: str | Path | nnx.Module | Adapter) -> None:
         """Serve a LoRA adapter under a name; see `eSurge.load_lora_adapter`. Files are read in a

@@ -200,17 +200,30 @@ def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
     return hashlib.blake2b(source, digest_size=16).digest()
 
 
-def seeds_of(params: Params, engine_seed: int, arrival: int) -> list[int]:
+def seed_of(params: Params, engine_seed: int, arrival: int) -> int | None:
+    """The seed of a request; None where nothing is sampled.
+
+    Args:
+        engine_seed, arrival: they make the seed of a request that brings none.
+    """
+    if isinstance(params, PoolingParams):
+        return None
+    if params.seed is not None:
+        return params.seed
+    digest = hashlib.blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # as SamplingParams takes it
+
+
+def seeds_of(params: Params, seed: int | None) -> list[int]:
     """32-bit seeds of a request's sequences, one for each.
 
     Args:
-        engine_seed, arrival: they make the seeds of a request that brings none.
+        seed: the request's.
     """
     if isinstance(params, PoolingParams):
         return [0]
-    source = f"{engine_seed}:{arrival}" if params.seed is None else str(params.seed)
     digests = (
-        hashlib.blake2b(f"{source}/{index}".encode(), digest_size=4).digest()
+        hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
         for index in range(params.n)
     )
     return [int.from_bytes(digest, "big") for digest in digests]

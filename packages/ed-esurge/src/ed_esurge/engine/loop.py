@@ -14,13 +14,16 @@ from ed_esurge.core.commands import (
     LoadAdapter,
     Pause,
     Resume,
+    Sleep,
     UnloadAdapter,
     UpdateWeights,
+    WakeUp,
 )
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.intake import seeds_of
+from ed_esurge.engine.intake import seed_of, seeds_of
+from ed_esurge.model import platform_of
 from ed_esurge.outputs import CompletionOutput, RequestOutput
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.result import NotFinite, StepResult
@@ -91,11 +94,19 @@ class EngineLoop:
                 self._settle()
                 self.paused = True
                 if free_pages and self.runner.allocated:
-                    self.runner.free()
+                    self._free()
             case Resume():
-                if not self.runner.allocated:
-                    self.runner.allocate()
-                self.paused = False
+                self._resume()
+            case Sleep(keep_weights):
+                self._sleep(keep_weights)
+            case WakeUp():
+                self.runner.weights.from_host()
+                if not self.runner.weights.there:
+                    raise ConfigError(
+                        "the engine has no weights to wake up with, they were dropped by "
+                        "sleep(level=2): call update_model_weights(model) before"
+                    )
+                self._resume()
             case UpdateWeights(weights, copy):
                 self._settle()
                 self.runner.weights.replace(weights, copy=copy)
@@ -115,13 +126,30 @@ class EngineLoop:
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        seeds = seeds_of(add.params, self._seed, self._arrivals)
+        seed = seed_of(add.params, self._seed, self._arrivals)
+        seeds = seeds_of(add.params, seed)
         opened = OpenRequest.of(add, self._arrivals, seeds, self._tokenizer)
+        opened.seed = seed
         self._arrivals += len(seeds)
         self._open[add.request_id] = opened
         for name, request in opened.sequences.items():
             self._owner[name] = opened
             self.scheduler.add(request)
+
+    def _resume(self) -> None:
+        if not self.runner.allocated:
+            self._allocate()
+        self.paused = False
+
+    def _sleep(self, keep_weights: bool) -> None:
+        self._settle()
+        self.paused = True
+        if self.runner.allocated:
+            self._free()
+        if not keep_weights:
+            self.runner.weights.drop()
+        elif self.runner.weights.there and platform_of(self.runner.model) != "cpu":
+            self.runner.weights.to_host()
 
     def _load_adapter(self, load: LoadAdapter) -> None:
         rank = max(layer.spec.rank for layer in load.adapter.values())
@@ -224,8 +252,18 @@ class EngineLoop:
                 "use: call update_model_weights(model) with others"
             )
         self._settle()
+        self._free()
+        self._allocate()
+
+    def _free(self) -> None:
         self.runner.free()
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.free()
+
+    def _allocate(self) -> None:
         self.runner.allocate()
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.allocate()
 
     def _deliver(self, result: StepResult, taken: dict[str, int]) -> list[RequestOutput]:
         """Turn a step's result into deltas; a stop string that appears ends its request."""

@@ -12,11 +12,12 @@ from ed_models.inputs import longest_sequence
 from ed_models.protocol import LanguageModel
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
+from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
+from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.guides import Grammars
 from ed_esurge.runner.model_runner import ModelRunner
 
@@ -37,6 +38,7 @@ class Setup:
         limits: the scheduler's.
         buckets: the runner's shapes.
         windows: group of layers -> the window that they see.
+        draft: the draft model, if one proposes tokens.
     """
 
     model: LanguageModel
@@ -44,9 +46,12 @@ class Setup:
     limits: Limits
     buckets: Buckets
     windows: dict[str, int | None]
+    draft: LanguageModel | None = None
 
     @classmethod
-    def resolve(cls, model: LanguageModel, config: EngineConfig) -> Setup:
+    def resolve(
+        cls, model: LanguageModel, config: EngineConfig, draft: LanguageModel | None = None
+    ) -> Setup:
         """Cap the options at what model and platform can do.
 
         Raises:
@@ -98,7 +103,9 @@ class Setup:
             seq_buckets=config.max_num_seq_buckets,
             invariant=config.batch_invariant,
         )
-        return cls(model, config, limits, buckets, windows_of(model))
+        if draft is not None:
+            _check_draft(model, draft, longest)
+        return cls(model, config, limits, buckets, windows_of(model), draft)
 
     def runner(self, grammars: Grammars | None = None) -> ModelRunner:
         """The runner, its pools sized by what memory is left."""
@@ -123,17 +130,29 @@ class Setup:
             num_pages=groups,
             page_size=self.config.page_size,
             prefix_caching=caching,
-            proposer=self._proposer(),
+            proposer=self._proposer(runner),
         )
 
-    def _proposer(self) -> Proposer | None:
+    def _proposer(self, runner: ModelRunner) -> Proposer | None:
         """Who proposes tokens."""
         wanted = self.config.speculative_config
-        return None if wanted is None else PromptLookup(wanted)
+        if wanted is None:
+            return None
+        if self.draft is None:
+            return PromptLookup(wanted)
+        pages = {GROUP: runner.num_pages[GROUP]}
+        drafting = self._runner(pages, model=self.draft)
+        return DraftModel(drafting, wanted.num_speculative_tokens, self.limits.token_budget)
 
-    def _runner(self, num_pages: dict[str, int], grammars: Grammars | None = None) -> ModelRunner:
+    def _runner(
+        self,
+        num_pages: dict[str, int],
+        grammars: Grammars | None = None,
+        *,
+        model: LanguageModel | None = None,
+    ) -> ModelRunner:
         return ModelRunner(
-            self.model,
+            model or self.model,
             self.buckets,
             page_size=self.config.page_size,
             num_pages=num_pages,
@@ -177,6 +196,8 @@ class Setup:
                 for name, window in self.windows.items()
             }
         of_page = {name: page_bytes(self.model, size, name) for name in needed}
+        if self.draft is not None:
+            of_page[GROUP] += page_bytes(self.draft, size)
         of_sequence = sum(needed[name] * of_page[name] for name in needed)
         memory = accelerator_memory(self.model)
         if memory is None:
@@ -203,6 +224,32 @@ class Setup:
             return trial.workspace_bytes() + trial.state_bytes()
         finally:
             trial.free()
+
+
+def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> None:
+    """Refuse a draft model that cannot follow the served one.
+
+    Raises:
+        ConfigError: see the messages.
+    """
+    theirs, ours = draft.config.vocab_size, model.config.vocab_size
+    if theirs != ours:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
+            "they must share their tokens"
+        )
+    if is_recurrent(draft) or windows_of(draft) != {GROUP: None}:
+        raise ConfigError(
+            "the draft model has layers with a window or a state: give one whose layers all see "
+            "every token"
+        )
+    if GROUP not in windows_of(model):
+        raise ConfigError("no layer of the model sees every token: use the method ngram")
+    positions = longest_sequence(draft.config)
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"the draft model has {positions} positions and max_model_len is {longest}: lower it"
+        )
 
 
 def page_bytes(model: LanguageModel, page_size: int, group: str = "full") -> int:

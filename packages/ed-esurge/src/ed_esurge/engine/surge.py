@@ -6,31 +6,23 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn, Self, Unpack
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_layers import native
 from ed_models.protocol import LanguageModel
-from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.commands import (
-    Abort,
-    Add,
-    Command,
-    DropWeights,
-    Pause,
-    Resume,
-    UpdateWeights,
-)
+from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
+from ed_esurge.engine.hosts import LeadingLoop, over_processes
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.setup import Setup
-from ed_esurge.model import eos_token_ids, served_model, with_places
+from ed_esurge.engine.weights import ServesWeights
+from ed_esurge.model import drafting, eos_token_ids, served_model, with_places
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.guides import Grammars
@@ -41,7 +33,7 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-class eSurge(ServesAdapters):
+class eSurge(ServesAdapters, ServesWeights):
     """A serving engine.
 
     Args:
@@ -50,6 +42,7 @@ class eSurge(ServesAdapters):
         tokenizer: a Hugging Face tokenizer; None serves token ids only.
         config: an `EngineConfig`, or a mapping of its fields.
         model_name: what the model is called to clients; default: where it came from.
+        draft_model: proposes tokens, with `speculative_config` of the method `draft_model`.
         options: fields of `EngineConfig`, over `config`.
 
     Example:
@@ -64,6 +57,7 @@ class eSurge(ServesAdapters):
         config: EngineConfig | Mapping[str, Any] | None = None,
         *,
         model_name: str | None = None,
+        draft_model: LanguageModel | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, EngineConfig):
@@ -74,13 +68,14 @@ class eSurge(ServesAdapters):
         self.tokenizer = tokenizer
         self.model_name = model_name or name_of(model)
         model = with_places(served_model(model), config)
-        setup = Setup.resolve(model, config)
+        setup = Setup.resolve(model, config, drafting(config, draft_model, model))
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, model.config.vocab_size, self.eos_token_ids)
         runner = setup.runner(grammars)
         self.max_model_len, self.vocab_size = setup.limits.max_model_len, runner.vocab_size
-        self.loop = EngineLoop(
-            setup.scheduler(runner),
+        scheduler = setup.scheduler(runner)
+        self.loop = (LeadingLoop if over_processes(model) else EngineLoop)(
+            scheduler,
             runner,
             tokenizer,
             max_loras=config.max_loras,
@@ -106,6 +101,8 @@ class eSurge(ServesAdapters):
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
                 runner.compile_all(bar)
+                if scheduler.proposer is not None:
+                    scheduler.proposer.compile_all(bar)
         if not config.silent_mode:
             logger.info("%s: %s", self.model_name, self.describe())
 
@@ -213,8 +210,10 @@ class eSurge(ServesAdapters):
             params = [sampling_params or SamplingParams()] * len(many)
         else:
             params = list(sampling_params)
-        one = lora_name is None or isinstance(lora_name, str)
-        adapters = [lora_name] * len(many) if one else list(lora_name)
+        if lora_name is None or isinstance(lora_name, str):
+            adapters: list[str | None] = [lora_name] * len(many)
+        else:
+            adapters = list(lora_name)
         for name, each in (("sampling parameters", params), ("lora_name", adapters)):
             if len(each) != len(many):
                 raise ConfigError(f"{len(many)} prompts but {len(each)} {name}")
@@ -263,6 +262,26 @@ class eSurge(ServesAdapters):
                     whole[delta.request_id] = delta
                 bar.update(int(delta.finished))
         return [whole[name] for name in names]
+
+    def replay(
+        self,
+        output: RequestOutput,
+        sampling_params: SamplingParams,
+        *,
+        lora_name: str | None = None,
+    ) -> RequestOutput:
+        """Run a request again, whose prompt and seed its output tells.
+
+        The tokens are the same; with `batch_invariant` the log-probabilities are, too, to the last
+        bit. An output that was written to a file will do, too, in another process.
+
+        Args:
+            output: whole, or any delta, of a request that samples.
+            sampling_params: those of the request.
+            lora_name: its LoRA adapter.
+        """
+        params = sampling_params.replace(seed=output.seed)
+        return self.generate(output.prompt_token_ids, params, lora_name=lora_name)[0]
 
     def stream(
         self,
@@ -330,52 +349,7 @@ class eSurge(ServesAdapters):
     def _name(self) -> str:
         return f"eSurge-{next(self._names)}"
 
-    # ---- weights and memory
-
-    def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
-        """Serve other weights from the next step on; the engine keeps a copy.
-
-        Requests in flight go on with their tokens, which are computed anew; cached prefixes are
-        dropped. Nothing is compiled. The caller may change or donate its arrays afterwards.
-
-        Args:
-            model_or_state: a model of the same architecture, in any layout, or its state.
-
-        Raises:
-            ConfigError: its structure or a shape differs.
-        """
-        self.execute(UpdateWeights(model_or_state))
-
-    @contextmanager
-    def weights(self, model_or_state: LanguageModel | nnx.State) -> Iterator[Self]:
-        """Serve the caller's own arrays within a `with` block, without a copy of them.
-
-        The block ends what the engine knows of them, so a train step may donate them. After the
-        block the engine has no weights: a step is an error before `update_model_weights` or the
-        next block. (Arrays of another type, place or layout are converted, which is a copy.)
-
-        Args:
-            model_or_state: see `update_model_weights`.
-        """
-        self.execute(UpdateWeights(model_or_state, copy=False))
-        try:
-            yield self
-        finally:
-            self.execute(DropWeights())
-
-    def pause(self) -> None:
-        """Stop stepping. With `destroy_pages_on_pause` the pages' memory is freed; requests in
-        flight stay queued and are computed anew after `resume`."""
-        self.execute(Pause(free_pages=self.config.destroy_pages_on_pause))
-
-    @property
-    def paused(self) -> bool:
-        """Between `pause` and `resume`."""
-        return self.loop.paused
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self.execute(Resume())
+    # ---- the end
 
     def terminate(self) -> None:
         """Abort everything and free the pages. The engine is of no use afterwards."""
@@ -383,6 +357,19 @@ class eSurge(ServesAdapters):
             for name in self.loop.open_requests:
                 self.loop.execute(Abort(name))
             self.loop.execute(Pause())
+            if isinstance(self.loop, LeadingLoop):
+                self.loop.end()
+
+    def follow(self) -> None:
+        """Where the model lies on devices of several processes: in each but the first, take the
+        steps of the first one, until its `terminate`.
+
+        Raises:
+            ConfigError: there are no other processes, or this is the first.
+        """
+        if not isinstance(self.loop, LeadingLoop):
+            raise ConfigError("the model lies on devices of this process alone: nobody to follow")
+        self.loop.follow()
 
     def __enter__(self) -> Self:
         return self

@@ -193,8 +193,8 @@ class BatchBuilder:
             start, silent = row.start, len(row.token_ids) - row.samples
             places.append(len(lines) + min(silent, len(row.token_ids) - 1))
             for index, token in enumerate(row.token_ids):
-                samples = int(index >= silent)
-                lines.append(PlanRow(row.request_id, row.slot, start + index, (token,), {}, samples))
+                line = PlanRow(row.request_id, row.slot, start + index, (token,), {})
+                lines.append(line._replace(samples=int(index >= silent)))
         return lines, places
 
     def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:

@@ -201,9 +201,7 @@ class Guides:
         if guide is not None:
             guide.grow(row)
 
-    def allowed(
-        self, plan: StepPlan, places: Sequence[int], rows: int
-    ) -> np.ndarray | jax.Array:
+    def allowed(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | jax.Array:
         """Bits of the tokens that each row of a step may sample, [rows, words] int32. Where it is
         all of them, nothing is sent to the device.
 

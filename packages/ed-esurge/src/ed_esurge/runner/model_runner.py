@@ -304,9 +304,8 @@ class ModelRunner:
         kind, tokens = name
         if tokens not in self._hidden:
             shape = self.buckets.pick(tokens, 1, prefill=True)
-            self._keep_hidden(
-                shape, jax.eval_shape(self._make_step(shape), *self._arguments(shape))
-            )
+            step = self._make_step(shape)
+            self._keep_hidden(shape, jax.eval_shape(step, *self._arguments(shape)))
         hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
         if kind == "score":
             return self.weights.like, hidden, of_token

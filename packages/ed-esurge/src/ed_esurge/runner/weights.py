@@ -31,6 +31,7 @@ class Weights:
         self._own: list[jax.Array] | None = leaves
         self._places, self._treedef_of_places = jax.tree.flatten(places)
         self._like_own = abstract(leaves)
+        self._asleep: list[np.ndarray] | None = None  # in host memory
         self._finite: bool | None = None  # not known before somebody asks
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
         """Shapes, dtypes and shardings of `leaves`."""
@@ -43,6 +44,11 @@ class Weights:
         state = jax.tree.unflatten(self._treedef, leaves[:edge])
         places = jax.tree.unflatten(self._treedef_of_places, leaves[edge:])
         return cast(LanguageModel, nnx.merge(self._graphdef, places, state))
+
+    @property
+    def there(self) -> bool:
+        """Whether there are weights on the device."""
+        return self._own is not None
 
     @property
     def leaves(self) -> list[jax.Array]:
@@ -98,6 +104,7 @@ class Weights:
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
         self._own = [place(*pair) for pair in zip(self._like_own, leaves, strict=True)]
+        self._asleep = None
         self._finite = None
 
     def are_finite(self) -> bool:
@@ -109,7 +116,29 @@ class Weights:
 
     def drop(self) -> None:
         """Let go of the weights."""
+        self._own = self._asleep = None
+
+    def to_host(self) -> None:
+        """Let go of the device's memory, and keep the weights in the host's.
+
+        Raises:
+            EasyDeLError: there are no weights, or other processes have parts of them.
+        """
+        leaves = self.leaves[: len(self._like_own)]
+        if not all(leaf.is_fully_addressable for leaf in leaves):
+            raise EasyDeLError(
+                "weights that lie on the devices of several processes cannot be kept in one host's "
+                "memory: sleep(level=2), and update_model_weights before waking up"
+            )
+        self._asleep = [np.asarray(jax.device_get(leaf)) for leaf in leaves]
         self._own = None
+
+    def from_host(self) -> None:
+        """Put the weights that `to_host` keeps back on the device; nothing where it keeps none."""
+        if self._asleep is not None:
+            pairs = zip(self._like_own, self._asleep, strict=True)
+            self._own = [jax.device_put(leaf, like.sharding) for like, leaf in pairs]
+            self._asleep = None
 
     # ---- places of adapters
 

@@ -1,0 +1,144 @@
+"""Proposals by a small model of the same vocabulary, which keeps pages of its own.
+
+It follows the plans of the served model: a page of its pool has the number, and so the sequence and
+the prefix, of the page there. It samples with the noise of the same seed and position, so that two
+models that agree on the odds agree on the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
+from ed_esurge.core.proposals import Proposer
+from ed_esurge.core.request import Request, Status
+from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.sampling import SamplingParams
+
+#: The group whose pages the draft model's have the numbers of.
+GROUP = "full"
+
+
+class DraftModel(Proposer):
+    """See the module.
+
+    Args:
+        runner: of the draft model; slots, pages and shapes are those of the served model.
+        most: proposals for a sequence in one step.
+        token_budget: most tokens of a step.
+    """
+
+    def __init__(self, runner: ModelRunner, most: int, token_budget: int) -> None:
+        super().__init__(most)
+        self.runner, self._budget = runner, token_budget
+        self._computed: dict[str, int] = {}  # tokens whose keys and values are there
+        self._pages: dict[str, list[int]] = {}  # pages that no row has told the runner yet
+        self._drafts: dict[str, tuple[int, list[int]]] = {}  # after how many tokens, which
+        self._starts: dict[str, NewSequence] = {}  # sequences that the runner does not know yet
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """See `Proposer`."""
+        length, tokens = self._drafts.get(request.request_id, (0, []))
+        return tokens[:most] if length == request.num_tokens else ()
+
+    def forget(self, request: Request) -> None:
+        """See `Proposer`."""
+        for table in (self._computed, self._pages, self._drafts, self._starts):
+            table.pop(request.request_id, None)
+
+    def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
+        """Compute the tokens of a step, too, and draft what may follow."""
+        self._starts.update((new.request_id, _plain(new)) for new in plan.started)
+        begun = {new.request_id for new in plan.started}
+        rows: list[PlanRow] = []
+        budget = self._budget
+        for row in plan.rows:
+            request = requests.get(row.request_id)
+            if request is None or request.status is not Status.RUNNING:
+                continue
+            if row.request_id in begun:
+                self._pages.pop(row.request_id, None)
+                self._drafts.pop(row.request_id, None)
+                self._computed[row.request_id] = row.start
+            pages = self._pages.setdefault(row.request_id, [])
+            pages += row.pages.get(GROUP, ())
+            start = self._take_confirmed(request)
+            stop = min(self._room(request), request.num_tokens if row.samples else row.stop)
+            stop = min(stop, start + budget)
+            if stop <= start:
+                continue  # later: its pages and its beginning are kept
+            budget -= stop - start
+            wanted = stop == request.num_tokens and row.samples and not request.adjusted
+            tokens = request.tokens(start, stop)
+            rows.append(
+                PlanRow(row.request_id, row.slot, start, tokens, {GROUP: pages}, int(bool(wanted)))
+            )
+            self._pages[row.request_id] = []
+            self._computed[row.request_id] = stop
+        if rows:
+            names = [row.request_id for row in rows if row.request_id in self._starts]
+            started = tuple(self._starts.pop(name) for name in names)
+            self._draft(StepPlan(plan.step, tuple(rows), started), requests)
+
+    def _draft(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
+        for ahead in range(self.most):
+            sampled = self.runner.run(plan).tokens()
+            rows: list[PlanRow] = []
+            for row in plan.rows:
+                token = sampled.get(row.request_id, [-1])[0]
+                if token < 0:
+                    continue
+                request = requests[row.request_id]
+                if not ahead:
+                    self._drafts[row.request_id] = request.num_tokens, []
+                self._drafts[row.request_id][1].append(token)
+                if row.stop < self._room(request):
+                    rows.append(PlanRow(row.request_id, row.slot, row.stop, (token,), {}, 1))
+            if not rows:
+                return
+            plan = StepPlan(plan.step, tuple(rows))
+
+    def _take_confirmed(self, request: Request) -> int:
+        """How many tokens of a request are computed, with the drafts that came true."""
+        name = request.request_id
+        computed = self._computed[name]
+        length, tokens = self._drafts.pop(name, (0, []))
+        if length == computed:
+            # The last of them was drawn, but not computed.
+            for token in tokens[:-1]:
+                if computed >= request.num_tokens - 1:
+                    break
+                if request.tokens(computed, computed + 1)[0] != token:
+                    break
+                computed += 1
+        self._computed[name] = computed
+        return computed
+
+    def _room(self, request: Request) -> int:
+        """Tokens that the pages of a request hold."""
+        return len(request.pages[GROUP]) * self.runner.page_size
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """See `Proposer`."""
+        self.runner.compile_all(progress)
+
+    def free(self) -> None:
+        """See `Proposer`."""
+        self.runner.free()
+
+    def allocate(self) -> None:
+        """See `Proposer`."""
+        self.runner.allocate()
+
+
+def _plain(new: NewSequence) -> NewSequence:
+    """A sequence without what the draft model does not know: grammars, adapters, adjustments."""
+    params = new.params
+    if isinstance(params, SamplingParams):
+        kept = ("temperature", "top_k", "top_p", "min_p")
+        params = SamplingParams(**{name: getattr(params, name) for name in kept})
+    return replace(new, params=params, end_token_ids=(), bad_token_ids=(), adapter=0)
