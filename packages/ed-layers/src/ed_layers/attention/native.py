@@ -111,7 +111,7 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
         pool,
         pool_scale,
         layer_of(call.pages.at),
-        tuple(x.astype(jnp.int32) for x in batch),
+        [x.astype(jnp.int32) for x in batch],
         limits_of(scoring),
         sinks_of(scoring),
         value_dim=call.value_dim,
@@ -123,7 +123,7 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
 def mask_of(info: MaskInfo) -> native.Mask:
     """A mask as the library reads it."""
     ids = (info.q_segment_ids, info.q_index, info.kv_segment_ids, info.kv_index)
-    return tuple(x.astype(jnp.int32) for x in ids)
+    return [x.astype(jnp.int32) for x in ids]
 
 
 def limits_of(scoring: Scoring) -> Int[Array, " 2"]:
