@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -95,8 +96,12 @@ def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
     made = mixture(TEXTS, tokenization={"batch_size": 30})
     loader = build_loader(made, tokenizer, batch_size=2)
     loader.batch_at(0)
-    threading.Timer(0.2, aside.set).start()
-    loader.close()
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    while not loader._order.tokens[0]._closed:
+        time.sleep(0.001)
+    aside.set()
+    closing.join()
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
     with pytest.raises(DataError, match="the loader was closed"):
         loader.batch_at(0)
@@ -105,7 +110,9 @@ def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
 
 def test_what_the_writing_meets_is_raised_with_the_next_batch(mixture, tokenizer, aside):
     rows = [*TEXTS, [10**6]]
-    made = mixture([{"content": row} for row in rows], shuffle_buffer_size=1)
+    made = mixture(
+        [{"content": row} for row in rows], shuffle_buffer_size=1, tokenization={"batch_size": 30}
+    )
     loader = build_loader(made, tokenizer, batch_size=2)
     assert loader.batch_at(0)
     aside.set()

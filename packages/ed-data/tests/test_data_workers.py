@@ -40,7 +40,14 @@ CHATS = [
 
 
 @pytest.mark.proves("mixture.tokenization.num_proc")
-@pytest.mark.parametrize("how", [{}, {"streaming": True}, {"pack_on_the_fly": True}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"streaming": True},
+        pytest.param({"pack_on_the_fly": True}, marks=pytest.mark.nightly),
+    ],
+)
 def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how):
     """Tokens, order, and the count of what is left out."""
     monkeypatch.setattr(stream, "_ENCODED", 8)

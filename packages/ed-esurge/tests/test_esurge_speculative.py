@@ -163,6 +163,7 @@ def test_a_draft_model(drafted, surge, prompts, params):
     proposer, steps = drafted.loop.scheduler.proposer, drafted.stats()["num_steps"]
     same(drafted.generate(prompts[3], params), surge.generate(prompts[3], params))
     assert drafted.stats()["num_steps"] - steps < 12
+    drafted.generate(prompts, params.replace(max_tokens=1))
     assert proposer.num_accepted_tokens > 0.8 * proposer.num_draft_tokens
     assert not (proposer._computed or proposer._pages or proposer._drafts or proposer._starts)
     assert drafted.stats()["kv_cache_usage"] == 0

@@ -26,6 +26,7 @@ def model():
 
     fields = tiny_llama(vocab_size=258, num_hidden_layers=2, initializer_range=0.3)
     fields.pop("model_type")
+    fields |= {"bos_token_id": 256, "eos_token_id": 257}  # the tokenizer's
     # One device: the tests of the runner are the place for meshes.
     config = LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
     return AutoEasyDeLModelForCausalLM.from_config(
@@ -248,6 +249,63 @@ def test_the_harness_runs_local_tasks(model, adapter, tmp_path, chat, monkeypatc
     count = sum(len(row["question"].encode()) for row in rows)
     bits = nats / count / np.log(2)
     assert results["perplexity"]["bits_per_byte,none"] == pytest.approx(bits, abs=1e-5)
+
+
+@pytest.mark.nightly
+def test_scores_are_those_of_the_harness_own_model(model, adapter, tmp_path, monkeypatch):
+    """`hf` on torch, over the same checkpoint: metrics equal, and what they are made of."""
+    pytest.importorskip("torch")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model.save_pretrained(tmp_path / "model")
+    adapter.tokenizer.save_pretrained(tmp_path / "model")
+    text = "The sky over these green hills was blue and the two of them had four small cats"
+    words = text.split()
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "question": " ".join(rng.choice(words, 6)),
+            "choices": [" " + " ".join(rng.choice(words, n)) for n in (1, 2, 3)],
+        }
+        for _ in range(12)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
+    torch = HFLM(
+        pretrained=str(tmp_path / "model"),
+        device="cpu",
+        dtype="float32",
+        batch_size=1,
+        max_length=CONTEXT,
+    )
+    ours, theirs = (
+        lm_eval.simple_evaluate(
+            model=one,
+            tasks=list(TASKS),
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        for one in (adapter, torch)
+    )
+    for name in TASKS:
+        metrics, expected = ours["results"][name], theirs["results"][name]
+        for metric in expected:
+            if isinstance(expected[metric], float):
+                assert metrics[metric] == pytest.approx(expected[metric], rel=1e-6), metric
+        for sample, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
+            for mine, other_one in zip(sample["resps"], other["resps"], strict=True):
+                if name == "write":
+                    assert mine == other_one
+                    continue
+                said, wanted = mine[0], other_one[0]
+                value, right = (x[0] if isinstance(x, tuple | list) else x for x in (said, wanted))
+                assert float(value) == pytest.approx(float(right), abs=1e-4)
 
 
 def test_torch_is_not_imported():

@@ -16,7 +16,7 @@ from ed_layers.attention.watched import Watched, attention_weights
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer, arguments_class, trainer_class
 from ed_trainers.losses.attention import attention_divergences
-from method_runs import documents, one_step, packed
+from method_runs import documents, near_reports, one_step, packed
 
 QUIET = {"use_tensorboard": False, "do_last_save": False, "total_batch_size": 8, "log_steps": 50}
 
@@ -94,16 +94,17 @@ def test_hidden_states_are_compared_layer_by_layer():
 
 
 @pytest.mark.nightly
-def test_attention_is_compared_in_any_storage_of_layers():
+def test_attention_is_compared_in_any_storage_of_layers_on_any_mesh():
     batch = rows()
 
-    def step(layers=None, scan=True, **teacher):
-        frozen = {"teacher": llama(4, 1, initializer_range=0.5, scan_layers=scan, **teacher)}
-        student = llama(2, 0, initializer_range=0.5, scan_layers=scan)
+    def step(layers=None, scan=True, dims=(1, 1, 1, 1, 1), **teacher):
+        both = {"initializer_range": 0.5, "scan_layers": scan, "sharding_axis_dims": dims}
+        frozen = {"teacher": llama(4, 1, **both, **teacher)}
         options = {"attention_loss_weight": 1.0, "attention_layers": layers}
-        return one_step("distillation", student, batch, frozen=frozen, **options)[1]
+        return one_step("distillation", llama(2, 0, **both), batch, frozen=frozen, **options)[1]
 
     both = step([1, 2])
+    near_reports(step([1, 2], dims=(1, 2, 1, 2, 2)), both, 2e-5)
     first, last = step([1], scan=False)["attention_loss"], step(scan=False)["attention_loss"]
     assert both["attention_loss"] == pytest.approx((first + last) / 2, rel=1e-5)
     assert first != pytest.approx(last)

@@ -52,8 +52,9 @@ class DraftModel(Proposer):
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         """Compute the tokens of a step, too, and draft what may follow."""
-        self._starts.update((new.request_id, _plain(new)) for new in plan.started)
-        begun = {new.request_id for new in plan.started}
+        begun = {new.request_id: new for new in plan.started}
+        # While somebody waits nothing is proposed (`Scheduler.schedule`).
+        waits = any(request.status is Status.WAITING for request in requests.values())
         rows: list[PlanRow] = []
         budget = self._budget
         for row in plan.rows:
@@ -63,6 +64,7 @@ class DraftModel(Proposer):
             if row.request_id in begun:
                 self._pages.pop(row.request_id, None)
                 self._drafts.pop(row.request_id, None)
+                self._starts[row.request_id] = _plain(begun[row.request_id])
                 self._computed[row.request_id] = row.start
             pages = self._pages.setdefault(row.request_id, [])
             pages += row.pages.get(GROUP, ())
@@ -72,11 +74,11 @@ class DraftModel(Proposer):
             if stop <= start:
                 continue  # later: its pages and its beginning are kept
             budget -= stop - start
-            wanted = stop == request.num_tokens and row.samples and not request.adjusted
+            left = request.max_tokens - len(request.output)
+            wanted = row.samples and stop == request.num_tokens and left > 1
+            drafts = int(wanted and not waits and not request.adjusted)
             tokens = request.tokens(start, stop)
-            rows.append(
-                PlanRow(row.request_id, row.slot, start, tokens, {GROUP: pages}, int(bool(wanted)))
-            )
+            rows.append(PlanRow(row.request_id, row.slot, start, tokens, {GROUP: pages}, drafts))
             self._pages[row.request_id] = []
             self._computed[row.request_id] = stop
         if rows:
