@@ -180,8 +180,8 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
     name = "autoregressive_decodeattn"
     call = Cached(name=name, q=q, scoring=scoring, stored=stored)
     assert not native.KERNELS[1].refusals(call)
-    numbers = (decode(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
-    expected = exact(q, *numbers, info.allowed(window=window), scoring)
+    k, v = (decode(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
+    expected = exact(q, k, v, info.allowed(window=window), scoring)
     near(native.cache_attention(call), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_layers import native
@@ -19,7 +20,7 @@ FIELDS = {
     "num_key_value_heads": 2,
     "sharding_axis_dims": (1, 1, 1, 1, 1),
 }
-IDS = np.arange(10).reshape(2, 5)
+IDS = jnp.arange(10).reshape(2, 5)
 
 
 @pytest.mark.skipif(library.level() is None, reason="the native library is not built")
