@@ -150,7 +150,8 @@ def main(folder: Path) -> None:
             tab = open_tab(page, width=1360, height=860)
             tab.theme("light")
             talk(tab)
-            tab.js(WAIT.replace("300", "30000"))
+            for _ in range(100):  # half a minute of curves
+                tab.js(WAIT)
             tab.js("document.getElementById('log').scrollTop = 0")
             tab.picture(folder / "playground-light.png")
             tab.theme("dark")

@@ -17,6 +17,7 @@ def check(found: data.Large) -> None:
     assert found.growth < 64 * 2**20
 
 
+@pytest.mark.nightly
 def test_a_stream_of_rows(tmp_path: Path) -> None:
     check(data.large(tmp_path, 40_000, files=2))
 

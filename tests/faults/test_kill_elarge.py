@@ -187,7 +187,8 @@ def test_killed_twenty_times(run, tmp_path, record_property):
             kill_when(tmp_path, process, lambda: a_checkpoint_is_being_written(tmp_path))
             kills.append(f"saving after {reached}")
             continue
-        step = min(reached + chance.randint(1, SAVE_EVERY - 1), STEPS - 1)
+        # Often past the next checkpoint, or the run would never come to its later generations.
+        step = min(reached + chance.randint(1, SAVE_EVERY + 5), STEPS - 3)
         began = (tmp_path / "run" / "metrics.jsonl").is_file()
         before = len(rows_of(tmp_path)) if began else 0
         kill_when(

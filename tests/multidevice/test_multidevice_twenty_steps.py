@@ -1,4 +1,4 @@
-"""Twenty steps of `sft` and of `dpo`, in float32: the losses of one device on every kind of mesh."""
+"""Twenty steps of `sft` and of `dpo` in float32: the losses of one device on every mesh."""
 
 from __future__ import annotations
 

@@ -12,13 +12,14 @@ from ed_esurge import EngineConfig
 from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_infra.specs import LoraSpec
+from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.figures.metrics import read_rows
 
 PROMPT, NEW = 8, 6
+ONE = (1, 1, 1, 1, 1)
 
 
 class Batch(NamedTuple):
@@ -38,7 +39,7 @@ def small(completion_ids: list[list[int]]) -> list[float]:
 
 
 def config(**fields) -> LlamaConfig:
-    given = tiny_llama(num_hidden_layers=2, sharding_axis_dims=(1, 1, 1, 1, 1), **fields)
+    given = tiny_llama(**{"num_hidden_layers": 2, "sharding_axis_dims": ONE, **fields})
     del given["model_type"]
     return LlamaConfig(**given)
 
@@ -90,6 +91,34 @@ def test_adapters_learn_and_the_base_under_them_is_the_reference(tmp_path):
     checked(rows)
     with pytest.raises(EasyDeLError, match="weights"):
         trainer.rollout.engine.generate([[3, 4]])
+
+
+@pytest.mark.nightly
+def test_adapters_on_quantized_weights_learn(tmp_path):
+    model = LlamaForCausalLM.create(config(scan_layers=True), seed=0)
+    model = model.quantize(EasyDeLQuantizationConfig("nf4", group_size=32))
+    trainer, _, rows = train(tmp_path, model.apply_lora(LoraSpec(rank=4), seed=1))
+    assert trainer.method.frozen.leaves == ()
+    checked(rows)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory):
+    model = LlamaForCausalLM.create(config(), seed=0)
+    return train(tmp_path_factory.mktemp("one"), model)[2]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dims", [(1, 8, 1, 1, 1), (1, 4, 1, 2, 1), (8, 1, 1, 1, 1)], ids=str)
+def test_every_mesh_samples_and_learns_what_one_device_does(on_one_device, tmp_path, dims):
+    model = LlamaForCausalLM.create(config(sharding_axis_dims=dims), seed=0)
+    rows = train(tmp_path, model)[2]
+    checked(rows)
+    for own, other in zip(rows, on_one_device, strict=True):
+        # One other token would move the mean of 48 by two hundredths.
+        assert own["reward"] == pytest.approx(other["reward"], abs=1e-6)
+        assert own["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
 
 
 @pytest.mark.nightly

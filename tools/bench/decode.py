@@ -1,17 +1,22 @@
-"""Prefill and decode of a small model against `transformers` on torch, float32, in one run.
+"""Prefill and decode of a small model against `transformers` on torch, in one run.
 
 uv run python -m tools.bench.decode                     SmolLM2-135M's shape, random weights
 uv run python -m tools.bench.decode --family qwen3_moe qwen3_next --batch 1 8 --rounds 7
 uv run python -m tools.bench.decode --batch 1 8 --layers 8 --rounds 5
+uv run python -m tools.bench.decode --forms "torch float32" float32 bfloat16 int8 int4
 
-Both load the same checkpoint, and their logits are compared first. A decode step is the median of
-interleaved steps that begin at `--context` tokens. Where a step reads every weight, its floor is
-the time to read them once at the read bandwidth that the same run measures.
+All load the same checkpoint, and their logits are compared first: those of 16 bits and less differ.
+int8 and int4 round activations to 8 bits, too, as llama.cpp's q8_0 and q4_0 do; embedding and head
+are quantized. Steps take turns, and begin at `--context` tokens; a cell is the least time and,
+behind it, the median: other load only adds, and how much there was is printed. Where a step reads
+every weight, its floor is the time to read them once at the bandwidth that the same run measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import Run, machine, read_bandwidth, table, take_turns
+from tools.bench.measure import Run, all_turns, machine, read_bandwidth, table
 
 VOCAB = 49152
 SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -54,18 +59,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Torch:
     """`transformers` as it is used: a dynamic cache, no gradients."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, dtype: str = "float32"):
         import torch
         from transformers import AutoModelForCausalLM
 
         self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype)
+        ).eval()
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
         """Logits of the last token."""
         with self.torch.inference_mode():
             out = self.model(self.torch.tensor(tokens), use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1].numpy()
+        return out.logits[:, -1].float().numpy()
 
     def decoder(self, tokens: np.ndarray) -> Run:
         """A function that decodes one more token each time it is called."""
@@ -83,16 +91,32 @@ class Torch:
 
 
 class Ours:
-    """This project: unrolled leaves, a dense cache that the step donates."""
+    """This project: unrolled leaves, a dense cache that the step donates.
 
-    def __init__(self, directory: Path, capacity: int, mechanism: str):
+    Args:
+        quantized: fields of a quantization configuration, for every matrix; None = as it is.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int,
+        mechanism: str,
+        dtype: str = "float32",
+        quantized: dict[str, Any] | None = None,
+    ):
         import jax
         from ed_models import AutoEasyDeLModelForCausalLM
         from flax import nnx
 
         self.jax = jax
         settings = {"scan_layers": False, "attn_mechanism": mechanism}
-        model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(directory, config_kwargs=settings)
+        dtypes = {} if dtype == "float32" else {"dtype": dtype, "param_dtype": dtype}
+        model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(
+            directory, config_kwargs=settings, **dtypes
+        )
+        if quantized is not None:
+            model = model.quantize([("", quantized)])
         self.model, self.capacity = model, capacity
         graphdef, state = nnx.split(model)
         self.leaves, structure = jax.tree.flatten(state)
@@ -138,39 +162,55 @@ def save_random(directory: Path, family: str, layers: int | None) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
+#: Row's name -> dtype, and the quantization of every matrix.
+OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", {"dtype": "w8a8"}),
+    "int4": ("float32", {"dtype": "w4a8", "group_size": 32}),
+}
+THEIRS = {"torch float32": "float32", "torch bfloat16": "bfloat16"}
+
+
 def measure(family: str, options: argparse.Namespace) -> None:
     """Compare the logits of one family, time its steps, and print a table."""
     tokens = partial(np.random.default_rng(0).integers, VOCAB)
+    capacity = max(options.prompt, options.context + options.rounds + 2)
+    contenders: dict[str, Torch | Ours] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         save_random(directory, family, options.layers)
-        torch = Torch(directory)
-        capacity = max(options.prompt, options.context + options.rounds + 2)
-        ours = Ours(directory, capacity, options.mechanism)
+        for form in options.forms:
+            if form in THEIRS:
+                contenders[form] = Torch(directory, THEIRS[form])
+            else:
+                contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
     prompt = tokens(size=(1, options.prompt))
-    apart = np.abs(torch.prefill(prompt) - ours.prefill(prompt)).max()
-    print(f"\n{family}: largest difference of logits {apart:.1e}")
-    reads_all = "num_experts" not in SHAPES[family]
-    floor = ours.weight_bytes / read_bandwidth() if reads_all else None
-    if floor is not None:
-        print(f"reading {ours.weight_bytes / 1e6:.0f} MB of weights takes {floor * 1e3:.1f} ms")
-    print()
+    exact, *others = (of.prefill(prompt) for of in contenders.values())
+    apart = (f"{np.abs(exact - other).max():.1e}" for other in others)
+    differences = zip(list(contenders)[1:], apart, strict=True)
+    print(f"\n{family}: largest difference of logits from those of {options.forms[0]}:")
+    print(", ".join(f"{form} {size}" for form, size in differences))
+    bandwidth, reads_all = read_bandwidth(), "num_experts" not in SHAPES[family]
+    rows: dict[str, list[str]] = {}
+    for form, of in contenders.items():
+        floor = f"{of.weight_bytes / bandwidth * 1e3:.1f}" if reads_all else ""
+        rows[form] = [form, f"{of.weight_bytes / 1e6:.0f}", floor]
 
-    def row(label: str, runs: dict[str, Run], rounds: int, floor: float | None) -> list[str]:
-        seconds = take_turns(runs, rounds=rounds)
-        cells = [f"{seconds[name] * 1e3:.1f}" for name in ("torch", "ours")]
-        ratio = f"{seconds['torch'] / seconds['ours']:.2f}"
-        return [label, *cells, ratio, f"{floor / seconds['ours']:.0%}" if floor else ""]
+    def column(runs: dict[str, Run], rounds: int) -> None:
+        for form, seconds in all_turns(runs, rounds=rounds).items():
+            least, median = min(seconds) * 1e3, statistics.median(seconds) * 1e3
+            rows[form].append(f"{least:.1f} ({median:.1f})")
 
-    rows = []
-    runs: dict[str, Run]
     for batch in options.batch:
         start = tokens(size=(batch, options.context))
-        runs = {"torch": torch.decoder(start), "ours": ours.decoder(start)}
-        rows.append(row(f"decode, batch {batch}", runs, options.rounds, floor))
-    runs = {"torch": partial(torch.prefill, prompt), "ours": partial(ours.prefill, prompt)}
-    rows.append(row(f"prefill, {options.prompt} tokens", runs, max(3, options.rounds // 3), None))
-    print(table(["", "torch ms", "ours ms", "torch / ours", "of the read limit"], rows))
+        column({form: of.decoder(start) for form, of in contenders.items()}, options.rounds)
+    runs: dict[str, Run] = {form: partial(of.prefill, prompt) for form, of in contenders.items()}
+    column(runs, max(3, options.rounds // 3))
+    steps = [f"decode, batch {batch}" for batch in options.batch]
+    header = ["ms", "weights, MB", "read limit", *steps, f"prefill, {options.prompt}"]
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}\n")
+    print(table(header, [*rows.values()]))
 
 
 def main() -> None:
@@ -182,6 +222,8 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--family", nargs="+", choices=sorted(SHAPES), default=["llama"])
+    forms = [*THEIRS, *OURS]
+    add("--forms", nargs="+", choices=forms, default=forms)
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--context", type=int, default=32)
     add("--prompt", type=int, default=512)

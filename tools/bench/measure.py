@@ -21,9 +21,14 @@ def take_turns(
     rounds: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Median seconds of each contender, or another summary `of` its rounds.
+    """Median seconds of each contender, or another summary `of` its rounds."""
+    return {name: of(times) for name, times in all_turns(contenders, rounds=rounds).items()}
 
-    Every round runs each of them once, so that a slow moment of the machine meets all; the first
+
+def all_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender in every round.
+
+    A round runs each of them once, so that a slow moment of the machine meets all; the first
     round warms up and does not count. A contender returns when its work is done.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -34,7 +39,7 @@ def take_turns(
             run()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
-    return {name: of(times) for name, times in seconds.items()}
+    return seconds
 
 
 def peak_growth(run: Run) -> int:

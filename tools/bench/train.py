@@ -1,13 +1,15 @@
-"""A step of supervised fine-tuning against `transformers` on torch with AdamW: time and memory.
+"""A step of training against torch: time and memory. `sft` beside `transformers`, `dpo` beside TRL.
 
     python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
     python -m tools.bench.train --shape 135m --rows 2
     python -m tools.bench.train --vocab 1000          the layers, not the head, are what counts
     python -m tools.bench.train --contenders ours "torch bf16" --rounds 9
+    python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, beside TRL's
 
 Each contender lives in a process of its own, so that its peak memory is its own, and they take
 turns: a slow moment of the machine meets all. A step is forward, backward, clipping to a norm of 1
-and AdamW. Ratios are of medians; peaks are of resident memory above an idle process with the same
+and AdamW; of `dpo` also the forward pass of the reference, which is a model of its own on both
+sides. Ratios are of medians; peaks are of resident memory above an idle process with the same
 imports.
 """
 
@@ -49,22 +51,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-CONTENDERS = ("ours", "ours rematerialised", "torch", "torch bf16")
+#: Method -> its contenders. `torch` is what ratios are of.
+CONTENDERS = {
+    "sft": ("ours", "ours rematerialised", "torch", "torch bf16"),
+    "dpo": ("ours", "ours rematerialised", "torch"),
+}
 _RATE = 1e-4
+#: Tokens of a pair's prompt.
+PROMPT = 32
 Step = Callable[[], float]
 
 
-def jax_step(fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
-    """A step of `SFTTrainer`, which returns the loss."""
+def jax_step(method: str, fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
+    """A step of a method's trainer, which returns the loss."""
     import jax
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-    from ed_trainers.arguments import SFTArguments
-    from ed_trainers.methods.sft import SFTTrainer
+    from ed_trainers import arguments_class, trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
     from ed_trainers.state import EasyDeLState
     from ed_trainers.step import build_train_step
 
-    arguments = SFTArguments(
+    arguments = arguments_class(method)(
         total_batch_size=len(ids),
         max_training_steps=1000,
         learning_rate=_RATE,
@@ -73,13 +80,20 @@ def jax_step(fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
     )
     dims = (1, 1, 1, 1, 1)
     config = LlamaConfig(**fields, sharding_axis_dims=dims, gradient_checkpointing=policy)
-    trainer = SFTTrainer(arguments, LlamaForCausalLM.create(config, seed=0))
+    trainer = trainer_class(method)(arguments, LlamaForCausalLM.create(config, seed=0))
     schedule = build_schedule(arguments, 1000)
     state = EasyDeLState.create(model=trainer.model)
     state = state.init_tx(build_optimizer(arguments, schedule))
     step = build_train_step(state, trainer.method, schedule, rows=len(ids), seed=0)
-    batch = trainer.placement.place(
-        {name: array[None] for name, array in trainer.prepare({"input_ids": ids}).items()},
+    batch = {"input_ids": ids}
+    if method == "dpo":
+        chosen, rejected = answers(ids)
+        batch = {}
+        for side, rows in (("chosen", chosen), ("rejected", rejected)):
+            labels = np.where(np.arange(rows.shape[1]) < PROMPT, -100, rows)
+            batch |= {f"{side}_input_ids": rows, f"{side}_labels": labels.astype(np.int32)}
+    placed = trainer.placement.place(
+        {name: array[None] for name, array in trainer.prepare(batch).items()},
         stacked=True,
     )
     leaves = tuple(jax.tree.leaves(state))
@@ -87,28 +101,36 @@ def jax_step(fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
 
     def run() -> float:
         nonlocal leaves
-        leaves, report = step(leaves, batch)
+        leaves, report = step(leaves, placed)
         return float(report["loss"])
 
     return run
 
 
-def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
-    """A step of a plain loop, which returns the loss."""
+def answers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two answers to the prompts that the rows begin with: the rows themselves, and others."""
+    other = np.concatenate([ids[:, :PROMPT], np.roll(ids, 1, axis=0)[:, PROMPT:]], axis=1)
+    return ids, other
+
+
+def torch_model(fields: dict[str, Any]) -> Any:
+    """The model of `transformers`, training."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", **fields), attn_implementation="sdpa"
-    )
-    model.train()
+    config = AutoConfig.for_model("llama", **fields)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+
+def torch_loop(model: Any, loss_of: Callable[[], Any]) -> Step:
+    """A step of a plain loop over a loss, which it returns."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-    inputs = torch.tensor(ids, dtype=torch.long)
 
     def run() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -118,12 +140,54 @@ def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> St
     return run
 
 
-def work(name: str, fields: dict[str, Any], rows: int, length: int) -> None:
+def torch_step(fields: dict[str, Any], ids: np.ndarray, *, autocast: bool) -> Step:
+    """A step on the cross-entropy of the next token."""
+    import torch
+
+    model = torch_model(fields)
+    inputs = torch.tensor(ids, dtype=torch.long)
+
+    def loss() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=inputs, labels=inputs, use_cache=False).loss
+
+    return torch_loop(model, loss)
+
+
+def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
+    """A step on the loss of `trl.DPOTrainer`."""
+    import copy
+    import tempfile
+
+    import torch
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from tools.method_cases import harness
+
+    model = torch_model(fields)
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=copy.deepcopy(model),
+        args=harness.config_of(DPOConfig, tempfile.mkdtemp(prefix="trl-")),
+        train_dataset=Dataset.from_list(harness.text_pairs()),
+        processing_class=harness.tokenizer(),
+    )
+    rows = torch.tensor(np.concatenate(answers(ids)), dtype=torch.long)
+    inputs = {
+        "input_ids": rows,
+        "attention_mask": torch.ones_like(rows),
+        "completion_mask": (torch.arange(rows.shape[1]) >= PROMPT).long().expand_as(rows),
+    }
+    return torch_loop(model, lambda: trainer.compute_loss(model, inputs))
+
+
+def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int) -> None:
     """Do a step for each line of standard input; print its seconds, loss and the peak so far."""
     made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
-        "ours": lambda f, i: jax_step(f, i, policy=""),
-        "ours rematerialised": lambda f, i: jax_step(f, i, policy="nothing_saveable"),
-        "torch": lambda f, i: torch_step(f, i, autocast=False),
+        "ours": lambda f, i: jax_step(method, f, i, policy=""),
+        "ours rematerialised": lambda f, i: jax_step(method, f, i, policy="nothing_saveable"),
+        "torch": trl_step if method == "dpo" else lambda f, i: torch_step(f, i, autocast=False),
         "torch bf16": lambda f, i: torch_step(f, i, autocast=True),
     }
     ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, length))
@@ -131,9 +195,11 @@ def work(name: str, fields: dict[str, Any], rows: int, length: int) -> None:
         import jax
 
         jax.numpy.ones(8).block_until_ready()
+        import ed_trainers.methods.dpo
         import ed_trainers.methods.sft  # noqa: F401
     else:
-        import transformers.models.llama.modeling_llama  # noqa: F401
+        if method == "dpo":
+            import trl.trainer.dpo_trainer  # noqa: F401
     idle = status("VmRSS")
     step = made[name](fields, ids.astype(np.int32))
     for _ in sys.stdin:
@@ -147,7 +213,14 @@ class Worker:
     """A contender in a process of its own."""
 
     def __init__(self, name: str, args: argparse.Namespace):
-        words = [name, args.shape, str(args.vocab or 0), str(args.rows), str(args.length)]
+        words = [
+            args.method,
+            name,
+            args.shape,
+            str(args.vocab or 0),
+            str(args.rows),
+            str(args.length),
+        ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.bench.train", "--worker", *words],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
@@ -191,7 +264,8 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
     rows = []
     for name, found in steps.items():
         times = [s["seconds"] for s in found]
-        rate = args.rows * args.length / medians[name]
+        sides = 2 if args.method == "dpo" else 1
+        rate = sides * args.rows * args.length / medians[name]
         rows.append(
             [
                 name,
@@ -208,8 +282,8 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
 def main() -> None:
     """Parse the command line, measure, print."""
     if sys.argv[1:2] == ["--worker"]:
-        name, shape, vocab, rows, length = sys.argv[2:]
-        return work(name, fields_of(shape, int(vocab)), int(rows), int(length))
+        method, name, shape, vocab, rows, length = sys.argv[2:]
+        return work(method, name, fields_of(shape, int(vocab)), int(rows), int(length))
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.train",
         description=__doc__,
@@ -220,11 +294,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--method", choices=CONTENDERS, default="sft")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS["sft"])
     args = parser.parse_args()
+    args.contenders = args.contenders or CONTENDERS[args.method]
+    if not {*args.contenders} <= {*CONTENDERS[args.method]}:
+        parser.error(f"contenders of {args.method}: {', '.join(CONTENDERS[args.method])}")
     vocab = fields_of(args.shape, args.vocab or 0)["vocab_size"]
     print(machine(), f"load {os.getloadavg()[0]:.1f}", sep="; ")
-    print(f"{args.shape}, vocabulary {vocab:,}, {args.rows} rows of {args.length} tokens, float32")
+    rows = f"{args.rows} {'pairs' if args.method == 'dpo' else 'rows'} of {args.length} tokens"
+    print(f"{args.method}, {args.shape}, vocabulary {vocab:,}, {rows}, float32")
     header = ["", "s a step", "least", "tokens/s", "peak, GiB", "torch / this"]
     print(table(header, measure(args)))
 

@@ -40,7 +40,7 @@ def completions() -> Any:
     prompts = [a.prompt for a, _ in pairs()[:PROMPTS] for _ in range(GROUP)]
     lengths, ended = [4, 7, 3, 8, 8, 2], [True, True, True, False, False, True]
     ids = [random.integers(3, 64, n).tolist() for n in lengths]
-    ids = [own[:-1] + [END] if end else own for own, end in zip(ids, ended, strict=True)]
+    ids = [[*own[:-1], END] if end else own for own, end in zip(ids, ended, strict=True)]
     logps = [(-4 + random.normal(0, 0.5, len(own))).tolist() for own in ids]
     return Completions(
         prompts=["t3"] * len(ids),
@@ -81,7 +81,9 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
     """Rows by the first model, loss by the one that has moved."""
     from ed_trainers import arguments_class, trainer_class
 
-    arguments = arguments_class(method)(
+    made_by: Any = trainer_class(method)
+    arguments: Any = arguments_class(method)
+    arguments = arguments(
         total_batch_size=6,
         num_iterations=2,
         max_prompt_length=LENGTH - 8,
@@ -94,7 +96,7 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
         functions = functions[:1]
     frozen = {"reference": our_model(folder(1))} if arguments.has_reference else {}
     first, later = (
-        trainer_class(method)(arguments, our_model(path), frozen=frozen, reward_functions=functions)
+        made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
     given = completions()

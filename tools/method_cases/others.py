@@ -30,7 +30,9 @@ def sft() -> dict[str, float]:
     return harness.errors(ours, harness.their_outcome(model, loss, {}))
 
 
-def distillation(alpha: float, beta: float, temperature: float, hidden: float) -> dict[str, float]:
+def distillation(
+    alpha: float, beta: float, temperature: float, hidden: float, attention: float = 0.0
+) -> dict[str, float]:
     """`distillation` beside `generalized_jsd_loss` of TRL's GKDTrainer, in float64."""
     import torch
     from trl.experimental.gkd import GKDTrainer
@@ -46,15 +48,20 @@ def distillation(alpha: float, beta: float, temperature: float, hidden: float) -
         harness.our_model(path),
         {"teacher": harness.our_model(of_teacher)},
         hidden_state_loss_weight=hidden,
+        attention_loss_weight=attention,
+        attention_layers=(1, 2) if attention else None,
         **options,
     )
     tensors = harness.answer_tensors(documents)
     labels, counts = shifted(tensors)
     student, teacher = harness.hf_model(path).double(), harness.hf_model(of_teacher).double()
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
-    own = student(**inputs, output_hidden_states=True)
+    for model in (student, teacher):
+        model.set_attn_implementation("eager")  # the others keep no weights
+    seen = {"output_hidden_states": True, "output_attentions": True}
+    own = student(**inputs, **seen)
     with torch.no_grad():
-        wanted = teacher(**inputs, output_hidden_states=True)
+        wanted = teacher(**inputs, **seen)
     divergence = temperature**2 * GKDTrainer.generalized_jsd_loss(
         own.logits[:, :-1], wanted.logits[:, :-1], labels, beta=beta, temperature=temperature
     )
@@ -66,10 +73,21 @@ def distillation(alpha: float, beta: float, temperature: float, hidden: float) -
         for a, b in zip(own.hidden_states[1:], wanted.hidden_states[1:], strict=True)
     ]
     distance = torch.stack(layers).mean()
+    apart = [
+        torch.xlogy(b, b.clamp_min(1e-30) / a.clamp_min(1e-30))
+        .sum(-1)
+        .mean(1)[:, :-1][counts]
+        .mean()
+        for a, b in zip(own.attentions, wanted.attentions, strict=True)
+    ]
+    of_attention = torch.stack(apart).mean()
     loss = alpha * divergence + (1 - alpha) * cross_entropy + hidden * distance
+    loss = loss + attention * of_attention
     metrics = {"distillation_loss": divergence.item(), "ce_loss": cross_entropy.item()}
     if hidden:
         metrics["hidden_state_loss"] = distance.item()
+    if attention:
+        metrics["attention_loss"] = of_attention.item()
     return harness.errors(
         harness.our_outcome(trainer, harness.packed(documents, 2)),
         harness.their_outcome(student, loss, metrics),
@@ -133,6 +151,10 @@ CASES = {
     "distillation reverse": harness.Case(_GKD, partial(distillation, **{**_FORWARD, "beta": 1.0})),
     "distillation Jensen-Shannon, hidden states": harness.Case(
         _GKD, partial(distillation, alpha=0.5, beta=0.3, temperature=1.5, hidden=0.7)
+    ),
+    "distillation attention": harness.Case(
+        "2002.10957, eq. 5, torch in float64",
+        partial(distillation, **_FORWARD, attention=0.8),
     ),
     "embedding": harness.Case("1807.03748, torch in float64", partial(embedding, "lasttoken")),
     "embedding Matryoshka, temperatures, symmetric": harness.Case(

@@ -8,26 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases.harness import (
-    LENGTH,
-    SIZES,
-    Answer,
-    Case,
-    answer_tensors,
-    errors,
-    folder,
-    hf_model,
-    our_model,
-    our_outcome,
-    pairs,
-    their_outcome,
-)
+from tools.method_cases import harness
 
 #: What the completions are said to be worth.
 SCORES = [1.0, -0.5, 2.0, 0.25, -1.5, 0.75]
 #: Of the other policy's.
 OTHER_SCORES = [0.5, 0.5, -1.0, 0.75, -2.0, 1.5]
-PROMPT, COMPLETION = 8, LENGTH - 8
+PROMPT, COMPLETION = 8, harness.LENGTH - 8
 
 
 class Told:
@@ -45,9 +32,9 @@ class Told:
         ]
 
 
-def told(side: int) -> list[Answer]:
+def told(side: int) -> list[harness.Answer]:
     """Prompts with completions, of the learner (0) or of another policy (1)."""
-    return [pair[side] for pair in pairs()]
+    return [pair[side] for pair in harness.pairs()]
 
 
 def scores_of(completion_ids: list[list[int]]) -> list[float]:
@@ -71,9 +58,9 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
     rollout = Told([a.answer for a in told(0)])
     trainer = trainer_class(method)(
         options,
-        our_model(folder(0)),
+        harness.our_model(harness.folder(0)),
         rollout=rollout,
-        frozen={name: our_model(path) for name, path in frozen.items()},
+        frozen={name: harness.our_model(path) for name, path in frozen.items()},
         **more,
     )
     trainer.rollout_of = lambda make: Told([a.answer for a in told(1)])
@@ -83,8 +70,8 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
 class Side:
     """Tokens of completions under a model of torch, [n, t] at the positions that predict them."""
 
-    def __init__(self, model: Any, documents: list[Answer], temperature: float = 1.0):
-        tensors = answer_tensors(documents)
+    def __init__(self, model: Any, documents: list[harness.Answer], temperature: float = 1.0):
+        tensors = harness.answer_tensors(documents)
         ids, mask = tensors["input_ids"], tensors["completion_mask"][:, 1:]
         output = model(ids, attention_mask=tensors["attention_mask"], output_hidden_states=True)
         self.mask = mask.double()
@@ -100,12 +87,13 @@ class Side:
 
 def models() -> tuple[Any, Any]:
     """Learner and reference, in float64."""
-    return hf_model(folder(0)).double(), hf_model(folder(1)).double()
+    learner, reference = (harness.hf_model(harness.folder(seed)).double() for seed in (0, 1))
+    return learner, reference
 
 
 def moved(array: np.ndarray, mask: np.ndarray, seed: int) -> np.ndarray:
     """Figures of before the updates: as now, and noise."""
-    noise = np.random.default_rng(seed).normal(0, 0.3, (6, LENGTH)).astype(np.float32)
+    noise = np.random.default_rng(seed).normal(0, 0.3, (6, harness.LENGTH)).astype(np.float32)
     return array + noise[:, : array.shape[1]] * mask
 
 
@@ -126,7 +114,7 @@ def ppo(**options: Any) -> dict[str, float]:
     estimator, temperature = options.get("kl_estimator", "k1"), options.get("temperature", 1.0)
     trainer, prompts = online(
         "ppo",
-        {"reference": folder(1)},
+        {"reference": harness.folder(1)},
         beta=beta,
         gamma=gamma,
         lam=lam,
@@ -136,7 +124,7 @@ def ppo(**options: Any) -> dict[str, float]:
         **options,
     )
     random = np.random.default_rng(7)
-    d = SIZES["hidden_size"]
+    d = harness.SIZES["hidden_size"]
     kernel, bias = random.normal(0, 0.2, (d, 1)).astype(np.float32), np.array([0.3], np.float32)
     head = value_head(trainer._model)
     head.kernel.set_value(kernel)
@@ -206,8 +194,8 @@ def ppo(**options: Any) -> dict[str, float]:
         "reward": np.mean(SCORES),
         "val/ratio": mean(ratio),
     }
-    theirs = their_outcome(model, policy_loss + vf_coef * value_loss, metrics)
-    return errors(our_outcome(trainer, rows), theirs)
+    theirs = harness.their_outcome(model, policy_loss + vf_coef * value_loss, metrics)
+    return harness.errors(harness.our_outcome(trainer, rows), theirs)
 
 
 def gkd(beta: float) -> dict[str, float]:
@@ -215,8 +203,8 @@ def gkd(beta: float) -> dict[str, float]:
     import torch
     from trl.experimental.gkd import GKDTrainer
 
-    trainer, prompts = online("gkd", {"teacher": folder(1)}, beta=beta, lmbda=1.0)
-    tensors = answer_tensors(told(0))
+    trainer, prompts = online("gkd", {"teacher": harness.folder(1)}, beta=beta, lmbda=1.0)
+    tensors = harness.answer_tensors(told(0))
     model, teacher = models()
     labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)
     theirs: Any = SimpleNamespace(
@@ -228,7 +216,9 @@ def gkd(beta: float) -> dict[str, float]:
     with torch.no_grad():
         own = Side(model, told(0))
     metrics = {"nll_loss": -own.logps.sum() / own.mask.sum()}
-    return errors(our_outcome(trainer, prompts), their_outcome(model, loss, metrics))
+    return harness.errors(
+        harness.our_outcome(trainer, prompts), harness.their_outcome(model, loss, metrics)
+    )
 
 
 def xpo(loss_type: str) -> dict[str, float]:
@@ -238,7 +228,7 @@ def xpo(loss_type: str) -> dict[str, float]:
 
     alpha, beta = 0.02, 0.1
     trainer, prompts = online(
-        "xpo", {"reference": folder(1)}, alpha=alpha, beta=beta, loss_type=loss_type
+        "xpo", {"reference": harness.folder(1)}, alpha=alpha, beta=beta, loss_type=loss_type
     )
     model, reference = models()
     own, other = Side(model, told(0)), Side(model, told(1))
@@ -263,8 +253,8 @@ def xpo(loss_type: str) -> dict[str, float]:
         "rewards/accuracies": (difference > 0).double().mean(),
         "logps/chosen": torch.where(won, own.sums, other.sums).mean(),
     }
-    theirs = their_outcome(model, (of_pairs + explored).mean(), metrics)
-    return errors(our_outcome(trainer, prompts), theirs)
+    theirs = harness.their_outcome(model, (of_pairs + explored).mean(), metrics)
+    return harness.errors(harness.our_outcome(trainer, prompts), theirs)
 
 
 def nash_md() -> dict[str, float]:
@@ -272,7 +262,7 @@ def nash_md() -> dict[str, float]:
     import torch
 
     beta = 0.2
-    trainer, prompts = online("nash_md", {"reference": folder(1)}, beta=beta)
+    trainer, prompts = online("nash_md", {"reference": harness.folder(1)}, beta=beta)
     model, reference = models()
     own = Side(model, told(0)).sums
     with torch.no_grad():
@@ -286,22 +276,22 @@ def nash_md() -> dict[str, float]:
         "rewards/probabilities": wins.mean(),
         "rewards/accuracies": (wins > 0.5).double().mean(),
     }
-    theirs = their_outcome(model, (divergence - score).mean(), metrics)
-    return errors(our_outcome(trainer, prompts), theirs)
+    theirs = harness.their_outcome(model, (divergence - score).mean(), metrics)
+    return harness.errors(harness.our_outcome(trainer, prompts), theirs)
 
 
 _PPO = "1707.06347, 1506.02438, torch in float64"
 CASES = {
-    "ppo": Case(_PPO, ppo),
-    "ppo k3, temperature, whitened rewards, penalty": Case(
+    "ppo": harness.Case(_PPO, ppo),
+    "ppo k3, temperature, whitened rewards, penalty": harness.Case(
         _PPO,
         partial(
             ppo, kl_estimator="k3", temperature=0.7, whiten_rewards=True, missing_eos_penalty=1.0
         ),
     ),
-    "gkd": Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.5)),
-    "gkd forward": Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.0)),
-    "xpo": Case("2405.21046, torch in float64", partial(xpo, "sigmoid")),
-    "xpo ipo": Case("2405.21046, torch in float64", partial(xpo, "ipo")),
-    "nash_md": Case("2312.00886, torch in float64", nash_md),
+    "gkd": harness.Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.5)),
+    "gkd forward": harness.Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.0)),
+    "xpo": harness.Case("2405.21046, torch in float64", partial(xpo, "sigmoid")),
+    "xpo ipo": harness.Case("2405.21046, torch in float64", partial(xpo, "ipo")),
+    "nash_md": harness.Case("2312.00886, torch in float64", nash_md),
 }

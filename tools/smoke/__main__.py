@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tools.smoke import checks
-from tools.smoke.environment import SmokeError, build_wheels
+from tools.smoke.environment import NATIVE, SmokeError, build_wheels
 from tools.workspace import packages
 
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -67,6 +67,8 @@ def main() -> None:
         if not options.no_imports:
             for package in chosen:
                 checks.imports(package, plan)
+        if not options.package or NATIVE in options.package:
+            checks.both_kinds(plan)
         if not options.no_serve and not options.package:
             checks.serves(plan)
         if options.tests:

@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.smoke.environment import Environment, SmokeError, run
+from tools.smoke.environment import NATIVE, PURE, Environment, SmokeError, run, wheels_of
 from tools.workspace import ROOT, Package, packages
 
 SERVES = ("ed-models", "ed-esurge")
@@ -92,6 +92,24 @@ def serves(plan: Plan) -> None:
         flush=True,
     )
     print(alone.inside("serve.py", env={"JAX_PLATFORMS": "cpu"}).rstrip(), flush=True)
+
+
+def both_kinds(plan: Plan) -> None:
+    """The wheel of the platform has its library in it, and the pure one computes without."""
+    (package,) = _named((NATIVE,))
+    for wheel in wheels_of(package, plan.dist):
+        pure = wheel.name.endswith(PURE)
+        environment = plan.fresh("pure" if pure else "native")
+        alone = environment.folder / "dist"
+        alone.mkdir()
+        for path in plan.dist.glob("*.whl"):
+            if path == wheel or not path.name.startswith(wheel.name.split("-")[0] + "-"):
+                shutil.copy(path, alone)
+        environment.install([package], alone, resolution=plan.resolution)
+        said = environment.inside("native.py", env={"JAX_PLATFORMS": "cpu"}).strip()
+        if pure != ("not built" in said):
+            raise SmokeError(f"{wheel.name} says {said!r}")
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB; {said}", flush=True)
 
 
 def own_tests(package: Package, plan: Plan, *pytest_arguments: str) -> None:

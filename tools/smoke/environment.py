@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -59,22 +60,38 @@ def run(
     return done.stdout or ""
 
 
+#: The package with a library of its own: a wheel for each platform, and a pure one.
+NATIVE = "ed-layers"
+PURE = "-py3-none-any.whl"
+
+
 def build_wheels(dist: Path) -> None:
-    """Build the wheel of every package into `dist`, through its sdist as a release does."""
+    """Build the wheels of every package into `dist`, through its sdist as a release does."""
     began = time.monotonic()
     run("uv", "build", "--all-packages", "--out-dir", dist, cwd=ROOT)
+    without = {"ED_LAYERS_NATIVE": "0"}
+    run("uv", "build", "--package", NATIVE, "--wheel", "--out-dir", dist, cwd=ROOT, env=without)
     for package in packages():
         wheel_of(package, dist)
-    print(f"built {len(packages())} wheels in {time.monotonic() - began:.1f} s", flush=True)
+    print(f"built {len(packages())} packages in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def wheels_of(package: Package, dist: Path) -> list[Path]:
+    """The wheels of this version of a package that fit here: that of the platform, the pure one."""
+    pattern = f"{package.name.replace('-', '_')}-{package.version}-*.whl"
+    system = {"darwin": "macosx", "win32": "win"}.get(sys.platform, sys.platform)
+    found = list(dist.glob(pattern))
+    own = [p for p in found if p.name.endswith(f"_{platform.machine()}.whl") and system in p.name]
+    pure = [p for p in found if p.name.endswith(PURE)]
+    if len(own) > 1 or len(pure) > 1 or not own + pure:
+        names = ", ".join(p.name for p in found) or "none"
+        raise SmokeError(f"{dist} holds {names} of {pattern}: build into an empty folder")
+    return own + pure
 
 
 def wheel_of(package: Package, dist: Path) -> Path:
-    """The wheel of this version of a package in `dist`."""
-    pattern = f"{package.name.replace('-', '_')}-{package.version}-*.whl"
-    found = list(dist.glob(pattern))
-    if len(found) != 1:
-        raise SmokeError(f"{dist} holds {len(found)} files {pattern}: build into an empty folder")
-    return found[0]
+    """The wheel of this version of a package in `dist` that an installer would take."""
+    return wheels_of(package, dist)[0]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -78,12 +79,29 @@ def test_who_wants_everything_waits(mixture, tokenizer, aside, monkeypatch):
     assert tokens._lazy.encoded <= 130
 
 
+def test_the_last_user_ends_the_writing(mixture, tokenizer, aside):
+    made = mixture(TEXTS, eval_fraction=0.2)
+    loader = build_loader(made, tokenizer, batch_size=2)
+    held_out = build_loader(made, tokenizer, batch_size=2, split="eval")
+    loader.close()
+    loader.close()
+    assert held_out.batch_at(0)
+    aside.set()
+    held_out._order.tokens[0]._thread.join()
+    assert held_out._order.tokens[0].complete
+    held_out.close()
+
+
 def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
     made = mixture(TEXTS, tokenization={"batch_size": 30})
     loader = build_loader(made, tokenizer, batch_size=2)
     loader.batch_at(0)
-    threading.Timer(0.2, aside.set).start()
-    loader.close()
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    while not loader._order.tokens[0]._closed:
+        time.sleep(0.001)
+    aside.set()
+    closing.join()
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
     with pytest.raises(DataError, match="the loader was closed"):
         loader.batch_at(0)
@@ -92,7 +110,9 @@ def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
 
 def test_what_the_writing_meets_is_raised_with_the_next_batch(mixture, tokenizer, aside):
     rows = [*TEXTS, [10**6]]
-    made = mixture([{"content": row} for row in rows], shuffle_buffer_size=1)
+    made = mixture(
+        [{"content": row} for row in rows], shuffle_buffer_size=1, tokenization={"batch_size": 30}
+    )
     loader = build_loader(made, tokenizer, batch_size=2)
     assert loader.batch_at(0)
     aside.set()

@@ -100,6 +100,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.nightly
 def test_two_processes(mixture, tokenizer, tmp_path):
     """Each in a process of its own, over one cache."""
     import hashlib

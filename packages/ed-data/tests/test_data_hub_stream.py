@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ed_data import DataError, Inform, build_loader, stream
+from ed_data import DataError, Inform, build_loader, data_report, report, stream
 from ed_data.sources import open_source, records
 from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.hub import HubStream
@@ -78,6 +78,15 @@ def test_a_stream_goes_on_exactly(mixture, tokenizer, folder, monkeypatch, kind)
     state = json.loads(states[20])["order"]
     assert {"shard", "row"} <= state["documents"]["informs"][0].keys()
     assert state["window"] > 0
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_report_downloads_nothing(mixture, tokenizer, folder, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(report, "STREAMED_ROWS", 50)
+    made = mixture(informs=[inform_of(folder(kind), name="hub")], streaming=True)
+    found = data_report(made, tokenizer, batch_size=2)
+    assert found.sources[0].documents == 50
+    assert not list((tmp_path / "hf").rglob("*.arrow"))
 
 
 def test_a_split_that_is_not_there(folder):

@@ -73,6 +73,20 @@ def test_csv_and_tsv(tmp_path, suffix, delimiter):
     assert csv.field_size_limit() == before
 
 
+def test_two_readers_of_long_csv_values(tmp_path):
+    """One that ends first does not take the room of the other."""
+    import csv
+
+    for name, count in (("a.csv", 1), ("b.csv", 3)):
+        (tmp_path / name).write_text("text\n" + f"{'x' * 200_000}\n" * count)
+    before = csv.field_size_limit()
+    long = iter(read_rows(Inform(data_files=tmp_path / "b.csv")))
+    next(long)
+    assert len(list(read_rows(Inform(data_files=tmp_path / "a.csv")))) == 1
+    assert len(list(long)) == 2
+    assert csv.field_size_limit() == before
+
+
 @pytest.mark.proves("mixture.informs.sample_by")
 def test_txt_by_line_paragraph_and_document(tmp_path):
     text = "one\ntwo\n\nthree\n"

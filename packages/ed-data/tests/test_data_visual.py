@@ -104,7 +104,9 @@ def test_images_beside_prompts(pictures, tokenizer, tmp_path):
     batch = build_prompts(made, tokenizer, batch_size=3).batch_at(0)
     numbers = [int(str(prompt)[-1]) for prompt in batch.prompts]
     assert batch.fields["image"] == [str(pictures / f"{i}.png") for i in numbers]
-    with pytest.raises(DataError, match="'v' has images, and these batches hold text alone") as e:
+    with pytest.raises(
+        DataError, match="'v' has images, and batches of tokens hold text alone"
+    ) as e:
         build_loader(made, tokenizer, seq_length=16)
     assert e.value.path == ("informs", 0, "type")
 

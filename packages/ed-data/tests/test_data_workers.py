@@ -40,7 +40,14 @@ CHATS = [
 
 
 @pytest.mark.proves("mixture.tokenization.num_proc")
-@pytest.mark.parametrize("how", [{}, {"streaming": True}, {"pack_on_the_fly": True}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"streaming": True},
+        pytest.param({"pack_on_the_fly": True}, marks=pytest.mark.nightly),
+    ],
+)
 def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how):
     """Tokens, order, and the count of what is left out."""
     monkeypatch.setattr(stream, "_ENCODED", 8)
@@ -70,6 +77,34 @@ def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how
     finally:
         plain.close()
         shared.close()
+
+
+def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
+    shown: dict[str, object] = {"documents": 0}
+
+    class Bar:
+        def __init__(self, desc, unit, disable):
+            shown.update(desc=desc, disable=disable)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            shown["closed"] = True
+
+        def set_postfix_str(self, text, refresh):
+            shown["text"] = text
+
+        def update(self, count):
+            shown["documents"] += count
+
+    monkeypatch.setattr("ed_data.prepare.tqdm", Bar)
+    build_loader(mixture(tokenization={"num_proc": 1, "batch_size": 25}), tokenizer)
+    assert shown["documents"] == 60
+    assert shown["desc"] == "tokenize data"
+    assert shown["disable"] is None, "quiet where there is no terminal"
+    assert str(shown["text"]).endswith("M tokens")
+    assert shown["closed"]
 
 
 def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):

@@ -45,6 +45,10 @@ def test_models_beside_the_learner() -> None:
     assert "reward_functions[0]: unknown reward function 'exactt'; did you mean 'exact'?" in said
     assert "reward_functions[1]: there is no module 'nowhere'" in said
     assert "reward_functions[3]" not in said
+    said = problems(
+        mixture__pack_tokens=False, trainer__trainer_type="xpo", trainer__judge="nowhere:judge"
+    )
+    assert "trainer.judge: there is no module 'nowhere'" in said
     said = problems(trainer__trainer_type="dpo", reference_model__name_or_path="./nowhere")
     assert "reference_model.name_or_path: no such directory" in said
 

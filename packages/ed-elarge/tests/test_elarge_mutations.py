@@ -207,9 +207,12 @@ actions:
   - serve: {host: 127.0.0.1, port: 0, log_level: error, served_model_name: m, api_key: k,
             require_api_key: true, cors_origins: ["*"], allowed_hosts: [a.example],
             enable_function_calling: true, tool_parser_name: hermes, reasoning_parser: none,
-            oai_like_processor: true, drain_seconds: 5,
+            oai_like_processor: true, drain_seconds: 5, lora_directory: loras,
+            batch_directory: batches, otlp_traces_endpoint: "http://127.0.0.1:4318/v1/traces",
             limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
             max_connections: 3, max_generations: 4, max_stored_responses: 5,
+            max_file_bytes: 2048, max_files: 7, max_batches: 8, max_batch_requests: 9,
+            batch_concurrency: 10,
             body_timeout: 5.0, request_timeout: 6.0}}
 """
 
@@ -328,7 +331,8 @@ VALID: dict[str, str] = {
     "misspelled": "mixture.informs.format_fields.content",
     "null": (
         "trainer.center_rewards_coefficient "
-        "actions.serve.allowed_hosts "
+        "actions.serve.allowed_hosts actions.serve.lora_directory "
+        "actions.serve.batch_directory actions.serve.otlp_traces_endpoint "
         "actions.eval actions.eval.limit actions.generate actions.generate.prompts "
         "actions.serve actions.serve.cors_origins actions.serve.served_model_name base_config "
         "base_config.operation_configs.flash_attn2.block_k "
@@ -353,7 +357,8 @@ VALID: dict[str, str] = {
         "trainer.training_time_limit trainer.tx_mu_dtype"
     ),
     "text": (
-        "actions.serve.allowed_hosts "
+        "actions.serve.allowed_hosts actions.serve.lora_directory "
+        "actions.serve.batch_directory actions.serve.otlp_traces_endpoint "
         "actions.eval.tasks actions.generate actions.generate.prompts actions.serve.api_key "
         "actions.serve.cors_origins actions.serve.served_model_name actions.to_yaml "
         "actions.to_yaml.path esurge.extra_stops eval.apply_chat_template eval.output_path "

@@ -219,6 +219,24 @@ def test_seed_of_data_falls_back_to_the_trainers() -> None:
 # What each mistake is told: (changes, where, words).
 
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {
+            "mixture__mixture_weights": {"topics": 1},
+            "mixture__mixture_schedule": {"points": [{"step": 5, "weights": {"topic": 1}}]},
+        },
+        "mixture.mixture_schedule.points[0].weights.topic",
+        "did you mean 'topics'?",
+    ),
+    (
+        {"mixture__informs": [{"type": "visual", "data_files": "a.json", "image_field": "p"}]},
+        "mixture.informs[0].type",
+        "has images, and batches of tokens hold text alone",
+    ),
+    (
+        {"mixture__save": {"path": "x", "push_to_hub": True}},
+        "mixture.save",
+        "push_to_hub needs it",
+    ),
     ({"trainer__learning_ratee": 1}, "trainer.learning_ratee", "did you mean 'learning_rate'?"),
     ({"trainer__learning_rate": "abc"}, "trainer.learning_rate", "got 'abc'"),
     ({"trainer__optimizer": "adamww"}, "trainer.optimizer", "did you mean 'adamw'?"),

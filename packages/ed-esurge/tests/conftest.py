@@ -101,3 +101,34 @@ def oracle():
             pass
 
     return Oracle
+
+
+# Says how many tools there are, and begins thoughts if it is asked to.
+SHORT_TEMPLATE = (
+    "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}{{ m.content }}\n"
+    "{% endfor %}{% if think %}<think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def engine_behind(llama):
+    """The engine of the tests that ask one over HTTP: few shapes, each compiled at its first use.
+    These tests are a group of one worker, so that there is one engine."""
+    from ed_esurge import eSurge
+
+    tokenizer = byte_tokenizer(SHORT_TEMPLATE)
+    tokenizer.add_tokens(["</think>"])
+    return eSurge(
+        llama,
+        tokenizer,
+        model_name="tiny",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_seq_buckets=(8,),
+        max_num_batched_tokens=32,
+        min_input_pad=32,
+        page_size=16,
+        extra_eos_token_ids=(257,),
+        compile_runner=False,
+        silent_mode=True,
+    )

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig, ServerLimits
-from ed_esurge.server import answers
+from ed_esurge.server import answers, body
 from ed_esurge.server.launch import background
+from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine
 
 JSON = {"Content-Type": "application/json"}
@@ -91,11 +93,17 @@ def test_compressed_bodies_and_foreign_forms(http):
         ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ],
 )
-def test_sizes_have_limits(http, url, body, param):
-    begin = time.monotonic()
+def test_sizes_have_limits(http, monkeypatch, url, body, param):
+    kind = type(ScriptedEngine().tokenizer)
+    tokenize = kind.__call__
+
+    def short(self, text, **options):
+        assert len(text) < 100, "it is tokenized before it is refused"
+        return tokenize(self, text, **options)
+
+    monkeypatch.setattr(kind, "__call__", short)
     error = refused(http.post(url, json=body))
     assert error.param == param
-    assert time.monotonic() - begin < 1
 
 
 def test_deep_variables_of_a_template(http):
@@ -122,7 +130,7 @@ HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 def connect(http):
     url = http.base_url
-    return socket.create_connection((url.host, url.port), timeout=5)
+    return socket.create_connection((url.host, url.port), timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +142,8 @@ def test_a_head_must_arrive(http, first, sent):
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(4096)
         client.sendall(sent)
-        begin = time.monotonic()
-        while client.recv(4096):
+        while client.recv(4096):  # until it is closed
             pass
-        assert time.monotonic() - begin < 4
 
 
 def test_a_body_must_arrive(http):
@@ -203,32 +209,46 @@ def test_answers_have_a_time():
         assert len(engine.aborted) == 2
 
 
-def test_no_request_holds_up_the_others():
-    """While large requests are parsed and tokenized, a small one is answered."""
-    with background(ScriptedEngine(max_model_len=2**20)) as url:
-        big = [
-            {"prompt": ["word " * 300] * 1000, "max_tokens": 1},
-            {"prompt": "word " * 10**6, "max_tokens": 1},
-        ]
-        done, answers = threading.Event(), []
+@pytest.mark.parametrize("work", ["parsing", "tokenizing", "templating", "detokenizing"])
+def test_no_request_holds_up_the_others(monkeypatch, work):
+    """While a large request is parsed or tokenized, a small one is answered."""
+    begun, go_on = threading.Event(), threading.Event()
 
-        def send():
-            for body in big:
-                answers.append(httpx.post(f"{url}/completions", json=body, timeout=60).status_code)
-            done.set()
+    def held(function):
+        def waits(*args, **options):
+            begun.set()
+            assert go_on.wait(60), "the small request was not answered meanwhile"
+            return function(*args, **options)
 
-        slowest = 0.0
-        with httpx.Client(base_url=url) as client:
-            client.get("models")
-            thread = threading.Thread(target=send)
-            thread.start()
-            while not done.is_set():
-                begin = time.monotonic()
-                client.get("models")
-                slowest = max(slowest, time.monotonic() - begin)
-            thread.join()
-        assert answers == [200, 400]
-        assert slowest < 1, f"a small request waited {slowest:.2f} s"
+        return waits
+
+    engine = ScriptedEngine(max_model_len=2**20)
+    kind = type(engine.tokenizer)
+    places = {
+        "parsing": (body, "_parsed"),
+        "tokenizing": (kind, "__call__"),
+        "templating": (ChatTemplate, "render"),
+        "detokenizing": (kind, "decode"),
+    }
+    text = "word " * 50_000
+    path, large = {
+        "templating": ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        "detokenizing": ("../detokenize", {"tokens": [65] * 100_000}),
+    }.get(work, ("completions", {"prompt": ["word " * 300] * 100}))
+    with background(engine) as url, httpx.Client(base_url=url, timeout=60) as client:
+        client.get("models")
+        where, name = places[work]
+        monkeypatch.setattr(where, name, held(getattr(where, name)))
+        with ThreadPoolExecutor() as pool:
+            large |= {"max_tokens": 1} if "tokens" not in large else {}
+            asked = pool.submit(httpx.post, f"{url}/{path}", json=large, timeout=60)
+            try:
+                assert begun.wait(60)
+                assert client.get("models", timeout=30).status_code == 200
+                assert not asked.done()
+            finally:
+                go_on.set()
+            assert asked.result().status_code == 200
 
 
 def test_options_of_what_fits_have_effect():
@@ -272,6 +292,7 @@ def test_an_engine_that_fails_on_a_request_says_so():
 
 SERVER = """
 from ed_esurge.server import serve
+from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine
 serve(ScriptedEngine(lambda prompt, choice: "x" * 200, delay=0.1), port=0, drain_seconds=1)
 print("stopped", flush=True)

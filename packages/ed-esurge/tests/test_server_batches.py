@@ -44,6 +44,7 @@ def rows(client, file):
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches")
     limits = {"max_batch_requests": 20, "max_file_bytes": 20_000, "max_files": 30}
+    limits |= {"max_body_bytes": 4096}
     with background(
         ScriptedEngine(lambda prompt, choice: "fine"),
         batch_directory=folder,
@@ -78,6 +79,7 @@ def test_one_bad_line_stops_no_other(served):
         "url": line("url", {"prompt": "a"}, "/v1/completions"),
         "twice": line("one"),
         "none": line(""),
+        "long": line("long", {**CHAT, "user": "x" * 5000}),
     }
     lines = [line("one"), *bad.values(), "", line("two", {**CHAT, "n": 2})]
     batch = run(client, *lines, metadata={"for": "a test"})
@@ -85,7 +87,7 @@ def test_one_bad_line_stops_no_other(served):
     done = over(client, batch.id)
     assert done.status == "completed"
     counts = done.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (10, 2, 8)
+    assert (counts.total, counts.completed, counts.failed) == (11, 2, 9)
     good = {row["custom_id"]: row for row in rows(client, done.output_file_id)}
     assert set(good) == {"one", "two"}
     for row in good.values():
@@ -102,11 +104,12 @@ def test_one_bad_line_stops_no_other(served):
         "invalid_url",
         "invalid_value",
         "invalid_value",
+        "request_too_large",
     ]
     answered = {row["custom_id"]: row["response"] for row in failed if row["response"]}
     assert answered["unknown"]["status_code"] == 400
     assert answered["model"]["body"]["error"]["code"] == "model_not_found"
-    assert len({row["id"] for row in [*good.values(), *failed]}) == 10
+    assert len({row["id"] for row in [*good.values(), *failed]}) == 11
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,14 @@ def test_limits(served):
         put(bob, "x")
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("a", b"b"), purpose="assistants")
-    for body in (b"", b"--x\r\n", b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\na'):
+    for body in (
+        b"",
+        b"--x",
+        b"--x--",
+        b"--x\r\n",
+        b"\r\n--x\r\n\r\n\r\n--x--",
+        b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\na',
+    ):
         kind = {"Content-Type": "multipart/form-data; boundary=x", "Authorization": "Bearer ann"}
         answer = httpx.post(f"{served}/files", content=body, headers=kind)
         assert answer.status_code == 400, answer.text

@@ -16,47 +16,25 @@ import pytest
 from ed_esurge.engine import AsyncEngine, eSurge
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
-from ed_infra.testing import tiny_llama
 
-CONTEXT = 128
+pytestmark = pytest.mark.xdist_group("engine-behind-a-server")
+
 PROMPTS = ["a", "The cat", "Grüße 世界", "x" * 20, "1 2 3 4 5 6 7", "??", "The cat sat", "y" * 50]
 
 
-@pytest.fixture(scope="module")
-def model():
-    from ed_models import AutoEasyDeLModelForCausalLM
-    from ed_models.families.llama import LlamaConfig
-
-    fields = tiny_llama(
-        vocab_size=258, num_hidden_layers=2, initializer_range=0.3, eos_token_id=257
-    )
-    fields.pop("model_type")
-    config = LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
-    return AutoEasyDeLModelForCausalLM.from_config(
-        config, dtype=jnp.float32, param_dtype=jnp.float32, seed=0
-    )
-
-
 def build(model):
-    """An engine with few shapes to compile, each at its first use."""
-    return eSurge(
-        model,
-        byte_tokenizer(),
-        model_name="tiny",
-        max_model_len=CONTEXT,
-        max_num_seqs=8,
-        max_num_seq_buckets=(8,),
-        max_num_batched_tokens=32,
-        min_input_pad=32,
-        page_size=16,
-        compile_runner=False,
-        silent_mode=True,
-    )
+    """An engine that compiles nothing before it is asked."""
+    return eSurge(model, byte_tokenizer(), compile_runner=False, silent_mode=True, page_size=16)
 
 
 @pytest.fixture(scope="module")
-def engine(model):
-    return build(model)
+def model(llama):
+    return llama
+
+
+@pytest.fixture(scope="module")
+def engine(engine_behind):
+    return engine_behind
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +66,8 @@ def greedy(model, prompts, count):
     return np.asarray(out.sequences)[:, longest:].tolist()
 
 
-def test_eight_concurrent_requests_give_the_models_own_tokens(model, url):
-    tokenizer = byte_tokenizer()
+def test_eight_concurrent_requests_give_the_models_own_tokens(model, engine, url):
+    tokenizer = engine.tokenizer
     lengths = [4, 9, 16, 7, 12, 20, 5, 10]
 
     async def one(client, prompt, count):
@@ -149,7 +127,7 @@ def test_echo_scores_are_those_of_the_engine(client, engine, model):
 def test_what_the_engine_refuses_is_a_400(client):
     with pytest.raises(openai.BadRequestError, match="min_tokens"):
         client.completions.create(
-            model="tiny", prompt="a" * 120, extra_body={"min_tokens": 16}, max_tokens=None
+            model="tiny", prompt="a" * 248, extra_body={"min_tokens": 16}, max_tokens=None
         )
 
 

@@ -8,15 +8,12 @@ import re
 
 import openai
 import pytest
-from ed_esurge import eSurge
 from ed_esurge.server.launch import background
-from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from ed_esurge.testing import ScriptedEngine
 from pydantic import BaseModel, Field
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}{{ m.content }}\n"
-    "{% endfor %}{% if think %}<think>{% endif %}"
-)
+pytestmark = pytest.mark.xdist_group("engine-behind-a-server")
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "of": {"$ref": "#/$defs/kind"}},
@@ -31,28 +28,13 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = byte_tokenizer(TEMPLATE)
-    tokenizer.add_tokens(["</think>"])
-    return tokenizer
+def tokenizer(engine_behind):
+    return engine_behind.tokenizer
 
 
 @pytest.fixture(scope="module")
-def client(llama, tokenizer):
-    engine = eSurge(
-        llama,
-        tokenizer,
-        model_name="tiny",
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_seq_buckets=(4,),
-        max_num_batched_tokens=64,
-        page_size=16,
-        extra_eos_token_ids=(257,),
-        compile_runner=False,
-        silent_mode=True,
-    )
-    with background(engine, reasoning_parser="deepseek_r1") as url:
+def client(engine_behind):
+    with background(engine_behind, reasoning_parser="deepseek_r1") as url:
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 

@@ -46,8 +46,21 @@ ffi::Error stored(ed::Slots& s, Numbers from, Numbers scale) {
   return ffi::Error::Success();
 }
 
+// The sizes of an array without its axis of layers, which it may lack.
+std::vector<int64_t> sizes(Numbers array, size_t axes) {
+  auto all = array.dimensions();
+  if (all.size() < axes || all.size() > axes + 1) return {};
+  return std::vector<int64_t>(all.end() - axes, all.end());
+}
+
+// The number of layers, if there is an axis of them.
+int64_t layers(Numbers array, size_t axes) {
+  return array.dimensions().size() > axes ? array.dimensions()[0] : 1;
+}
+
 // Skip the layers before `layer` of arrays [layers, ...].
 void in_layer(ed::Slots& s, Numbers from, Numbers scale, int64_t layer) {
+  if (layer == 0) return;
   int64_t count = from.element_count() / from.dimensions()[0];
   int64_t width = s.kind == ed::Stored::kFloat32 ? 4 : s.kind == ed::Stored::kBfloat16 ? 2 : 1;
   s.data = static_cast<const char*>(s.data) + layer * count * width;
@@ -177,7 +190,8 @@ ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v,
   return ffi::Error::Success();
 }
 
-// Over a contiguous cache: keys and values [layers, b, g, t, k], scales [layers, b, g, n, t].
+// Over a contiguous cache: keys and values [layers, b, g, t, k], scales [layers, b, g, n, t], or
+// without the first axis. (A reshape that adds one would make XLA copy the cache.)
 ffi::Error attention_cached(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Numbers k_scale,
                             Numbers v_scale, Ints layer, Table q_segments, Table q_index,
                             Table k_segments, Table k_index, Ints limits, Floats sinks,
@@ -186,29 +200,29 @@ ffi::Error attention_cached(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers 
   if (ffi::Error error = queries(p, q, *out); error.failure()) return error;
   if (ffi::Error error = scored(p, limits, scale, soft_cap, causal); error.failure()) return error;
   if (ffi::Error error = with_sinks(p, sinks); error.failure()) return error;
-  if (q.dimensions().size() != 4 || k.dimensions().size() != 5 || v.dimensions().size() != 5)
-    return wrong("attention: q should have four axes, keys and values five");
-  auto shape = k.dimensions();
+  auto shape = sizes(k, 4);
+  if (q.dimensions().size() != 4 || shape.empty())
+    return wrong("attention: q should have four axes, keys and values four or five");
   p.batch = p.rows = q.dimensions()[0], p.queries = q.dimensions()[1];
-  p.groups = shape[2], p.slots = shape[3];
-  int64_t at = layer.element_count() == 1 ? layer.typed_data()[0] : -1;
-  if (at < 0 || at >= shape[0]) return wrong("attention: the cache has no such layer");
-  bool fits = shape[1] == p.batch && p.groups && p.heads % p.groups == 0;
+  p.groups = shape[1], p.slots = shape[2];
+  int64_t at = layer.element_count() == 1 ? layer.typed_data()[0] : -1, count = layers(k, 4);
+  if (at < 0 || at >= count) return wrong("attention: the cache has no such layer");
+  bool fits = shape[0] == p.batch && p.groups && p.heads % p.groups == 0;
   for (bool value : {false, true}) {
     Numbers from = value ? v : k, scales = value ? v_scale : k_scale;
     ed::Slots& s = value ? p.values : p.keys;
     if (ffi::Error error = stored(s, from, scales); error.failure()) return error;
     s.slot = value ? p.value_dim : p.key_dim;
     s.head = p.slots * s.slot, s.row = p.groups * s.head;
-    auto own = from.dimensions();
-    fits = fits && own[0] == shape[0] && own[1] == p.batch && own[2] == p.groups &&
-           own[3] == p.slots && own[4] == s.slot;
+    fits = fits && layers(from, 4) == count &&
+           sizes(from, 4) == std::vector<int64_t>{p.batch, p.groups, p.slots, s.slot};
     if (s.scale) {
-      auto of = scales.dimensions();
-      s.scale_groups = of[3], s.scale_slot = 1, s.scale_group = p.slots;
+      auto of = sizes(scales, 4);
+      if (of.empty() || of[2] < 1) return wrong("attention: the scales do not fit the cache");
+      s.scale_groups = of[2], s.scale_slot = 1, s.scale_group = p.slots;
       s.scale_head = s.scale_groups * p.slots, s.scale_row = p.groups * s.scale_head;
-      fits = fits && of[0] == shape[0] && of[1] == p.batch && of[2] == p.groups && of[4] == p.slots &&
-             of[3] > 0 && s.slot % of[3] == 0;
+      fits = fits && layers(scales, 4) == count && of[0] == p.batch && of[1] == p.groups &&
+             of[3] == p.slots && s.slot % of[2] == 0;
     }
     in_layer(s, from, scales, at);
   }
@@ -220,8 +234,9 @@ ffi::Error attention_cached(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers 
   return ffi::Error::Success();
 }
 
-// Over pages [layers, P, page_size, g, 2, k], scales [layers, P, g, 2, n, page_size]; or with one
-// entry in place of two, whose first numbers are the values. q [T, heads, k], all in order.
+// Over pages [layers, P, page_size, g, 2, k], scales [layers, P, g, 2, n, page_size], or without the
+// first axis; or with one entry in place of two, whose first numbers are the values. q [T, heads, k],
+// all in order.
 ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_pages, Numbers scales,
                            Ints layer, Ints first_query, Ints lengths, Ints used, Table pages,
                            Ints limits, Floats sinks, ffi::Result<Numbers> out, float scale,
@@ -230,14 +245,14 @@ ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_page
   if (ffi::Error error = queries(p, q, *out); error.failure()) return error;
   if (ffi::Error error = scored(p, limits, scale, soft_cap, true); error.failure()) return error;
   if (ffi::Error error = with_sinks(p, sinks); error.failure()) return error;
-  auto shape = pool_of_pages.dimensions();
-  if (q.dimensions().size() != 3 || shape.size() != 6)
-    return wrong("attention: q should have three axes, the pool of pages six");
-  int64_t tokens = q.dimensions()[0], ways = shape[4], width = shape[5];
+  auto shape = sizes(pool_of_pages, 5);
+  if (q.dimensions().size() != 3 || shape.empty())
+    return wrong("attention: q should have three axes, the pool of pages five or six");
+  int64_t tokens = q.dimensions()[0], ways = shape[3], width = shape[4];
   int64_t at = layer.element_count() == 1 ? layer.typed_data()[0] : -1;
   p.batch = pages.dimensions()[0], p.pages_of_row = pages.dimensions()[1];
-  p.page_size = shape[2], p.groups = shape[3];
-  if (at < 0 || at >= shape[0]) return wrong("attention: the pool has no such layer");
+  p.page_size = shape[1], p.groups = shape[2];
+  if (at < 0 || at >= layers(pool_of_pages, 5)) return wrong("attention: the pool has no such layer");
   if (p.groups == 0 || p.heads % p.groups || ways < 1 || ways > 2 || p.key_dim > width ||
       p.value_dim > width || (int64_t)first_query.element_count() != p.batch + 1 ||
       (int64_t)lengths.element_count() != p.batch || used.element_count() != 1)
@@ -247,13 +262,13 @@ ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_page
     if (ffi::Error error = stored(s, pool_of_pages, scales); error.failure()) return error;
     s.head = ways * width, s.slot = p.groups * s.head, s.row = p.page_size * s.slot;
     if (s.scale) {
-      auto of = scales.dimensions();
-      if (of[0] != shape[0] || of[1] != shape[1] || of[2] != p.groups || of[3] != ways ||
-          of[4] < 1 || of[5] != p.page_size || width % of[4] || p.key_dim != width ||
-          p.value_dim != width)
+      auto of = sizes(scales, 5);
+      if (of.empty() || layers(scales, 5) != layers(pool_of_pages, 5) || of[0] != shape[0] ||
+          of[1] != p.groups || of[2] != ways || of[3] < 1 || of[4] != p.page_size ||
+          width % of[3] || p.key_dim != width || p.value_dim != width)
         return wrong("attention: the scales do not fit the pool");
-      s.scale_groups = of[4], s.scale_slot = 1, s.scale_group = p.page_size;
-      s.scale_head = ways * of[4] * p.page_size, s.scale_row = p.groups * s.scale_head;
+      s.scale_groups = of[3], s.scale_slot = 1, s.scale_group = p.page_size;
+      s.scale_head = ways * of[3] * p.page_size, s.scale_row = p.groups * s.scale_head;
     }
     in_layer(s, pool_of_pages, scales, at);
     if (value && ways == 2) {
@@ -278,7 +293,7 @@ ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_page
     if (p.chunk > 0) begin = std::max<int64_t>(begin, place / p.chunk * p.chunk);
     for (int64_t i = begin / p.page_size; i * p.page_size < p.lengths[row] && count > 0; ++i) {
       int32_t page = p.pages[row * p.pages_of_row + i];
-      if (page < 0 || page >= shape[1])
+      if (page < 0 || page >= shape[0])
         return wrong("attention: a sequence has a page that the pool lacks");
     }
   }

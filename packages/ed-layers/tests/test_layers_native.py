@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.logging import forget_said
+from ed_layers.cache.sharded import scatter
 from ed_layers.linear import Transposed, dot
 from ed_layers.native import library, products
-from ed_layers.native.build import CannotBuild, build
+from ed_layers.native.build import LEVELS, CannotBuild, build, sanitized
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,7 +128,7 @@ def test_the_model_s_products_take_it_and_have_gradients() -> None:
 
 @built
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4", "fp8", "mxfp8"])
 def test_quantized_matrices_take_it(form, dtype, monkeypatch) -> None:
     x, w = drawn(0, 3, 256, dtype=dtype), encode(drawn(1, 256, 128), form)
     assert "ed_layers_codes" in str(jax.make_jaxpr(dot)(x, w))
@@ -133,6 +136,77 @@ def test_quantized_matrices_take_it(form, dtype, monkeypatch) -> None:
     d_x = jax.grad(lambda x: jnp.sum(dot(x, w).astype(jnp.float32)))(x)
     expected = exact(w.dense()).sum(1)
     np.testing.assert_allclose(exact(d_x)[0], expected, rtol=2e-2, atol=2e-2 * abs(expected).max())
+
+
+@built
+@settings(max_examples=12, deadline=None)
+@given(
+    n=st.integers(1, 20),
+    form=st.sampled_from(["int8", "int4"]),
+    group=st.sampled_from([None, 6, 32]),
+    groups=st.integers(1, 12),
+    o=st.integers(1, 90),
+    tied=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_activations_in_8_bits_are_exact(n, form, group, groups, o, tied, dtype, seed):
+    i = (group or 50) * groups
+    x, matrix = drawn(seed, n, i, dtype=dtype), drawn(seed + 1, i, o)
+    w = encode(matrix, form, group or i, activations=True)
+    # Divided by numpy: XLA's division is a unit in the last place off, which counts at ties.
+    grouped = np.asarray(x, np.float32).reshape(n, w.groups, -1)
+    scale = np.abs(grouped).max(-1, keepdims=True) * np.float32(1 / 127)
+    assert isinstance(w.scale, jax.Array)
+    numbers = np.rint(grouped / np.where(scale == 0, 1, scale)) * scale.astype(np.float64)
+    near(
+        products.product_of_codes(
+            x,
+            w.codes.T if tied else w.codes,
+            w.scale.T if tied else w.scale,
+            None if w.zero is None else w.zero.T if tied else w.zero,
+            jnp.arange(16.0) if form == "int4" else None,
+            transposed=tied,
+            whole=True,
+        ),
+        numbers.reshape(x.shape),
+        exact(w.dense()),
+    )
+
+
+@built
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "fp8", "mxfp4"])
+def test_quantized_tables_take_it(form, activations, monkeypatch) -> None:
+    """The head that is tied to a quantized embedding."""
+    if activations and form not in ("int8", "int4"):
+        pytest.skip("activations are quantized beside whole numbers")
+    x = drawn(0, 3, 128)
+    table = encode(drawn(1, 128, 200), form, activations=activations).transposed()
+    assert "ed_layers_codes" in str(jax.make_jaxpr(dot)(x, table.T))
+    ours = dot(x, table.T)
+    monkeypatch.setenv(library.VARIABLE, "0")
+    np.testing.assert_allclose(ours, dot(x, table.T), rtol=1e-5, atol=1e-4)
+
+
+@built
+@pytest.mark.parametrize("layered", [False, True])
+def test_caches_of_small_floats_are_written_in_place(layered) -> None:
+    """Not converted there and back, which would read and write all of the cache in each step."""
+    lead = (2,) if layered else ()
+    cache, new = jnp.zeros((*lead, 2, 3, 50, 8), "bfloat16"), drawn(0, 2, 4, 3, 8)
+    slots = jnp.asarray([[3, 50, 0, 7], [-1, 1, 2, 49]])
+    at = (jnp.int32(1),) if layered else ()
+    write = jax.jit(lambda a: scatter(a, new, slots, *at), donate_argnums=0)
+    text = write.lower(cache).compile().as_text()
+    assert text is not None
+    assert not re.search(r"(convert|copy|scatter)\(.*50,8", text)
+    expected = np.zeros(cache.shape, np.float32)
+    for b, row in enumerate(np.asarray(slots)):
+        for s, slot in enumerate(row):
+            if 0 <= slot < 50:
+                expected[(*(1,) * layered, b, slice(None), slot)] = new[b, s].astype("bfloat16")
+    np.testing.assert_array_equal(np.asarray(write(cache), np.float32), expected)
 
 
 @built
@@ -173,6 +247,18 @@ def _same_arrays() -> list[np.ndarray]:
     return [rng.normal(size=shape) for shape in ((9, 300), (300, 700))]
 
 
+@built
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["base", *(name for _, name, _ in LEVELS["x86_64"][1:])])
+def test_every_level_computes_everything(name, tmp_path) -> None:
+    """The tests of this file and of attention, by each level that this processor has."""
+    environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
+    tests = [Path(__file__), Path(__file__).with_name("test_layers_native_attention.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "exact or lie or company"]
+    done = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 @pytest.mark.parametrize("state", ["off", "deleted", "damaged"])
 def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, caplog) -> None:
     path = tmp_path / library.LIBRARY.name
@@ -196,6 +282,16 @@ def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, 
         assert words in library.describe()
     finally:
         library.level.cache_clear()
+
+
+@built
+@pytest.mark.nightly
+def test_no_sanitizer_finds_anything(tmp_path) -> None:
+    program = sanitized(tmp_path / "check")
+    for _, name, _ in LEVELS.get(platform.machine(), ()):
+        environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
+        done = subprocess.run([program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr[-3000:]}"
 
 
 def test_what_is_missing_for_a_build_is_named(monkeypatch, tmp_path) -> None:

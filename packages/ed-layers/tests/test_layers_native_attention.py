@@ -70,9 +70,9 @@ def near(ours: jax.Array, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=slack, atol=slack)
 
 
-def projected(rng, b, s, t, heads, k, d, causal, scoring, dtype="float32", *, same=True):
+def projected(rng, sizes, heads, dims, causal, scoring, dtype="float32", *, same=True):
     """A call over keys of its own; `same`: of the same tokens as the queries."""
-    h, g = heads
+    (b, s, t), (h, g), (k, d) = sizes, heads, dims
     q = drawn(rng, b, s, h, k, dtype=dtype)
     keys, values = drawn(rng, b, t, g, k, dtype=dtype), drawn(rng, b, t, g, d, dtype=dtype)
     of_queries = MaskInfo.from_segments(segments(rng, b, s), causal)
@@ -108,7 +108,7 @@ def scoring_of(rng, h, k, window, chunk, cap, sinks) -> Scoring:
 def test_prompts_are_exact(s, t, heads, dims, causal, window, chunk, cap, sinks, dtype, seed):
     rng = np.random.default_rng(seed)
     scoring = scoring_of(rng, heads[0], dims[0], window, chunk, cap, sinks)
-    call = projected(rng, 2, s, t, heads, *dims, causal, scoring, dtype, same=bool(seed % 2))
+    call = projected(rng, (2, s, t), heads, dims, causal, scoring, dtype, same=bool(seed % 2))
     assert not native.KERNELS[0].refusals(call)
     allowed = call.mask_info.allowed(window=window, chunk=chunk)
     near(native.prompt_attention(call), exact(call.q, call.k, call.v, allowed, scoring))
@@ -125,7 +125,7 @@ def test_prompts_are_exact(s, t, heads, dims, causal, window, chunk, cap, sinks,
 def test_gradients_are_those_of_plain_xla(causal, window, chunk, cap, sinks, dims) -> None:
     rng = np.random.default_rng(0)
     scoring = scoring_of(rng, 6, dims[0], window, chunk, cap, sinks)
-    call = projected(rng, 2, 150, 150, (6, 2), *dims, causal, scoring)
+    call = projected(rng, (2, 150, 150), (6, 2), dims, causal, scoring)
     weights = drawn(rng, 2, 150, 6, dims[1])
     sinks_given = () if scoring.sinks is None else (scoring.sinks,)
 
@@ -247,7 +247,7 @@ def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sin
 def test_a_row_does_not_depend_on_its_company() -> None:
     rng = np.random.default_rng(0)
     scoring = Scoring(scale=0.25)
-    call = projected(rng, 3, 130, 130, (6, 2), 16, 16, True, scoring)
+    call = projected(rng, (3, 130, 130), (6, 2), (16, 16), True, scoring)
     whole = np.asarray(native.prompt_attention(call))
     row = jax.tree.map(lambda x: x[1:2], (call.q, call.k, call.v, call.mask_info))
     q, k, v, info = row
@@ -257,7 +257,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 def test_what_it_does_not_know_is_refused_in_words() -> None:
     rng = np.random.default_rng(0)
-    call = projected(rng, 1, 4, 4, (2, 1), 8, 8, True, Scoring(scale=1.0))
+    call = projected(rng, (1, 4, 4), (2, 1), (8, 8), True, Scoring(scale=1.0))
     kernel = native.KERNELS[0]
     assert kernel in kernels_here(call)
     half = replace(call, scoring=replace(call.scoring, softmax_dtype="bfloat16"))
@@ -269,7 +269,7 @@ def test_what_it_does_not_know_is_refused_in_words() -> None:
 
 def test_nan_stays_where_it_is() -> None:
     rng = np.random.default_rng(0)
-    call = projected(rng, 2, 5, 5, (2, 1), 8, 8, True, Scoring(scale=1.0))
+    call = projected(rng, (2, 5, 5), (2, 1), (8, 8), True, Scoring(scale=1.0))
     info = MaskInfo.full(2, 5)
     call = replace(call, mask_info=info, k=call.k.at[1, 2].set(jnp.nan))
     out = np.asarray(native.prompt_attention(call))

@@ -194,7 +194,13 @@ def test_full_logits_are_nowhere(toy, batches, method):
 NOISY = [n for n in GIVEN if "neftune_noise_alpha" in METHODS[n].arguments.model_fields]
 
 
-@pytest.mark.parametrize("method", NOISY)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(n, marks=() if n in ("dpo", "reward", "embedding") else pytest.mark.nightly)
+        for n in NOISY
+    ],
+)
 def test_noise_on_embeddings_reaches_the_learner(step, batches, monkeypatch, method):
     def table(model):
         return lambda ids: model.embed_tokens[...].astype(jnp.float32)[ids]
@@ -207,6 +213,21 @@ def test_noise_on_embeddings_reaches_the_learner(step, batches, monkeypatch, met
     assert all(np.isfinite(leaf).all() for leaf in leaves)
     assert any(np.max(np.abs(a - b)) > 1e-5 for a, b in zip(leaves, others, strict=True))
     assert noisy_report["loss"] != report["loss"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", GIVEN)
+def test_a_running_mean_and_eight_bits_of_moments_are_of_every_method(step, batches, method):
+    batch = batches[METHODS[method].rows]
+    moved, report = step(method, batch)
+    mean, mean_report = step(method, batch, ema_decay=0.9)
+    near(mean, moved)
+    near_reports(mean_report, report)
+    moments = {"optimizer": "adamw_8bit", "learning_rate": 1e-2, "skip_bad_steps": True}
+    packed, packed_report = step(method, batch, **moments)
+    assert packed_report["loss"] == pytest.approx(report["loss"], rel=1e-6)
+    assert packed_report["skipped"] == 0
+    assert any(np.max(np.abs(leaf)) > 1e-3 for leaf in jax.tree.leaves(packed))
 
 
 def test_methods_without_noise_refuse_it():
@@ -252,6 +273,7 @@ def test_options_that_contradict_each_other():
         ("embedding", {"gradient_accumulation_steps": 2}, "would not see each other"),
         ("embedding", {"matryoshka_dims": [8], "matryoshka_weights": [1, 2]}, "one each"),
         ("distillation", {"hidden_state_layers": [1]}, "no hidden states are compared"),
+        ("distillation", {"attention_layers": [1]}, "no attention is compared"),
         ("distillation", {"alpha": 1.5}, "less than or equal to 1"),
         ("kto", {"loss_type": "ktoo"}, "did you mean 'kto'"),
     ]:

@@ -67,7 +67,7 @@ def test_a_generation_lasts_several_steps(whole):
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, step):
-    """What was sampled goes on from the checkpoint; between generations there is nothing to keep."""
+    """What was sampled is in the checkpoint; between generations there is nothing to keep."""
     _, output, rows = whole
     first = reused(toy_of_module, tmp_path, callbacks=[StopAt(step - 1)])
     assert first.train().stopped_by == "the test"
@@ -191,7 +191,7 @@ def test_what_is_missing_or_wrong_is_said(toy_of_module, tmp_path):
     run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
     with pytest.raises(ConfigError, match="takes batches of prompts, not dict"):
         run.generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
-    with pytest.raises(ConfigError, match="16 rows, but .*size 8 times .*give 2 prompts"):
+    with pytest.raises(ConfigError, match=r"16 rows, but .*size 8 times .*give 2 prompts"):
         run.feed._checked(run.generate(Prompts(4).batch_at(0), run.weights(), 0))
     run.rollout = None
     with pytest.raises(ConfigError, match="nothing that completes prompts"):

@@ -137,12 +137,16 @@ def test_the_value_head_learns_and_resumes_and_stays_beside_the_model(toy, tmp_p
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.fixture
-def llama():
-    fields = tiny_llama(num_hidden_layers=1, vocab_size=32, sharding_axis_dims=(1, 1, 1, 1, 1))
+def made(dims=(1, 1, 1, 1, 1)):
+    fields = tiny_llama(num_hidden_layers=1, vocab_size=32, sharding_axis_dims=dims)
     del fields["model_type"]
     config = LlamaConfig(**{**fields, "eos_token_id": END, "pad_token_id": 0})
     return LlamaForCausalLM.create(config, seed=0)
+
+
+@pytest.fixture
+def llama():
+    return made()
 
 
 @pytest.mark.nightly
@@ -282,6 +286,36 @@ def test_cut_completions_lose_points(toy, tmp_path):
     rows = run.generate(batch, weights, 0).rows
     assert any(cut)
     np.testing.assert_array_equal(rows["rewards"], np.where(cut, -2.0, 1.0))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["xpo", "nash_md"])
+def test_adapters_compete_with_the_base_under_them(llama, tmp_path, monkeypatch, method):
+    monkeypatch.undo()
+    model = llama.apply_lora_to_layers(2, seed=1)
+    base = jax.tree.map(np.array, nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    run = online(method, model, tmp_path, max_training_steps=2)
+    run.rollout = ModelRollout(lambda learner: learner, rows=8)
+    assert not run.method.frozen.leaves, "the base is no second copy"
+    run.train()
+    rows = rows_of(tmp_path)
+    assert abs(rows[0]["objective/kl"]) < 1e-4 < abs(rows[1]["objective/kl"])
+    after = nnx.state(run.model, nnx.Not(nnx.LoRAParam))
+    jax.tree.map(np.testing.assert_array_equal, after, base)
+
+
+@pytest.mark.nightly
+def test_a_mixture_completes_the_same_prompts_alike_on_a_mesh(monkeypatch, tmp_path):
+    monkeypatch.undo()
+
+    def rows(dims):
+        run = online("nash_md", made(dims), tmp_path, mixture_coef=0.3)
+        run.rollout = ModelRollout(lambda learner: learner, rows=8)
+        return run.generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
+
+    alone = rows((1, 1, 1, 1, 1))
+    for name, array in rows((1, 2, 1, 2, 1)).items():
+        np.testing.assert_allclose(array, alone[name], atol=1e-5, err_msg=name)
 
 
 @pytest.mark.nightly

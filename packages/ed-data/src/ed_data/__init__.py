@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ed_data.build import build_loader
-    from ed_data.checks import check_names, idle_options
+    from ed_data.checks import check_names, idle_options, without_tokens
     from ed_data.config import Inform, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
     from ed_data.loader import Loader, StreamLoader
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _OWNERS = {
     "build": "build_loader",
-    "checks": "check_names idle_options",
+    "checks": "check_names idle_options without_tokens",
     "config": "Inform Mixture Saving Tokenization",
     "errors": "DataError",
     "loader": "Loader StreamLoader",
@@ -70,6 +70,7 @@ __all__ = [
     "save_mixture",
     "texts",
     "train_bpe",
+    "without_tokens",
 ]
 
 

@@ -68,5 +68,13 @@ def answers(
     return spans
 
 
-def _shown(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], **options: bool) -> str:
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
+def _shown(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[dict[str, Any]],
+    add_generation_prompt: bool = False,
+) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ed_data import stream
 from ed_data.batch import Layout
-from ed_data.checks import check_names
+from ed_data.checks import check_names, without_tokens
 from ed_data.config import Inform, Mixture
 from ed_data.encoding import Encoding
 from ed_data.errors import DataError
@@ -69,15 +69,8 @@ def build_loader(
     limit = _document_limit(mixture, length, schema)
     for path, message in check_names(mixture, schema):  # before anything long starts
         raise DataError(message, path)
-    for key in ("informs", "eval_informs"):
-        for i, inform in enumerate(getattr(mixture, key)):
-            if inform.is_visual:
-                raise DataError(
-                    f"inform {inform.label!r} has images, and these batches hold text alone: save "
-                    "the mixture without a loader (save_mixture), or take build_prompts, whose "
-                    "batches have the images beside the prompts",
-                    (key, i, "type"),
-                )
+    for path, message in without_tokens(mixture):
+        raise DataError(message, path)
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
     folder = mixture.cache_dir or cache_dir or default_cache_dir()

@@ -37,6 +37,20 @@ def check_names(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
     ]
 
 
+def without_tokens(mixture: Mixture) -> list[Remark]:
+    """Name the informs that batches of tokens cannot hold: those with images."""
+    why = (
+        "and batches of tokens hold text alone: save the mixture without a loader (save_mixture), "
+        "or take build_prompts, whose batches have the images beside the prompts"
+    )
+    return [
+        ((key, i, "type"), f"inform {inform.label!r} has images, {why}")
+        for key in ("informs", "eval_informs")
+        for i, inform in enumerate(getattr(mixture, key))
+        if inform.is_visual
+    ]
+
+
 def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
     for key in ("format_callback", "preprocessing_fn"):
         try:

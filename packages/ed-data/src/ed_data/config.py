@@ -48,15 +48,25 @@ class Tokenization(Options):
     """
 
     tokenizer: str | None = None
+    """Id or folder; without it the model's."""
     max_length: TokenCount | None = None
+    """Tokens at which a document is cut."""
     truncation: bool | None = None
+    """Whether documents longer than a row are cut: see above."""
     padding: Annotated[Literal["max_length", "longest"], BeforeValidator(_padding)] = "max_length"
+    """To the length of a row, or to the longest of the batch."""
     add_special_tokens: bool = True
+    """Let the tokenizer add its own, such as a beginning-of-text marker."""
     return_attention_mask: bool = False
+    """Add `attention_mask` to the batch."""
     output_field: str = "input_ids"
+    """Name of the tokens in saved documents."""
     batch_size: RowCount = 1000
+    """Documents that are encoded together."""
     num_proc: Annotated[int, Field(gt=0, le=256)] | None = None
+    """Processes that encode; without it, this one."""
     assistant_only_loss: bool = False
+    """Take the loss of chats on the answers alone."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.truncation is False and self.max_length is not None:
@@ -92,16 +102,25 @@ class Saving(Options):
     ALIASES: ClassVar[Mapping[str, str]] = {"output_path": "path"}
 
     path: Annotated[str, BeforeValidator(path_text)]
+    """A folder."""
     format: Literal["parquet", "json", "jsonl", "arrow"] = "parquet"
+    """Of the files; `json` has one object a line too."""
     # All shards are open at once, and a process may open about a thousand files.
     num_shards: Annotated[int, Field(gt=0, le=512)] = 1
-    #: Bytes, or a text such as "500MB"; then a shard follows another, and `num_shards` is 1.
+    """Files; rows are dealt in turn."""
     max_shard_size: Annotated[int | None, BeforeValidator(_bytes)] = None
+    """Bytes, or a text such as "500MB"; then a shard follows another, and `num_shards` is 1."""
     compression: str | None = None
+    """Of the format: parquet snappy, gzip, zstd, lz4, brotli; arrow zstd, lz4; json gzip,
+    bz2, xz."""
     overwrite: bool = False
+    """Replace other data in the folder."""
     push_to_hub: bool = False
+    """Upload the finished folder."""
     hub_repo_id: str | None = None
+    """Dataset on the hub: `organisation/name`."""
     hub_private: bool | None = None
+    """Whether a dataset that is made is private."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         if self.max_shard_size is not None and self.num_shards != 1:
@@ -121,7 +140,9 @@ class MixturePoint(Options):
     """The weights of a mixture from a step on, or at a step."""
 
     step: Annotated[int, Field(gt=0, le=2**40)]
+    """Of the optimizer, from 1."""
     weights: dict[str, Annotated[float, Field(ge=0)]]
+    """By the name of the inform; 0 leaves it out."""
 
 
 class MixtureSchedule(Options):
@@ -133,7 +154,9 @@ class MixtureSchedule(Options):
     """
 
     type: Literal["step", "linear", "cosine"] = "step"
+    """What happens between two points."""
     points: tuple[MixturePoint, ...] = Field(min_length=1)
+    """In the order of their steps."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         for i, (before, after) in enumerate(pairwise(self.points)):
@@ -167,40 +190,68 @@ class Mixture(Options):
     """
 
     informs: tuple[Inform, ...] = Field(min_length=1)
+    """The sources of training data."""
     eval_informs: tuple[Inform, ...] = ()
+    """Sources of held-out data."""
     eval_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Share of the documents that is held out, by their content."""
 
     cache_dir: Annotated[str | None, BeforeValidator(path_text)] = None
+    """Where tokens, plans and copies of remote files are; without it `$ED_DATA_CACHE`, else
+    `~/.cache/ed-data`."""
     cache_remote_files: bool = True
+    """Keep a copy of each remote file."""
     cloud_max_retries: Annotated[int, Field(ge=0, le=100)] = 3
+    """Further attempts to read a remote file."""
     cloud_retry_delay: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
+    """Seconds before the first of them; each waits twice as long as the one before."""
     cache_expiry_seconds: Annotated[float, Field(gt=0.0, le=2**40)] | None = None
+    """After so long a copy is fetched again; without it, when the file changes."""
     text_target_field: str = "text"
+    """Name of the content in saved documents."""
     image_target_field: str = "image"
+    """Name of the image in saved documents, and beside prompts."""
 
     batch_size: RowCount | None = None
+    """Rows of a batch, over all hosts."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    """Orders the data."""
     shuffle_buffer_size: Extent | None = None
+    """Documents that change places with each other: see above."""
     streaming: bool = False
+    """Read as training goes on, and nothing ahead: see above."""
 
     pack_tokens: bool = False
+    """Several documents share a row."""
     pack_seq_length: TokenCount | None = None
+    """Tokens of a packed row."""
     pack_eos_token_id: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """Ends each document, packed or not; without it, the tokenizer's end-of-text."""
     pack_strategy: Literal["bfd", "first_fit", "greedy", "wrapped"] = "bfd"
+    """Best-fit decreasing; first fit; row by row in order; or one stream, cut anywhere."""
     pack_shuffle: bool = True
+    """Order packed rows randomly."""
     pack_shuffle_buffer_factor: RowCount = 16
+    """Batches of rows that change places with each other."""
     pack_on_the_fly: bool = False
+    """Tokenize when a batch needs it, and write nothing: see above."""
 
     block_mixture: bool = True
+    """Keep the proportions in every block."""
     mixture_block_size: Annotated[Extent, Field(gt=0)] = 2048
+    """Documents of a block."""
     stop_strategy: Annotated[
         Literal["restart", "first_exhausted", "all_exhausted"], BeforeValidator(_stop_strategy)
     ] = "restart"
+    """How long an epoch is; `longest` is another name of `all_exhausted`."""
     mixture_weights: dict[str, float] | None = None
+    """Share of each inform, by its name."""
     mixture_schedule: MixtureSchedule | None = None
 
     prefetch_workers: Annotated[int, Field(ge=0, le=256)] = 2
+    """Threads that make batches ahead."""
     prefetch_buffer_size: Annotated[int, Field(ge=0, le=4096)] = 4
+    """Batches made ahead."""
 
     tokenization: Tokenization = Tokenization()
     save: Saving | None = None

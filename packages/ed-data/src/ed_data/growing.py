@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +18,11 @@ from ed_data.errors import DataError
 from ed_data.lazy import LazyTokens
 from ed_data.mixture import IntArray
 from ed_data.store import TokenStore
+from ed_data.tokenize import Encoded
 from ed_data.transforms import Tally
 
-T = TypeVar("T")
+#: Passes the tokens of a store on, on their way into it.
+Through = Callable[[Iterable[Encoded]], Iterable[Encoded]]
 #: Documents that are encoded for batches at most: who asks for more waits for the store, which
 #: encodes them in their order, and once.
 AHEAD = 2**16
@@ -32,15 +33,13 @@ class GrowingTokens:
 
     Args:
         lazy: the tokens until then.
-        write: writes the store; passes what it goes through to its argument, which ends it.
+        write: writes the store; it sends the tokens through its argument, which may end it.
     """
 
-    def __init__(
-        self, lazy: LazyTokens, write: Callable[[Callable[[Iterable[T]], Iterator[T]]], TokenStore]
-    ) -> None:
+    def __init__(self, lazy: LazyTokens, write: Callable[[Through], TokenStore]) -> None:
         self._lazy, self.hashes, self.columns = lazy, lazy.hashes, lazy.columns
         self.digest = lazy.digest
-        self._write, self._closed = write, False
+        self._write, self._closed, self._users = write, False, 1
         self._store: Future[TokenStore] = Future()
         self._thread = threading.Thread(target=self._run, name="ed-data-store", daemon=True)
         self._thread.start()
@@ -71,13 +70,18 @@ class GrowingTokens:
         """See `Tokens.values`."""
         return self._tokens().values(documents, starts, counts, column)
 
-    @property
-    def closed(self) -> bool:
-        """Whether the writing was ended."""
-        return self._closed
+    def shared(self) -> GrowingTokens | None:
+        """These tokens for one user more; None where the writing has ended, well or not."""
+        if self._closed or self._store.done():
+            return None
+        self._users += 1
+        return self
 
     def close(self) -> None:
-        """End the writing; what was written is deleted, unless it is complete."""
+        """One user less; the last one ends the writing, and what was written is deleted."""
+        self._users -= 1
+        if self._users:
+            return
         self._closed = True
         self._thread.join()
 
@@ -97,8 +101,8 @@ class GrowingTokens:
         except BaseException as error:  # whoever asks for tokens gets it
             self._store.set_exception(error)
 
-    def _until_closed(self, items: Iterable[T]) -> Iterator[T]:
-        for item in items:
+    def _until_closed(self, batches: Iterable[Encoded]) -> Iterator[Encoded]:
+        for batch in batches:
             if self._closed:
                 raise DataError("the loader was closed while its cache was being written")
-            yield item
+            yield batch

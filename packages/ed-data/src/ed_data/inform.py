@@ -113,21 +113,37 @@ class Inform(Options):
     """
 
     type: str | None = None
+    """A reader, or the id of a dataset: see above."""
     data_files: DataFiles = None
+    """Paths, globs, folders or addresses; or these by split."""
     name: str | None = None
+    """For `mixture_weights` and figures; without it the id, or the file without its suffix."""
     split: str = "train"
+    """Which of several splits."""
     dataset_split_name: str | None = None
+    """The split, or else the configuration, of a Hugging Face dataset."""
     content_field: str = "content"
+    """The field that is learned; of pairs, the prompt."""
     additional_fields: tuple[str, ...] = ()
+    """Fields that are saved beside the content, and given with prompts."""
     image_field: str | None = None
+    """The path or the bytes of an image."""
     pixel_field: str | None = None
+    """The pixels of an image: numbers [height, width] or [height, width, channels]."""
     text_field: str | None = None
+    """Another name of `content_field` in rows with images."""
     num_rows: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
+    """Rows that are read at most."""
     format_callback: Function = None
+    """From row to row; None drops it."""
     format_fields: dict[str, str] | None = None
+    """Old name of a field to its new one."""
     preprocessing_fn: Function = None
+    """From content to content; None drops the row."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What a row of a text file is."""
     on_error: Literal["raise", "skip"] = "raise"
+    """Stop at a row that cannot be read, or leave it out."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         try:

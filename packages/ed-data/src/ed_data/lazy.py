@@ -114,6 +114,7 @@ class LazyTokens:
         self.hashes = np.array(contents, np.uint64)
         self.digest = digest_of(np.array(digests, np.uint64), encoder.fingerprint)
         self._lengths = np.full((len(contents), self.columns), -1, np.int32)
+        self._encoded = 0
         self._kept: OrderedDict[int, _Columns] = OrderedDict()
         self._size = 0  # tokens in `_kept`
         self._lock = threading.Lock()
@@ -121,7 +122,7 @@ class LazyTokens:
     @property
     def encoded(self) -> int:
         """Number of documents that have been asked for so far."""
-        return int((self._lengths[:, 0] >= 0).sum())
+        return self._encoded
 
     @property
     def kept(self) -> int:
@@ -179,6 +180,7 @@ class LazyTokens:
             pairs: _Columns = list(zip(tokens, masks, values, strict=True))
             for i, n in enumerate(batch):
                 columns = pairs[i * self.columns : (i + 1) * self.columns]
+                self._encoded += int(self._lengths[n, 0] < 0)
                 self._lengths[n] = [len(ids) for ids, *_ in columns]
                 self._keep(n, columns)
                 yield n, columns

@@ -29,7 +29,7 @@ from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
 from ed_data.encoding import Encoding
 from ed_data.errors import DataError
-from ed_data.growing import GrowingTokens
+from ed_data.growing import GrowingTokens, Through
 from ed_data.lazy import LazyTokens, ReadAgain
 from ed_data.mixture import IntArray
 from ed_data.schema import TEXT, Content, Example, Schema
@@ -286,8 +286,9 @@ def _tokens(
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / name
     growing = _GROWING.get(folder)
-    if growing is not None and not growing.closed and not wait:
-        return growing
+    if growing is not None and not wait and (shared := growing.shared()) is not None:
+        encoding.closing.callback(shared.close)
+        return shared
     remove_abandoned(folder.parent)
     if (folder / "meta.json").exists():
         try:
@@ -295,11 +296,9 @@ def _tokens(
         except DataError as error:
             log.warning("tokenizing %s again: %s", label, error)
 
-    def write(
-        documents: Documents, encoding: Encoding, through: Callable[[Iterable[T]], Iterable[T]]
-    ) -> TokenStore:
+    def write(documents: Documents, encoding: Encoding, through: Through) -> TokenStore:
         skip = documents.tally if inform.on_error == "skip" else None
-        batches: Iterable[Encoded] = encoding.all(_counted(documents), label, skip)
+        batches = encoding.all(_counted(documents), label, skip)
         return write_store(
             folder,
             through(_with_progress(batches, label)),
@@ -314,7 +313,7 @@ def _tokens(
         documents.check_first_row()
         return write(documents, encoding, iter)
 
-    def write_aside(through: Callable[[Iterable[T]], Iterable[T]]) -> TokenStore:
+    def write_aside(through: Through) -> TokenStore:
         # A tokenizer of its own: one that is in use cannot be used by another thread.
         own = replace(encoder, tokenizer=copy.deepcopy(encoder.tokenizer))
         with contextlib.closing(Encoding(own, encoding.processes)) as aside:

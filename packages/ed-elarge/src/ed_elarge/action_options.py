@@ -115,6 +115,14 @@ class ServeOptions(Options):
     allowed_hosts: tuple[Name, ...] | None = None
     """What the `Host` header of a request may name. None: this machine's own names where `host` is
     its loopback address, and anything elsewhere."""
+    lora_directory: Name | None = None
+    """Clients may load the LoRA adapters below it (`/v1/load_lora_adapter`), where the engine has
+    `max_loras`. None: they load none."""
+    batch_directory: Name | None = None
+    """Where the files and results of `/v1/batches` lie, over the end of the server. None: there are
+    no batches."""
+    otlp_traces_endpoint: Name | None = None
+    """URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP (`ed-esurge[otel]`)."""
     limits: ServerLimits = ServerLimits()
     """How much clients may ask for."""
     drain_seconds: NotNegative = 30

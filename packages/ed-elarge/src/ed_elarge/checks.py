@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ed_data.checks import without_tokens
 from ed_infra.axes import AXIS_NAMES
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
@@ -171,6 +172,14 @@ def _plain(value: Any) -> Any:
 
 
 # Data and training.
+
+
+def rows_of_text(run: RunConfig) -> Iterator[Problem]:
+    """A method that learns from batches of tokens is given no images."""
+    if run.mixture is None or run.trainer is None or run.takes_prompts:
+        return
+    for path, message in without_tokens(run.mixture):
+        yield Problem(("mixture", *path), message)
 
 
 def lengths(run: RunConfig) -> Iterator[Problem]:

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from ed_data.config import FILE_TYPES, Inform
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
-from ed_trainers.options.online import RewardedArguments
-from ed_trainers.rewards import check_name
+from ed_trainers.options.online import RewardedArguments, RewardName
+from ed_trainers.options.self_play import SelfPlayArguments
+from ed_trainers.rewards import check_name, wrong_settings
+from ed_trainers.rewards.rules import RULES
 
 from ed_elarge import architectures
 from ed_elarge.errors import KeyPath, Problem
@@ -96,13 +98,16 @@ def save_directory(run: RunConfig) -> Iterator[Problem]:
 
 
 def reward_functions(run: RunConfig) -> Iterator[Problem]:
-    """Rules and entry points by their names; modules of functions."""
+    """Rules and entry points by their names; modules of functions. A judge is one of them."""
     trainer = run.trainer
-    for i, entry in enumerate(
-        trainer.reward_functions if isinstance(trainer, RewardedArguments) else ()
-    ):
-        here = ("trainer", "reward_functions", i)
-        name = entry if isinstance(entry, str) else next(iter(entry))
+    entries: list[tuple[KeyPath, RewardName]] = []
+    if isinstance(trainer, RewardedArguments):
+        functions = enumerate(trainer.reward_functions)
+        entries = [(("trainer", "reward_functions", i), entry) for i, entry in functions]
+    if isinstance(trainer, SelfPlayArguments) and trainer.judge is not None:
+        entries.append((("trainer", "judge"), trainer.judge))
+    for here, entry in entries:
+        name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if ":" in name:
             yield from (Problem(here, message) for message in _not_importable(name))
             continue
@@ -110,6 +115,10 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
             check_name(name)
         except ConfigError as error:
             yield Problem(here, str(error))
+            continue
+        if name in RULES:
+            for setting, message in wrong_settings(name, RULES[name], settings):
+                yield Problem((*here, name, *([setting] if setting else [])), message)
 
 
 def include_path(run: RunConfig) -> Iterator[Problem]:

@@ -142,7 +142,7 @@ SECTIONS: dict[str, Section] = {
     "mixture": Section(
         Mixture,
         has_default=False,
-        checks=(checks.lengths,),
+        checks=(checks.lengths, checks.rows_of_text),
         looks=(surroundings.data,),
         idle=idle.mixture,
         builds={

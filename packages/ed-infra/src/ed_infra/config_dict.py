@@ -29,6 +29,7 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     sequence_axis_name: str
     backend: str | None
     platform: str | None
+    native_kernels: bool
     easy_method: Literal["train", "serve", "convert"]
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None

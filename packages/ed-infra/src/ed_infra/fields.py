@@ -77,6 +77,11 @@ class ExecutionFields:
         "language of attention kernels: jax (plain XLA everywhere), or triton or pallas, an error "
         "where attn_mechanism has none; None = the best there is",
     )
+    native_kernels: bool = option(
+        True,
+        "on a CPU, take the kernels in C++ where they are built; False = plain XLA (for a whole "
+        "process: ED_LAYERS_NATIVE=0)",
+    )
     easy_method: Literal["train", "serve", "convert"] = option(
         "train", "workflow of the model; serve and convert keep nothing for gradients"
     )

@@ -6,10 +6,10 @@ Legend: b batch, s query length, r rotary dimension, L layers, p numbers for one
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ ALL_LAYERS = "default"
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["position_ids", "rope", "mask_info", "ragged", "adapter_ids", "key", "per_layer"],
-    meta_fields=["mode", "config"],
+    meta_fields=["mode", "config", "watch"],
 )
 @dataclass(frozen=True)
 class Ctx:
@@ -49,6 +49,8 @@ class Ctx:
         per_layer: what each layer is told of the tokens besides the stream, [b, s, L, p] (Gemma 4).
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's, for the placement of activations (static).
+        watch: called with what a layer's attention compares (`ed_layers.attention.watched`); None
+            where nobody looks. Not for scanned layers.
     """
 
     position_ids: Int[Array, "b s"]
@@ -60,6 +62,7 @@ class Ctx:
     per_layer: Float[Array, "b s L p"] | None = None
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
+    watch: Callable[[Any], None] | None = None
 
     def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate result, for remat policies and for the mesh."""

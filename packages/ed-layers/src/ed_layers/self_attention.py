@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.scoring import Alibi
+from ed_layers.attention.scoring import Alibi, Scoring
+from ed_layers.attention.watched import Watched
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -130,6 +131,8 @@ class SelfAttention(nnx.Module):
         layer: Layer,
     ) -> tuple[Float[Array, "b s h k"], Any]:
         """The weighted sums of values, and the cache."""
+        if ctx.watch is not None and k is not None and ctx.mask_info is not None:
+            ctx.watch(Watched(q, k, ctx.mask_info, self.scoring()))
         return attend(
             q,
             k,
@@ -147,6 +150,18 @@ class SelfAttention(nnx.Module):
             alibi=self.alibi,
             dropout_key=ctx.key,
             mechanism=self.mechanism,
+        )
+
+    def scoring(self) -> Scoring:
+        """How queries and keys are compared, without dropout."""
+        return Scoring(
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window=self.window,
+            chunk=self.chunk,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks.get_value() if hasattr(self, "sinks") else None,
+            alibi=self.alibi,
+            softmax_dtype=self.mechanism.softmax_dtype,
         )
 
     def projected(

@@ -138,6 +138,18 @@ class Stack(nnx.Module):
             reports += [r.over_layers().under(run.name, i) for i, r in enumerate(slots)]
         return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
 
+    def layer(self, index: int) -> Any:
+        """A layer by its number, as a module of its own that shares or slices the arrays."""
+        if self.layout == "leaves":
+            return getattr(self, f"layer_{index}")
+        for run, units in self.stored():
+            for slot, (graphdef, state) in enumerate(units):
+                layers = run.layers(slot)
+                if index in layers:
+                    at = layers.index(index)
+                    return nnx.merge(graphdef, jax.tree.map(lambda leaf, at=at: leaf[at], state))
+        raise ConfigError(f"there is no layer {index}: the stack has {self.num_layers}")
+
     def cache_specs(self) -> list[LayerSpecs]:
         """What each layer keeps in a cache, as the layers' `cache_specs()` say."""
         if self.layout == "leaves":

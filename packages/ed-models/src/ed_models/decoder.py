@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ed_infra import rope
 from ed_infra.outputs import BaseModelOutput, Report
 from ed_infra.rope import RopeSettings
+from ed_layers import native
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
 from ed_layers.embed import Embed
@@ -128,9 +129,10 @@ class Decoder(EasyDeLBaseModule):
         ctx, cache = layer_context(
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
         )
-        x, cache, report, hidden = self.through(
-            self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
-        )
+        with native.allowed(self.config.native_kernels):
+            x, cache, report, hidden = self.through(
+                self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
+            )
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
         report = balance(report, self.config)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import CausalLMOutput
+from ed_layers import native
 from ed_layers.cache import RaggedBatch
 from ed_layers.head import Head
 from ed_layers.linear import Transposed, Weight
@@ -120,7 +121,8 @@ class CausalLM(Headed):
 
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Scores of the next token, float32."""
-        scores = self.head()(hidden)
+        with native.allowed(self.config.native_kernels):
+            scores = self.head()(hidden)
         return named(scores, "lm_head_output")
 
     def head(self) -> Head:

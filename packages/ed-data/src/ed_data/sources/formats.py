@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -215,14 +216,27 @@ def _misfit(place: str, names: list[str], values: list[str], delimiter: str) -> 
     )
 
 
+_LIMIT = threading.Lock()
+_limits: list[int] = []
+
+
 @contextlib.contextmanager
 def _large_fields() -> Iterator[None]:
-    """Allow fields above csv's limit of 128 KiB while a file is read: a document may be longer."""
-    before = csv.field_size_limit(sys.maxsize)
+    """Allow fields above csv's limit of 128 KiB while a file is read: a document may be longer.
+
+    The limit is that of the whole process: the last of several readers restores what the first met.
+    """
+    with _LIMIT:
+        before = csv.field_size_limit(sys.maxsize)
+        _limits.append(before)
     try:
         yield
     finally:
-        csv.field_size_limit(before)
+        with _LIMIT:
+            first = _limits[0]
+            _limits.pop()
+            if not _limits:
+                csv.field_size_limit(first)
 
 
 def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot) -> Records:

@@ -36,7 +36,11 @@ def hub_source(
     """
     where = str(inform.dataset_id)
     on_disk = any(os.path.isfile(os.path.join(where, name)) for name in _ON_DISK)
-    if isinstance(file_cache, FileCache) and file_cache.streaming and not on_disk:
+    if not isinstance(file_cache, FileCache) or on_disk:
+        return HubSource(inform)
+    # For a few rows of which nothing is to be kept, nobody downloads the whole.
+    few = file_cache.folder is None and inform.num_rows is not None
+    if file_cache.streaming or few:
         return _stream(inform, where, file_cache)
     return HubSource(inform)
 

@@ -2,8 +2,8 @@
 
     python -m ed_esurge run-batch MODEL -i requests.jsonl -o answers.jsonl
 
-Lines are OpenAI's, {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {…}}. What
-is wrong with a line is its answer; the others go on.
+Lines are OpenAI's, {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {…}}.
+What is wrong with a line is its answer; the others go on.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reasoning-parser", default="auto", help="default: %(default)s")
     group.add_argument("--lora-directory", help="clients may load the LoRA adapters below it")
     group.add_argument("--batch-directory", help="where files and results of batches lie")
+    group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
     group.add_argument("--log-level", default="info", help="default: %(default)s")
     group.add_argument("--drain-seconds", type=int, default=30, help="default: %(default)s")
     group.add_argument("--ssl-keyfile", help="private key, PEM")
@@ -104,6 +105,7 @@ def run(values: argparse.Namespace) -> int:
         reasoning_parser=values.reasoning_parser,
         lora_directory=values.lora_directory,
         batch_directory=values.batch_directory,
+        otlp_traces_endpoint=values.otlp_traces_endpoint,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

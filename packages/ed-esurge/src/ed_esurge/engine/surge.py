@@ -110,13 +110,15 @@ class eSurge(ServesAdapters, ServesWeights):
         """One line on what was set up."""
         runner, limits = self.loop.runner, self.loop.scheduler.limits
         counts = runner.num_pages.items()
+        with native.allowed(runner.model.config.native_kernels):
+            kernels = native.describe()
         named = [f"{count} pages" + f" of group {g}" * (g != "full") for g, count in counts]
         pages = " and ".join(named)
         return (
             f"{pages or 'no pages'} of {runner.page_size} tokens "
             f"({runner.cache_bytes() / 2**30:.2f} GiB), up to {limits.max_num_seqs} sequences of "
             f"{limits.max_model_len} tokens, {limits.token_budget} tokens a step, "
-            f"{len(runner.buckets.shapes)} shapes; {native.describe()}"
+            f"{len(runner.buckets.shapes)} shapes; {kernels}"
         )
 
     # ---- requests

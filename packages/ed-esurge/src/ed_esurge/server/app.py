@@ -29,6 +29,7 @@ from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.served import Served, ServedEngine
 from ed_esurge.server.site import Site
 from ed_esurge.server.state import ServerState
+from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
 
 def create_app(
@@ -46,6 +47,7 @@ def create_app(
     oai_like_processor: bool = True,
     lora_directory: str | Path | None = None,
     batch_directory: str | Path | None = None,
+    otlp_traces_endpoint: str | None = None,
 ) -> FastAPI:
     """Build the application that serves one engine, or several.
 
@@ -71,6 +73,8 @@ def create_app(
             `max_loras`. None: they load none.
         batch_directory: where the files and results of batches lie, over the end of the server.
             None: there are no batches.
+        otlp_traces_endpoint: URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP;
+            see `ed_esurge.server.tracing`. None: nothing is traced.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
@@ -79,7 +83,10 @@ def create_app(
     if not isinstance(limits, ServerLimits):
         limits = ServerLimits(**(limits or {}))
     own: list[Any] = []
-    state, metrics = ServerState(limits), ServerMetrics()
+    tracing = None
+    if otlp_traces_endpoint is not None:
+        tracing = Tracing(provider_for(otlp_traces_endpoint))
+    state, metrics = ServerState(limits, tracing), ServerMetrics()
 
     def model(engine: Any, names: str | Sequence[str] | None) -> Served:
         if not isinstance(engine, ServedEngine):
@@ -125,6 +132,8 @@ def create_app(
         finally:
             for each in own:
                 await asyncio.to_thread(each.shutdown)
+            if tracing is not None:
+                await asyncio.to_thread(tracing.shutdown)
 
     app = FastAPI(title="ed-esurge", version=server_version(), lifespan=lifespan)
     app.openapi = lambda: openapi.document(server_version())
@@ -144,6 +153,8 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    if tracing is not None:
+        app.add_middleware(TraceContext)
     app.add_middleware(Door, hosts=allowed_hosts, most=limits.max_concurrent_requests)
     app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost: it sees every status
     return app

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 from ed_infra.options import Options
 from fastapi import Request
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
+from ed_esurge.server.body import LONG_BODY
 from ed_esurge.server.dispatch import dispatch
 from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
 from ed_esurge.server.errors import APIError, from_validation
 from ed_esurge.server.site import Site
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: What a batch may ask.
 BATCHED: dict[str, Endpoint] = {
@@ -60,7 +64,7 @@ async def answer_line(
     """
     entry: dict[str, Any] = {"id": name, "custom_id": None, "response": None, "error": None}
     try:
-        line = Line.model_validate(from_json(raw, allow_inf_nan=False))
+        line = await _aside(raw, lambda: Line.model_validate(_parsed(site, raw)))
         entry["custom_id"] = line.custom_id
         _check(line, endpoint, seen)
     except ValidationError as error:
@@ -72,7 +76,7 @@ async def answer_line(
     except ValueError as error:
         entry["error"] = {"code": "invalid_json", "message": f"the line is not JSON: {error}"}
         return entry
-    status, body = await _answer(site, BATCHED[line.url], line.body)
+    status, body = await _answer(site, BATCHED[line.url], line.body, raw)
     entry["response"] = {"status_code": status, "request_id": body.get("id", name), "body": body}
     return entry
 
@@ -102,16 +106,19 @@ def _check(line: Line, endpoint: str | None, seen: set[str] | None) -> None:
         seen.add(line.custom_id)
 
 
-async def _answer(site: Site, endpoint: Endpoint, body: dict[str, Any]) -> tuple[int, Any]:
+async def _answer(
+    site: Site, endpoint: Endpoint, body: dict[str, Any], raw: bytes
+) -> tuple[int, Any]:
     """Status and body, as they would come over HTTP."""
     scope = {"type": "http", "method": "POST", "path": endpoint.path, "headers": []}
 
     async def stays() -> Any:  # a client that never leaves
         await asyncio.Event().wait()
 
-    assert endpoint.takes is not None, "what a batch may ask has a body"
+    takes = endpoint.takes
+    assert takes is not None, "what a batch may ask has a body"
     try:
-        request = endpoint.takes.model_validate(body)
+        request = await _aside(raw, lambda: takes.model_validate(body))
         response = await dispatch(site, endpoint, request, Request(scope, stays))
     except APIError as error:
         response = error.response()
@@ -121,6 +128,21 @@ async def _answer(site: Site, endpoint: Endpoint, body: dict[str, Any]) -> tuple
         logger.exception("a line of a batch failed")
         response = APIError("the server failed on this request", status=500).response()
     return response.status_code, json.loads(bytes(response.body))
+
+
+def _parsed(site: Site, raw: bytes) -> Any:
+    most = site.state.limits.max_body_bytes
+    if len(raw) > most:
+        raise APIError(
+            f"the line is longer than {most} bytes, which is this server's limit",
+            code="request_too_large",
+        )
+    return from_json(raw, allow_inf_nan=False)
+
+
+async def _aside(raw: bytes, work: Callable[[], T]) -> T:
+    """Do what takes long for a long line in a thread."""
+    return work() if len(raw) < LONG_BODY else await asyncio.to_thread(work)
 
 
 def _error(error: APIError) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class BatchStore:
         try:
             for kind in ("files", "batches"):
                 (self._root / kind).mkdir(parents=True, exist_ok=True)
+            for left in (self._root / "files").glob("*.part"):  # cut off while they came
+                left.unlink()
             self._files, self._batches = (self._load(kind) for kind in ("files", "batches"))
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -65,37 +67,41 @@ class BatchStore:
 
     # ---- files
 
-    def add_file(self, name: str, purpose: str, data: bytes | Path, owner: str) -> Fields:
-        """Keep a file.
-
-        Args:
-            data: its bytes, or a file of the store that becomes its content.
+    def check_room(self, owner: str) -> None:
+        """Refuse somebody who has as many files as there may be.
 
         Raises:
-            APIError: 413, it is too large; 429, there are too many.
+            APIError: 429.
         """
         mine = sum(file["owner"] == owner for file in self._files.values())
-        if isinstance(data, bytes) and mine >= self.limits.max_files:
+        if mine >= self.limits.max_files:
             raise APIError(
                 f"{mine} files are kept, which is this server's limit: delete some",
                 status=429,
                 code="too_many_files",
             )
+
+    def part(self) -> Path:
+        """Where a file that comes may be written before it is kept."""
+        return self._root / "files" / f"{uuid.uuid4().hex}.part"
+
+    def add_file(self, name: str, purpose: str, part: Path, owner: str) -> Fields:
+        """Keep a file.
+
+        Args:
+            part: where it was written, in the directory of this store; it is moved.
+        """
         fields: Fields = {
             "id": f"file-{uuid.uuid4().hex}",
             "object": "file",
-            "bytes": len(data) if isinstance(data, bytes) else data.stat().st_size,
+            "bytes": part.stat().st_size,
             "created_at": int(time.time()),
             "filename": name,
             "purpose": purpose,
             "status": "processed",
             "owner": owner,
         }
-        path = self.content(fields["id"])
-        if isinstance(data, bytes):
-            path.write_bytes(data)
-        else:
-            os.replace(data, path)
+        os.replace(part, self.content(fields["id"]))
         self._write("files", fields)
         self._files[fields["id"]] = fields
         return fields

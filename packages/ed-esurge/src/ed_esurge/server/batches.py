@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from email.message import Message
 from email.parser import BytesParser
-from email.policy import HTTP
 from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
@@ -17,6 +18,9 @@ from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, public
 from ed_esurge.server.body import read_bytes
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.site import Site
+
+# Of a form; those that are needed are two.
+MAX_PARTS = 16
 
 Text = Annotated[str, Field(max_length=512)]
 
@@ -126,32 +130,42 @@ async def upload(site: Site, request: Request) -> JSONResponse:
         APIError: 400, the form is not as it should be; 413, the file is too large; 429, there are
             too many.
     """
-    store = _store(site)
+    store, owner, limits = _store(site), owner_of(request.scope), site.state.limits
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise APIError("a file is sent as multipart/form-data, with the fields purpose and file")
-    limits = site.state.limits
+    store.check_room(owner)
     raw = await read_bytes(request, limits.max_file_bytes, limits.body_timeout)
     parts = _parts(kind, raw)
     if "file" not in parts or "purpose" not in parts:
         raise APIError("the form needs the fields purpose and file", param="file")
-    purpose = parts["purpose"][1].decode("utf-8", "replace")
+    purpose = parts["purpose"][1].tobytes().decode("utf-8", "replace")
     if purpose != "batch":
         raise APIError(f"the purpose {purpose!r:.50} is not known here: batch", param="purpose")
     name, data = parts["file"]
-    return JSONResponse(public(store.add_file(name, purpose, data, owner_of(request.scope))))
+    path = store.part()
+    await asyncio.to_thread(path.write_bytes, data)
+    return JSONResponse(public(store.add_file(name, purpose, path, owner)))
 
 
-def _parts(kind: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
-    """Fields of a form: name -> (file name, content)."""
-    head = b"Content-Type: " + kind.encode("latin-1", "replace") + b"\r\n\r\n"
-    message = BytesParser(policy=HTTP).parsebytes(head + raw)
-    parts: dict[str, tuple[str, bytes]] = {}
-    for part in message.iter_parts() if message.is_multipart() else ():
-        name = part.get_param("name", header="content-disposition")
-        content = part.get_payload(decode=True)
-        if isinstance(name, str) and isinstance(content, bytes):
-            parts[name] = (part.get_filename() or name)[:256], content
+def _parts(kind: str, raw: bytes) -> dict[str, tuple[str, memoryview]]:
+    """Fields of a form (RFC 7578): name -> (file name, content). Contents are not copied."""
+    header = Message()
+    header["Content-Type"] = kind
+    boundary = (header.get_boundary() or "").encode("latin-1", "replace")
+    parts: dict[str, tuple[str, memoryview]] = {}
+    view, mark = memoryview(raw), b"--" + boundary
+    at = 0 if raw.startswith(mark) else raw.find(b"\r\n" + mark) + 2
+    while boundary and at >= 0 and len(parts) < MAX_PARTS:
+        begin = at + len(mark) + 2
+        middle, end = raw.find(b"\r\n\r\n", begin - 2), raw.find(b"\r\n" + mark, begin)
+        if raw[begin - 2 : begin] != b"\r\n" or not 0 <= middle < end:
+            break
+        head = BytesParser().parsebytes(raw[begin:middle], headersonly=True)
+        name = head.get_param("name", header="content-disposition")
+        if isinstance(name, str):
+            parts[name] = (head.get_filename() or name)[:256], view[middle + 4 : end]
+        at = end + 2
     return parts
 
 

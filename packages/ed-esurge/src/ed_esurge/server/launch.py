@@ -116,6 +116,7 @@ def serve(
     oai_like_processor: bool = True,
     lora_directory: str | Path | None = None,
     batch_directory: str | Path | None = None,
+    otlp_traces_endpoint: str | None = None,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -162,6 +163,7 @@ def serve(
             "oai_like_processor": oai_like_processor,
             "lora_directory": lora_directory,
             "batch_directory": batch_directory,
+            "otlp_traces_endpoint": otlp_traces_endpoint,
         },
     )
     if host not in LOOPBACK and not api_key:

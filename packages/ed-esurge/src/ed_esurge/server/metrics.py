@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.server.asgi import ASGIApp, Message, Receive, Scope, Send
+from ed_esurge.server.tracing import RequestSpan
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _FIRST_TOKEN = (
@@ -129,17 +130,22 @@ class Metrics:
         self.prefill, self.decode = bound["prefill"], bound["decode"]
         self.per_prompt, self.per_generation = bound["per_prompt"], bound["per_generation"]
 
-    def request(self, prompt_tokens: int, completions: int = 1) -> RequestTimer:
-        """Start to count a request."""
-        return RequestTimer(self, prompt_tokens, completions)
+    def request(
+        self, prompt_tokens: int, completions: int = 1, span: RequestSpan | None = None
+    ) -> RequestTimer:
+        """Start to count a request; what is counted is told to its span too."""
+        return RequestTimer(self, prompt_tokens, completions, span)
 
 
 class RequestTimer:
     """Follows one request from arrival to its end."""
 
-    __slots__ = ("_generated", "_last", "_metrics", "_open", "_prompt_tokens", "_start")
+    __slots__ = ("_generated", "_last", "_metrics", "_open", "_prompt_tokens", "_span", "_start")
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int, completions: int) -> None:
+    def __init__(
+        self, metrics: Metrics, prompt_tokens: int, completions: int, span: RequestSpan | None
+    ) -> None:
+        self._span = span
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._open = completions
@@ -150,6 +156,8 @@ class RequestTimer:
     def observe(self, delta: RequestOutput) -> None:
         """Count one delta of the engine."""
         metrics = self._metrics
+        if self._span is not None:
+            self._span.observe(delta)
         new = 0
         for out in delta.outputs:
             new += len(out.token_ids)
@@ -185,8 +193,11 @@ class RequestTimer:
             if begin is not None and end is not None:
                 phase.observe(end - begin)
 
-    def aborted(self) -> None:
-        """The client went away, or the engine failed: its open completions have no other end."""
+    def over(self) -> None:
+        """The request has ended. Where the client went away, or the engine failed, its open
+        completions have no other end."""
+        if self._span is not None:
+            self._span.end()
         if self._open > 0:
             self._metrics.success["abort"].inc(self._open)
             self._open = 0

@@ -26,6 +26,7 @@ from ed_esurge.server.metrics import Metrics, RequestTimer
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
 from ed_esurge.server.state import ServerState
+from ed_esurge.server.tracing import RequestSpan
 from ed_esurge.server.watch import Watch
 
 
@@ -234,7 +235,8 @@ class Served:
         """
         if not self.engine.is_healthy:
             raise engine_unavailable()
-        timer = self.metrics.request(len(prompt), params.n)
+        span = self._span(request_id, prompt, params)
+        timer = self.metrics.request(len(prompt), params.n, span)
         with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options, **self._adapter())
             finished = False
@@ -246,6 +248,14 @@ class Served:
                     yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
+
+    def _span(
+        self, request_id: str, prompt: list[int], params: SamplingParams | PoolingParams
+    ) -> RequestSpan | None:
+        tracing = self.state.tracing
+        if tracing is None:
+            return None
+        return tracing.request(request_id, self.name, len(prompt), params)
 
     def _adapter(self) -> dict[str, Any]:
         return {} if self.lora_name is None else {"lora_name": self.lora_name}
@@ -260,7 +270,7 @@ class Served:
         except EasyDeLError as error:
             raise engine_unavailable(str(error)) from error
         finally:
-            timer.aborted()
+            timer.over()
 
     @staticmethod
     def _check_ended(output: RequestOutput) -> None:
@@ -281,7 +291,8 @@ class Served:
         name = new_id("embd", None)
 
         async def one(place: int, prompt: list[int]) -> np.ndarray:
-            timer = self.metrics.request(len(prompt))
+            span = self._span(f"{name}-{place}", prompt, params)
+            timer = self.metrics.request(len(prompt), span=span)
             with self._translated(timer):
                 output = await self.engine.embed(
                     prompt, params, f"{name}-{place}", **self._adapter()

@@ -6,6 +6,7 @@ import asyncio
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.store import ResponseStore
+from ed_esurge.server.tracing import Tracing
 
 
 class ServerState:
@@ -13,6 +14,7 @@ class ServerState:
 
     Args:
         limits: what clients may ask for at once.
+        tracing: where spans of requests go; None: there are none.
 
     Attributes:
         draining: the server was asked to stop.
@@ -20,8 +22,8 @@ class ServerState:
         responses: those that are kept.
     """
 
-    def __init__(self, limits: ServerLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ServerLimits, tracing: Tracing | None = None) -> None:
+        self.limits, self.tracing = limits, tracing
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)

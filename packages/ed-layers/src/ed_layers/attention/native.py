@@ -82,9 +82,7 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
 def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
     """Attention to what a contiguous cache has stored."""
     stored, scoring = call.stored, call.scoring
-    (keys, key_scale), (values, value_scale) = (
-        arrays(x, layered=bool(stored.at)) for x in (stored.keys, stored.values)
-    )
+    (keys, key_scale), (values, value_scale) = (arrays(x) for x in (stored.keys, stored.values))
     return native.attention_to_slots(
         call.q,
         keys,
@@ -103,7 +101,7 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
 def page_attention(call: Paged) -> Float[Array, "T h d"]:
     """Attention of a flat batch to pages."""
     scoring, ragged = call.scoring, call.ragged
-    pool, pool_scale = arrays(call.pages.pool, layered=bool(call.pages.at))
+    pool, pool_scale = arrays(call.pages.pool)
     table = ragged.page_table[call.pages.group]
     batch = (ragged.cu_q_lens, ragged.kv_lens, ragged.num_seqs.reshape(1), table)
     return native.attention_to_pages(
@@ -111,7 +109,7 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
         pool,
         pool_scale,
         layer_of(call.pages.at),
-        tuple(x.astype(jnp.int32) for x in batch),
+        [x.astype(jnp.int32) for x in batch],
         limits_of(scoring),
         sinks_of(scoring),
         value_dim=call.value_dim,
@@ -123,7 +121,7 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
 def mask_of(info: MaskInfo) -> native.Mask:
     """A mask as the library reads it."""
     ids = (info.q_segment_ids, info.q_index, info.kv_segment_ids, info.kv_index)
-    return tuple(x.astype(jnp.int32) for x in ids)
+    return [x.astype(jnp.int32) for x in ids]
 
 
 def limits_of(scoring: Scoring) -> Int[Array, " 2"]:
@@ -142,13 +140,11 @@ def layer_of(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
     return jnp.asarray(at[0] if at else 0, jnp.int32).reshape(1)
 
 
-def arrays(stored: Numbers, *, layered: bool) -> tuple[jax.Array, jax.Array]:
-    """Numbers or codes, and scales, with an axis of layers in front."""
-    numbers, scale = (stored.values, stored.scale) if isinstance(stored, Codes) else (stored, None)
-    numbers = numbers if layered else numbers[None]
-    if scale is None:
-        return numbers, native.no_scale()
-    return numbers, scale if layered else scale[None]
+def arrays(stored: Numbers) -> tuple[jax.Array, jax.Array]:
+    """Numbers, or codes and their scales, as they are stored: XLA would copy what is reshaped."""
+    if isinstance(stored, Codes):
+        return stored.values, stored.scale
+    return stored, native.no_scale()
 
 
 def _kernel(mechanism, reads, title, run, refuses, lacks=LACKS, auto_from: int | None = 1):

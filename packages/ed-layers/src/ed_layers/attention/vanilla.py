@@ -58,6 +58,35 @@ def by_matrix(
     """
     b, s, h, _ = q.shape
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
+    weights = softmax_weights(q, k, mask_info, scoring, kv_order, one_by_sum=one_by_sum)
+    if scoring.dropout > 0 and scoring.dropout_key is not None:
+        heads = jnp.arange(h).reshape(groups, -1, 1, 1)
+        rows, queries, keys = (jnp.arange(n) for n in (b, s, weights.shape[-1]))
+        stays = kept(
+            scoring.dropout_key,
+            scoring.dropout,
+            rows[:, None, None, None, None],
+            heads,
+            queries[:, None],
+            keys,
+        )
+        weights = jnp.where(stays, weights / (1 - scoring.dropout), 0)
+    weights = checkpoint_name(weights.astype(v.dtype), "attn_weights")
+    return combine(weights, v, kv_order, one_by_sum).reshape(b, s, h, -1)
+
+
+def softmax_weights(
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b _ _ k"],
+    mask_info: MaskInfo,
+    scoring: Scoring,
+    kv_order: KVOrder,
+    *,
+    one_by_sum: bool = False,
+) -> Float[Array, "b g r s t"]:
+    """The weights before dropout; see `by_matrix`. A query that may attend to nothing has zeros."""
+    b, s, h, _ = q.shape
+    groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
     dtype = scoring.softmax_dtype
     q = q.reshape(b, s, groups, h // groups, -1)
     scores = score(q, k, kv_order, one_by_sum, dtype) * scoring.scale
@@ -81,21 +110,7 @@ def by_matrix(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if scoring.sinks is not None:
         total = total + jnp.exp(sinks - top)
-    weights = weights / jnp.where(total == 0, 1, total)
-    if scoring.dropout > 0 and scoring.dropout_key is not None:
-        heads = jnp.arange(h).reshape(groups, -1, 1, 1)
-        rows, queries, keys = (jnp.arange(n) for n in (b, s, scores.shape[-1]))
-        stays = kept(
-            scoring.dropout_key,
-            scoring.dropout,
-            rows[:, None, None, None, None],
-            heads,
-            queries[:, None],
-            keys,
-        )
-        weights = jnp.where(stays, weights / (1 - scoring.dropout), 0)
-    weights = checkpoint_name(weights.astype(v.dtype), "attn_weights")
-    return combine(weights, v, kv_order, one_by_sum).reshape(b, s, h, -1)
+    return weights / jnp.where(total == 0, 1, total)
 
 
 def score(

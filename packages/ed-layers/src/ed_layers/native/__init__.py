@@ -1,4 +1,4 @@
-"""Kernels in C++ for CPUs: products of few rows, in every format of weights.
+"""Kernels in C++ for CPUs: products in every format of weights, and attention.
 
 `python -m ed_layers.native build` compiles them, `python -m ed_layers.native` says what is in use.
 Without them everything runs in plain XLA. `ED_LAYERS_NATIVE=0` turns them off.
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
+    from ed_layers.native.library import allowed as allowed
     from ed_layers.native.library import describe as describe
     from ed_layers.native.products import product as product
     from ed_layers.native.products import product_of_codes as product_of_codes
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "allowed": "ed_layers.native.library",
         "describe": "ed_layers.native.library",
         "product": "ed_layers.native.products",
         "product_of_codes": "ed_layers.native.products",

@@ -1,11 +1,12 @@
 """Attention of the native library, as functions of arrays.
 
 Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
-and keys, d head dim of values, T flat tokens, n sequences, p pages of a sequence, P pages, L layers.
+and keys, d head dim of values, T flat tokens, n sequences, p pages of one, P pages, L layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.native.library import TARGETS
 
 #: Segments and order of queries and keys: int32 [b, s], [b, s], [b, t], [b, t].
-Mask = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Mask = Sequence[jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -48,7 +49,8 @@ def forward(scale, soft_cap, causal, q, k, v, mask, limits):
     shape = (*q.shape[:3], v.shape[-1])
     results = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = jax.ffi.ffi_call(TARGETS["ed_attention"], results, vmap_method="sequential")
-    return tuple(call(q, k, v, *mask, limits, **_numbers(scale, soft_cap), causal=causal))
+    out, lse = call(q, k, v, *mask, limits, **_numbers(scale, soft_cap), causal=causal)
+    return out, lse
 
 
 def forward_and_save(scale, soft_cap, causal, q, k, v, mask, limits):
@@ -90,8 +92,8 @@ def attention_to_slots(
     """Attention to one layer of a contiguous cache, read where it lies. No gradient.
 
     Args:
-        keys, values: [L, b, g, t, k] and [L, b, g, t, d], float32, bfloat16, int8 or
-            float8_e4m3fn.
+        keys, values: [L, b, g, t, k] and [L, b, g, t, d], or without the axis of layers; float32,
+            bfloat16, int8 or float8_e4m3fn.
         scales: of codes, float32 [L, b, g, groups, t]; else `no_scale()`.
         sinks: [0] = none.
     """
@@ -106,7 +108,7 @@ def attention_to_pages(
     pool: jax.Array,
     pool_scale: jax.Array,
     layer: Int[Array, " 1"],
-    batch: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    batch: Sequence[jax.Array],
     limits: Int[Array, " 2"],
     sinks: Float[Array, " h"],
     *,
@@ -117,7 +119,8 @@ def attention_to_pages(
     """Causal attention of a flat batch to one layer of pages, read where they lie. No gradient.
 
     Args:
-        pool: [L, P, page_size, g, 2, k], or with one entry in place of two.
+        pool: [L, P, page_size, g, 2, k], or without the axis of layers, or with one entry in place
+            of two.
         pool_scale: of codes, float32 [L, P, g, 2, groups, page_size]; else `no_scale()`.
         batch: of the sequences, int32: offsets of their tokens [n + 1], their lengths [n], how many
             are in use [1], and their pages [n, p].

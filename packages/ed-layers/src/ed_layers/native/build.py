@@ -39,22 +39,35 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 }
 #: What XLA calls, compiled once.
 HANDLERS = ("choose.cc", "library.cc", "attend.cc")
+#: A program that runs every kernel, for sanitizers.
+CHECK = ("choose.cc", "check.cc")
 
 
 class CannotBuild(RuntimeError):
     """The library cannot be compiled here; the message says why."""
 
 
-def build(target: Path = LIBRARY, extra: tuple[str, ...] = ()) -> Path:
+def build(target: Path = LIBRARY) -> Path:
     """Compile the library.
 
     Args:
         target: file to write; another process that has it loaded keeps the old one.
-        extra: more flags for the compiler ("-fsanitize=address").
 
     Raises:
         CannotBuild: no sources, no compiler, no headers of jaxlib, or the compiler failed.
     """
+    strip = () if sys.platform == "darwin" else ("-Wl,-s",)
+    return link(target, HANDLERS, "-shared", *strip)
+
+
+def sanitized(target: Path) -> Path:
+    """Compile a program that runs every kernel under the address and undefined-behaviour
+    sanitizers; raises as `build`."""
+    return link(target, CHECK, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+
+
+def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:
+    """Compile the levels and `handlers`, side by side, and link them."""
     sources = next((path for path in SOURCES if path.is_dir()), None)
     if sources is None:
         raise CannotBuild(f"no C++ sources in {' or '.join(map(str, SOURCES))}")
@@ -63,26 +76,26 @@ def build(target: Path = LIBRARY, extra: tuple[str, ...] = ()) -> Path:
     if compiler is None or shutil.which(compiler) is None:
         raise CannotBuild(f"no C++ compiler ({asked or 'g++'} is not there; CXX names one)")
     machine = platform.machine().replace("AMD64", "x86_64").replace("arm64", "aarch64")
+    sanitize = tuple(flag for flag in flags if flag.startswith("-f"))
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         # GCC 12 warns of its own headers of AVX-512.
-        of_levels = ("-O3", "-Wno-maybe-uninitialized")
+        of_levels = ("-O1" if sanitize else "-O3", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
         units = [
-            ("level.cc", (*of_levels, *flags, f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{name}"'))
-            for symbol, name, flags in LEVELS.get(machine, (("kBaseLevel", "base", ()),))
+            ("level.cc", (*of_levels, *own, f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{name}"'))
+            for symbol, name, own in LEVELS.get(machine, (("kBaseLevel", "base", ()),))
         ]
-        units += [(name, ("-O2", "-isystem", str(headers()))) for name in HANDLERS]
+        units += [(name, ("-O2", "-isystem", str(headers()))) for name in handlers]
         objects = [str(directory / f"{i}.o") for i in range(len(units))]
 
         def compile_one(unit: tuple[str, tuple[str, ...]], made: str) -> None:
             source = str(sources / unit[0])
-            run(compiler, *COMMON, *unit[1], *extra, "-c", source, "-o", made)
+            run(compiler, *COMMON, *unit[1], *sanitize, "-c", source, "-o", made)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(compile_one, units, objects))
-        strip = () if extra or sys.platform == "darwin" else ("-Wl,-s",)
-        made = directory / LIBRARY.name
-        run(compiler, "-shared", *extra, *strip, *objects, "-o", str(made))
+        made = directory / "made"
+        run(compiler, *flags, *objects, "-o", str(made))
         # Moved into place in one step, so that nobody loads half a file.
         beside = target.with_suffix(f".{os.getpid()}")
         shutil.copy(made, beside)

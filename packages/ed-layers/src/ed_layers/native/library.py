@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import jax
@@ -29,10 +32,23 @@ TARGETS = {
 }
 
 
+_ALLOWED = ContextVar("native kernels are allowed", default=True)
+
+
+@contextmanager
+def allowed(choice: bool) -> Iterator[None]:
+    """Trace what is inside without kernels, where a configuration says `native_kernels: false`."""
+    token = _ALLOWED.set(choice and _ALLOWED.get())
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
 def in_use() -> bool:
     """Whether kernels are taken: there, not turned off, and on the one CPU device of a process."""
     asked = os.environ.get(VARIABLE, "")
-    if asked == "0" or jax.default_backend() != "cpu":
+    if asked == "0" or not _ALLOWED.get() or jax.default_backend() != "cpu":
         return False
     # The partitioner cannot split a call of a library.
     return (asked == "1" or jax.device_count() == 1) and level() is not None
@@ -64,7 +80,7 @@ def level() -> str | None:
             level=logging.WARNING,
         )
         return None
-    once(logger, f"native kernels: products of few rows, {name}", level=logging.INFO)
+    once(logger, f"native kernels: products and attention, {name}", level=logging.INFO)
     return name
 
 
@@ -73,6 +89,8 @@ def describe() -> str:
     asked = os.environ.get(VARIABLE, "")
     if asked == "0":
         return f"native kernels: turned off by {VARIABLE}=0"
+    if not _ALLOWED.get():
+        return "native kernels: turned off by native_kernels of the configuration"
     if jax.default_backend() != "cpu":
         return f"native kernels: none for {jax.default_backend()}"
     name = level()
@@ -80,4 +98,4 @@ def describe() -> str:
         return "native kernels: not built (python -m ed_layers.native build)"
     if not in_use():
         return f"native kernels: {name}, not taken on {jax.device_count()} devices"
-    return f"native kernels: products of few rows, {name}"
+    return f"native kernels: products and attention, {name}"

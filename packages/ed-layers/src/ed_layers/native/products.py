@@ -38,7 +38,7 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
 def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
     """Whether `product_of_codes` is there, and faster than XLA, for rows of a dtype and codes."""
     return (
-        0 < rows
+        rows > 0
         and (whole or rows <= MOST_ROWS_OF_CODES)
         and codes.size >= LEAST_SIZE // 2
         and codes.ndim == 2

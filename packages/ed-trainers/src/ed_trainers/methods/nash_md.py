@@ -58,7 +58,7 @@ class NashMDTrainer(SelfPlayTrainer):
         return {"reference_logps": self.policy(models["reference"], batch)[1].logps}
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
-        """Return the loss summed over the completions; its gradient is what is meant by it."""
+        """Return the loss summed over the completions; its gradient counts, not its value."""
         weights, wins = batch["weights"], batch["wins"]
         output, policy = self.policy(models.learner, batch, key)
         logps = jnp.sum(weights * policy.logps, axis=-1)

@@ -28,16 +28,24 @@ class DistillationArguments(TrainingArguments):
     hidden_state_layers: tuple[Count, ...] | None = None
     """Layers of the student, from 1, whose outputs are compared with those of the teacher's layers
     at the same share of its depth. None: all."""
+    attention_loss_weight: NotNegative = 0.0
+    """Weight of the divergence of the attention weights, KL(teacher || student), in models with
+    equally many heads (MiniLM, arXiv:2002.10957)."""
+    attention_layers: tuple[Count, ...] | None = None
+    """Layers of the student, from 1, whose attention is compared with that of the teacher's layers
+    at the same share of its depth. None: the last."""
     lmhead_chunksize: Count | None = None
     """Tokens whose logits exist at once; None lets the loss choose."""
 
-    @field_validator("hidden_state_layers")
+    @field_validator("hidden_state_layers", "attention_layers")
     @classmethod
     def _are_compared(
         cls, value: tuple[int, ...] | None, info: ValidationInfo
     ) -> tuple[int, ...] | None:
-        if value is not None and not info.data.get("hidden_state_loss_weight", 1):
-            raise conflict("without hidden_state_loss_weight no hidden states are compared: set it")
+        kind = str(info.field_name).removesuffix("_layers")
+        if value is not None and not info.data.get(f"{kind}_loss_weight", 1):
+            what = {"hidden_state": "no hidden states are", "attention": "no attention is"}[kind]
+            raise conflict(f"without {kind}_loss_weight {what} compared: set it")
         return value
 
 

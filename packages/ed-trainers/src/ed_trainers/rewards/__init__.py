@@ -14,23 +14,23 @@ import functools
 import inspect
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, get_type_hints
 
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
+from pydantic import TypeAdapter, ValidationError
 
 from ed_trainers.options.online import RewardName
 from ed_trainers.rewards.rules import RULES
-
-if TYPE_CHECKING:  # it brings jax, and the names are looked up without
-    from ed_trainers.online.completions import Completions
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
 #: Entry points of packages that add reward functions.
 GROUP = "easydel.rewards"
+# What every function is asked about.
+_ASKED = ("prompts", "completions", "completion_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # A message shows so many rows, and so much of a prompt.
 _SHOWN, _LONGEST = 5, 60
@@ -40,22 +40,46 @@ class RewardError(EasyDeLError):
     """A reward function failed, or gave something that is no reward for each completion."""
 
 
+class Completed(Protocol):
+    """What reward functions are asked about; `ed_trainers.online.completions` has the lists."""
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        """As they were written."""
+        ...
+
+    @property
+    def completions(self) -> Sequence[Any]:
+        """As their prompts were written."""
+        ...
+
+    @property
+    def completion_ids(self) -> Sequence[Sequence[int]]:
+        """Tokens of the completions."""
+        ...
+
+    @property
+    def fields(self) -> Mapping[str, Sequence[Any]]:
+        """Of the rows of data, by name."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
 def reward_function(entry: RewardName | RewardFunction) -> tuple[str, RewardFunction]:
     """Return the name and the function of an entry of `reward_functions`.
 
     Raises:
-        ConfigError: there is no such function, or a setting is not one of its parameters.
+        ConfigError: there is no such function, or a setting is not one of its parameters, is no
+            value for it, or is missing.
     """
     if not isinstance(entry, str | dict):
         inner = entry.func if isinstance(entry, functools.partial) else entry
         return str(getattr(inner, "__name__", type(inner).__name__)), entry
     name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
     function = _by_name(name)
-    # `**fields` would take a misspelt setting for the field of a row.
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind in _NAMED]
-    for setting in settings:
-        if setting not in known:
-            raise unknown_name(f"setting of the reward function {name!r}", setting, known)
+    for _, message in wrong_settings(name, function, settings):
+        raise ConfigError(message)
     short = name.rsplit(":", 1)[-1]
     return short, functools.partial(function, **settings) if settings else function
 
@@ -86,6 +110,39 @@ def check_name(name: str) -> None:
         raise unknown_name("reward function", name, known)
 
 
+def wrong_settings(
+    name: str, function: RewardFunction, settings: Mapping[str, Any]
+) -> Iterator[tuple[str | None, str]]:
+    """Yield each setting that a function does not take, and what is wrong; None for a missing one.
+
+    Values are compared with the types of this package's rules only.
+    """
+    # `**fields` would take a misspelt setting for the field of a row.
+    known = {
+        name: p
+        for name, p in inspect.signature(function).parameters.items()
+        if p.kind in _NAMED and name not in _ASKED
+    }
+    of = f"setting of the reward function {name!r}"
+    unknown = [setting for setting in settings if setting not in known]
+    for setting in unknown:
+        yield setting, str(unknown_name(of, setting, list(known)))
+    if name not in RULES or unknown:
+        return
+    types = get_type_hints(function, include_extras=True)
+    for setting, value in settings.items():
+        try:
+            TypeAdapter(types[setting]).validate_python(value, strict=True)
+        except ValidationError as error:
+            yield setting, f"{setting}, {of}, is {value!r}: {error.errors()[0]['msg']}"
+    for setting, parameter in known.items():
+        if parameter.default is parameter.empty and setting not in settings:
+            yield (
+                None,
+                f"the reward function {name!r} needs {setting}: {{{name}: {{{setting}: …}}}}",
+            )
+
+
 def _added() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
@@ -109,19 +166,14 @@ class Rewards:
             for i, name in enumerate(names)
         )
 
-    def __call__(self, completions: Completions) -> np.ndarray:
+    def __call__(self, completions: Completed) -> np.ndarray:
         """Return what each function gives for each completion, float32 [n, k]; NaN for None.
 
         Raises:
             RewardError: a function raised, or gave something else.
             ConfigError: a function wants a field that the rows of data do not have.
         """
-        given = {
-            **completions.fields,
-            "prompts": completions.prompts,
-            "completions": completions.completions,
-            "completion_ids": completions.completion_ids,
-        }
+        given = {**completions.fields, **{name: getattr(completions, name) for name in _ASKED}}
         out = np.empty((len(completions), len(self.names)), np.float32)
         for column, (name, (_, function)) in enumerate(
             zip(self.names, self._functions, strict=True)
@@ -156,7 +208,7 @@ def _arguments(name: str, function: RewardFunction, given: dict[str, Any]) -> di
     return own
 
 
-def _numbers(name: str, values: list[Any], completions: Completions) -> list[float]:
+def _numbers(name: str, values: list[Any], completions: Completed) -> list[float]:
     if len(values) != len(completions):
         raise RewardError(
             f"reward function {name!r} gave {len(values)} values for {len(completions)} "
@@ -183,7 +235,7 @@ def _numbers(name: str, values: list[Any], completions: Completions) -> list[flo
     return out
 
 
-def _rows(completions: Completions, rows: Sequence[int]) -> str:
+def _rows(completions: Completed, rows: Sequence[int]) -> str:
     """Some rows, with their prompts."""
     shown = []
     for row in rows[:_SHOWN]:

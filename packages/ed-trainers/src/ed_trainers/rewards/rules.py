@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -18,6 +20,17 @@ _NAMED = re.compile(r"(?:the answer is|answer\s*[:=])\s*(.+)", re.IGNORECASE)
 _THINKING = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 # A number with more digits is none of an answer, and takes long to read.
 _DIGITS = 200
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"no regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 def exact(
@@ -50,7 +63,7 @@ def number(
     return _each(right, completions, fields, field)
 
 
-def regex(completions: Sequence[Any], *, pattern: str, **fields: Any) -> list[float | None]:
+def regex(completions: Sequence[Any], *, pattern: Pattern, **fields: Any) -> list[float | None]:
     """Tell whether a pattern of Python's `re` is somewhere in a completion; `.` is any character.
 
     The pattern is yours: one that backtracks without end holds the run up.
@@ -60,7 +73,7 @@ def regex(completions: Sequence[Any], *, pattern: str, **fields: Any) -> list[fl
 
 
 def format_rule(
-    completions: Sequence[Any], *, pattern: str = _THINKING, **fields: Any
+    completions: Sequence[Any], *, pattern: Pattern = _THINKING, **fields: Any
 ) -> list[float | None]:
     """Tell whether a whole completion has a form: first `<think>…</think>`, then
     `<answer>…</answer>`, or what another pattern says."""

@@ -35,8 +35,12 @@ function welcome() {
     el("div", { className: "starters" }, texts.map((text) => el("button", { type: "button", onclick: () => send(text) }, text, icon("more")))));
 }
 
+const drawn = new Set();
+
 function turnOf(node, key) {
-  const turn = el("article", { className: `turn ${node.role}` });
+  // A turn comes in once; while it grows it is made anew for each frame.
+  const turn = el("article", { className: `turn ${node.role}${drawn.has(node.id) ? "" : " fresh"}` });
+  drawn.add(node.id);
   turn.key = key;
   if (node.editing) turn.append(editor(node));
   else if (node.role === "user") turn.append(el("div", { className: "sr" }, "You"), el("div", { className: "said" }, node.text), actions(node));

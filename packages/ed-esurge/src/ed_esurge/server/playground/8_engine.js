@@ -90,7 +90,8 @@ function update(now) {
   const count = grew("vllm:time_to_first_token_seconds_count");
   const first = TILES.first;
   first.last = count ? (grew("vllm:time_to_first_token_seconds_sum") / count) * 1000 : first.last;
-  show1("first", first.last ?? 0, first.last === undefined ? "–" : first.last.toFixed(0), first.last === undefined ? "" : "ms");
+  const [time, unit] = first.last === undefined ? ["–", ""] : first.last < 1e4 ? [first.last.toFixed(0), "ms"] : [(first.last / 1000).toFixed(1), "s"];
+  show1("first", first.last ?? 0, time, unit);
   const done = now["vllm:request_success_total"] ?? 0;
   show1("done", grew("vllm:request_success_total"), compact(done));
   const lost = now["vllm:num_preemptions_total"];

@@ -1,0 +1,141 @@
+"""Spans of requests, as the exporter gets them; without the SDK, as its provider is asked for."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from ed_esurge.server import app as application
+from ed_esurge.server.launch import background
+from ed_esurge.server.tracing import provider_for
+from ed_esurge.testing import ScriptedEngine
+from ed_infra.errors import ConfigError
+
+trace = pytest.importorskip("opentelemetry.trace")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def sdk():
+    """A provider of the SDK, and the spans that it has."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider, exporter.get_finished_spans
+
+
+def stand_in():
+    """What the server asks of a provider, and no more."""
+    ended = []
+
+    class Span(SimpleNamespace):
+        def set_attribute(self, name, value):
+            self.attributes[name] = value
+
+        def set_status(self, status):
+            self.status = status
+
+        def end(self):
+            ended.append(self)
+
+    def start_span(name, context, kind, attributes):
+        known = trace.get_current_span(context).get_span_context() if context else None
+        status = SimpleNamespace(status_code=trace.StatusCode.UNSET)
+        parent = known if known is not None and known.is_valid else None
+        return Span(name=name, parent=parent, kind=kind, attributes=attributes, status=status)
+
+    tracer = SimpleNamespace(start_span=start_span)
+    provider = SimpleNamespace(get_tracer=lambda name: tracer, shutdown=lambda: None)
+    return provider, lambda: ended
+
+
+@pytest.fixture(params=["sdk", "stand-in"])
+def spans(request, monkeypatch):
+    if request.param == "sdk":
+        pytest.importorskip("opentelemetry.sdk")
+    provider, get = sdk() if request.param == "sdk" else stand_in()
+    asked = []
+    monkeypatch.setattr(application, "provider_for", lambda url: (asked.append(url), provider)[1])
+    yield get
+    assert asked == ["http://collector/v1/traces"]
+
+
+def serve(engine):
+    return background(engine, otlp_traces_endpoint="http://collector/v1/traces")
+
+
+def test_each_prompt_has_a_span(spans):
+    engine = ScriptedEngine(lambda prompt, choice: "abc")
+    with serve(engine) as url:
+        body = {"prompt": ["a secret", "b"], "n": 2, "max_tokens": 2, "temperature": 0.5}
+        headers = {"traceparent": PARENT}
+        answer = httpx.post(f"{url}/completions", json=body, headers=headers).json()
+        httpx.post(f"{url}/embeddings", json={"input": "a"})
+    found = {span.attributes["gen_ai.request.id"]: dict(span.attributes) for span in spans()}
+    assert len(found) == 3
+    for place, tokens in enumerate((9, 2)):
+        attributes = found[f"{answer['id']}-{place}"]
+        latencies = [name for name in attributes if name.startswith("gen_ai.latency.")]
+        assert {name.rpartition(".")[2] for name in latencies} == {
+            "e2e",
+            "time_in_queue",
+            "time_to_first_token",
+            "time_in_model_prefill",
+            "time_in_model_decode",
+            "time_in_model_inference",
+        }
+        assert all(attributes.pop(name) >= 0 for name in latencies)
+        attributes["gen_ai.response.finish_reasons"] = [
+            *attributes["gen_ai.response.finish_reasons"]
+        ]
+        assert attributes == {
+            "gen_ai.provider.name": "ed-esurge",
+            "gen_ai.request.id": f"{answer['id']}-{place}",
+            "gen_ai.request.model": "scripted",
+            "gen_ai.response.model": "scripted",
+            "gen_ai.request.n": 2,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.top_p": 1.0,
+            "gen_ai.request.max_tokens": 2,
+            "gen_ai.response.finish_reasons": ["length", "length"],
+            "gen_ai.usage.prompt_tokens": tokens,
+            "gen_ai.usage.input_tokens": tokens,
+            "gen_ai.usage.completion_tokens": 4,
+            "gen_ai.usage.output_tokens": 4,
+            "gen_ai.usage.cache_read.input_tokens": 0,
+        }
+    parents = [span.parent and f"{span.parent.trace_id:x}" for span in spans()]
+    assert sorted(map(str, parents)) == ["None", *["af7651916cd43dd8448eb211c80319c"] * 2]
+    assert {span.name for span in spans()} == {"llm_request"}
+    assert "secret" not in str([dict(span.attributes) for span in spans()])
+
+
+def test_a_client_that_leaves_ends_the_span(spans):
+    engine = ScriptedEngine(lambda prompt, choice: "x" * 200, delay=0.02)
+    with serve(engine) as url:
+        body = {"prompt": "a", "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{url}/completions", json=body) as answer:
+            next(answer.iter_lines())
+        end = time.monotonic() + 10
+        while not spans():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    (span,) = spans()
+    assert span.status.status_code == trace.StatusCode.ERROR
+    assert list(span.attributes["gen_ai.response.finish_reasons"]) == ["abort"]
+    assert 0 < span.attributes["gen_ai.usage.completion_tokens"] < 200
+
+
+def test_without_the_extra_it_is_said():
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"ed-esurge\[otel\]"):
+            provider_for("http://127.0.0.1:1/v1/traces")
+    else:
+        assert opentelemetry.exporter
+        provider_for("http://127.0.0.1:1/v1/traces").shutdown()

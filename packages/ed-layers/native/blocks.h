@@ -1,0 +1,250 @@
+// What attention is made of, for one level of instructions: exponentials, small products, blocks of
+// keys as plain numbers, and who sees whom.
+#pragma once
+
+#include "columns.h"
+
+namespace ed {
+namespace {
+
+constexpr int64_t kKeys = 64;        // of a block
+constexpr int64_t kQueries = 64;     // rows of a block of queries
+constexpr int64_t kFewQueries = 8;   // up to here keys are read where they lie
+constexpr float kNothing = -__builtin_inff();
+
+// e^x to 2 units in the last place; 0 below -87.
+inline Vec exponential(Vec x) {
+  Vec least_x = broadcast(-87.0f), y = x < least_x ? least_x : x;
+  Vec n = y * 1.44269504f;
+  n = (n + 0x1.8p23f) - 0x1.8p23f;
+  Vec r = y - n * 0.693145752f;
+  r -= n * 1.42860677e-6f;
+  Vec p = broadcast(1.9875691e-4f);
+  p = p * r + 1.3981999e-3f;
+  p = p * r + 8.3334519e-3f;
+  p = p * r + 4.1665796e-2f;
+  p = p * r + 1.6666665e-1f;
+  p = p * r + 5.0000001e-1f;
+  p = p * r * r + r + 1.0f;
+  // The power of two by its exponent's bits. NaN keeps NaN by the product.
+  Ints power = __builtin_convertvector(n == n ? n : Vec{}, Ints) + 127;
+  Vec result = p * (Vec)(power << 23);
+  return x < least_x ? Vec{} : result;
+}
+
+// tanh(x) by the exponential of its size; by its series where that would cancel.
+inline Vec squash(Vec x) {
+  Vec size = x < 0 ? -x : x, capped = size > 10.0f ? broadcast(10.0f) : size;
+  Vec t = 1.0f - 2.0f / (exponential(2.0f * capped) + 1.0f);
+  Vec s = size * size;
+  Vec near = size * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315))));
+  t = size < 0.15f ? near : t;
+  return x != x ? x : (x < 0 ? -t : t);
+}
+
+inline int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// to [R, C vectors] += a [R, k] times the rows b[0], b[1] .. [C vectors] from `column` on.
+template <int R, int C>
+void accumulate_block(const float* a, int64_t a_row, int64_t a_step, const float* const* b,
+                      int64_t column, int64_t k, float* to, int64_t stride) {
+  Vec acc[R][C];
+  ED_UNROLL
+  for (int r = 0; r < R; ++r)
+    ED_UNROLL
+    for (int c = 0; c < C; ++c) acc[r][c] = load(to + r * stride + column + c * kLanes);
+  for (int64_t i = 0; i < k; ++i) {
+    const float* from = b[i] + column;
+    Vec row[C];
+    ED_UNROLL
+    for (int c = 0; c < C; ++c) row[c] = load(from + c * kLanes);
+    ED_UNROLL
+    for (int r = 0; r < R; ++r) {
+      Vec number = broadcast(a[r * a_row + i * a_step]);
+      ED_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] += number * row[c];
+    }
+  }
+  ED_UNROLL
+  for (int r = 0; r < R; ++r)
+    ED_UNROLL
+    for (int c = 0; c < C; ++c) store(to + r * stride + column + c * kLanes, acc[r][c]);
+}
+
+// to [rows, width] += a [rows, k], strided, times rows b; width is whole vectors.
+inline void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t rows,
+                       const float* const* b, int64_t k, int64_t width, float* to, int64_t stride) {
+  row_blocks<kRows>(rows, [&](auto r, int64_t at) {
+    constexpr int R = decltype(r)::value;
+    const float* own = a + at * a_row;
+    float* sums = to + at * stride;
+    int64_t c = 0;
+    for (; c + kBlock <= width; c += kBlock)
+      accumulate_block<R, kVectors>(own, a_row, a_step, b, c, k, sums, stride);
+    for (; c < width; c += kLanes)
+      accumulate_block<R, 1>(own, a_row, a_step, b, c, k, sums, stride);
+  });
+}
+
+// Rows of numbers, [count][whole vectors of `dim`]: where they lie, or copies.
+struct Block {
+  explicit Block(int64_t dim) : dim(dim), width(whole_vectors(dim)), copies(kKeys * width) {}
+
+  // Slots [first, first + count) of a row and head.
+  void read(const Attend& p, const Slots& from, int64_t row, int64_t head, int64_t first,
+            int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t slot = first + i, at_row = row;
+      if (p.pages) at_row = p.pages[row * p.pages_of_row + slot / p.page_size], slot %= p.page_size;
+      int64_t at = at_row * from.row + head * from.head + slot * from.slot;
+      rows[i] = copies.data + i * width;
+      float* to = copies.data + i * width;
+      if (from.kind == Stored::kFloat32) {
+        auto* numbers = static_cast<const float*>(from.data) + at;
+        if (width == dim) {
+          rows[i] = numbers;
+          continue;
+        }
+        std::memcpy(to, numbers, dim * sizeof(float));
+      } else if (from.kind == Stored::kBfloat16) {
+        convert(static_cast<const uint16_t*>(from.data) + at, to, dim, 1,
+                [](uint16_t x) { return widen(x); });
+      } else {
+        const float* scale = from.scale + at_row * from.scale_row + head * from.scale_head +
+                             slot * from.scale_slot;
+        int64_t size = dim / from.scale_groups;
+        for (int64_t n = 0; n < from.scale_groups; ++n, scale += from.scale_group) {
+          if (from.kind == Stored::kInt8)
+            convert(static_cast<const int8_t*>(from.data) + at + n * size, to + n * size, size,
+                    *scale, [](int8_t x) { return float(x); });
+          else
+            for (int64_t c = n * size; c < (n + 1) * size; ++c)
+              to[c] = from_fp8(static_cast<const uint8_t*>(from.data)[at + c]) * *scale;
+        }
+      }
+      for (int64_t c = dim; c < width; ++c) to[c] = 0;
+    }
+  }
+
+  // Tokens of q, or of what lies like it, for one head.
+  void read_tokens(const float* from, int64_t heads, int64_t head, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float* numbers = from + ((first + i) * heads + head) * dim;
+      rows[i] = numbers;
+      if (width == dim) continue;
+      rows[i] = copies.data + i * width;
+      std::memset(copies.data + i * width, 0, width * sizeof(float));
+      std::memcpy(copies.data + i * width, numbers, dim * sizeof(float));
+    }
+  }
+
+  template <typename T, typename F>
+  static void convert(const T* from, float* to, int64_t count, float scale, const F& one) {
+    int64_t c = 0;
+    for (; c + kLanes <= count; c += kLanes) store(to + c, load_numbers(from + c) * scale);
+    for (; c < count; ++c) to[c] = one(from[c]) * scale;
+  }
+
+  int64_t dim, width;
+  Scratch copies;
+  const float* rows[kKeys];
+};
+
+typedef float Four __attribute__((vector_size(16)));
+
+// The rows of a block turned: [dim][kKeys], with pointers to them.
+struct Turned {
+  explicit Turned(int64_t dim) : panel(whole_vectors(dim) * kKeys), rows(dim * 2) {
+    for (int64_t i = 0; i < dim; ++i) pointers()[i] = panel.data + i * kKeys;
+  }
+  const float** pointers() { return reinterpret_cast<const float**>(rows.data); }
+
+  // What is beyond `count` is zero.
+  void of(const Block& block, int64_t count) {
+    alignas(64) static const float zeros[16] = {};
+    for (int64_t key = 0; key < kKeys; key += 4)
+      for (int64_t i = 0; i < block.width; i += 4) {
+        Four r[4];
+        for (int64_t j = 0; j < 4; ++j)
+          std::memcpy(&r[j], key + j < count ? block.rows[key + j] + i : zeros, 16);
+        Four a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
+        Four b = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
+        Four c = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
+        Four d = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+        Four turned[4] = {__builtin_shufflevector(a, c, 0, 1, 4, 5),
+                          __builtin_shufflevector(a, c, 2, 3, 6, 7),
+                          __builtin_shufflevector(b, d, 0, 1, 4, 5),
+                          __builtin_shufflevector(b, d, 2, 3, 6, 7)};
+        for (int64_t j = 0; j < 4; ++j) std::memcpy(panel.data + (i + j) * kKeys + key, &turned[j], 16);
+      }
+  }
+
+  Scratch panel, rows;
+};
+
+// Segments and indices of some tokens, and their bounds among those that are no padding.
+struct Tokens {
+  void read(const int32_t* segments, const int32_t* index, int64_t from, int64_t first, int64_t n) {
+    count = n;
+    low = low_segment = INT32_MAX, high = high_segment = -1, padding = false;
+    for (int64_t i = 0; i < n; ++i) {
+      segment[i] = segments ? segments[from + i] : 1;
+      place[i] = index ? index[from + i] : static_cast<int32_t>(first + i);
+      if (segment[i] == 0) {
+        padding = true;
+        continue;
+      }
+      low = place[i] < low ? place[i] : low, high = place[i] > high ? place[i] : high;
+      low_segment = segment[i] < low_segment ? segment[i] : low_segment;
+      high_segment = segment[i] > high_segment ? segment[i] : high_segment;
+    }
+    for (int64_t i = n; i < kKeys; ++i) segment[i] = place[i] = 0;
+  }
+  int64_t count;
+  int32_t segment[kKeys], place[kKeys];
+  int32_t low, high, low_segment, high_segment;
+  bool padding;
+};
+
+enum class Seen { kNone, kSome, kAll };
+
+// How much of a block of keys the queries of a block see.
+inline Seen seen(const Attend& p, const Tokens& q, const Tokens& k) {
+  int64_t q_low = q.low, q_high = q.high, k_low = k.low, k_high = k.high;
+  if (q_high < 0 || k_high < 0) return Seen::kNone;
+  if (k.low_segment > q.high_segment || k.high_segment < q.low_segment) return Seen::kNone;
+  bool all = !q.padding && !k.padding && k.count == kKeys && k.low_segment == k.high_segment &&
+             q.low_segment == q.high_segment && k.low_segment == q.low_segment;
+  if (p.causal) {
+    if (k_low > q_high) return Seen::kNone;
+    all = all && k_high <= q_low;
+  }
+  if (p.window > 0) {
+    if (q_low - k_high >= p.window || (!p.causal && k_low - q_high >= p.window)) return Seen::kNone;
+    all = all && q_high - k_low < p.window && (p.causal || k_high - q_low < p.window);
+  }
+  if (p.chunk > 0) {
+    if (q_high / p.chunk < k_low / p.chunk || k_high / p.chunk < q_low / p.chunk) return Seen::kNone;
+    all = all && q_low / p.chunk == q_high / p.chunk && k_low / p.chunk == k_high / p.chunk;
+  }
+  return all ? Seen::kAll : Seen::kSome;
+}
+
+// Scores [kKeys] of one query, where it may not attend: -inf.
+inline void mask(const Attend& p, const Tokens& q, int64_t i, const Tokens& k, float* scores) {
+  int32_t segment = q.segment[i], at = q.place[i], window = p.window, chunk = p.chunk;
+  bool any = segment != 0;
+  for (int64_t j = 0; j < kKeys; ++j) {
+    int32_t apart = at - k.place[j];
+    bool ok = any & (k.segment[j] == segment);
+    if (p.causal) ok = ok & (apart >= 0);
+    if (window > 0) ok = ok & (apart < window) & (p.causal | (-apart < window));
+    scores[j] = ok ? scores[j] : kNothing;
+  }
+  if (chunk > 0)
+    for (int64_t j = 0; j < k.count; ++j)
+      if (k.place[j] / chunk != at / chunk) scores[j] = kNothing;
+}
+
+}  // namespace
+}  // namespace ed

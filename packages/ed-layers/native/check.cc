@@ -1,0 +1,126 @@
+// A program that runs every kernel of one level over random shapes, for sanitizers: the nightly test
+// compiles it with `sanitized` of ed_layers/native/build.py. ED_LAYERS_NATIVE_LEVEL names the level.
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "library.h"
+
+namespace {
+
+std::mt19937 bits(0);
+
+int64_t draw(int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(bits() % static_cast<uint32_t>(high - low + 1));
+}
+
+std::vector<float> floats(int64_t count) {
+  std::vector<float> numbers(count);
+  for (float& x : numbers) x = static_cast<float>(draw(-1000, 1000)) / 500;
+  return numbers;
+}
+
+std::vector<uint8_t> bytes(int64_t count) {
+  std::vector<uint8_t> codes(count);
+  for (uint8_t& x : codes) x = static_cast<uint8_t>(bits());
+  return codes;
+}
+
+bool finite(const std::vector<float>& numbers) {
+  for (float x : numbers)
+    if (!std::isfinite(x)) return false;
+  return true;
+}
+
+// One product of a random shape and format.
+bool product(const ed::Level& level) {
+  ed::Product p{};
+  int64_t groups = draw(1, 4), outputs = draw(1, 200);
+  p.group = 2 * draw(1, 150), p.inputs = groups * p.group, p.rows = draw(1, 20);
+  p.outputs = outputs, p.transposed = draw(0, 1);
+  p.format = static_cast<ed::Format>(draw(0, 4));
+  auto x = floats(p.rows * p.inputs), table = floats(16), scale = floats(groups * outputs);
+  auto zero = floats(groups * outputs);
+  std::vector<float> y(p.rows * outputs);
+  int64_t width[] = {4, 2, 1, 1, 1};
+  int64_t size = p.inputs * outputs * width[static_cast<int>(p.format)];
+  auto w = bytes(p.format == ed::Format::kFourBits ? size / 2 : size);
+  if (p.format == ed::Format::kFloat32) {
+    auto numbers = floats(p.inputs * outputs);
+    std::memcpy(w.data(), numbers.data(), w.size());
+  }
+  for (size_t i = 1; p.format == ed::Format::kBfloat16 && i < w.size(); i += 2) w[i] = 0x3f;
+  for (uint8_t& code : w)
+    if (p.format == ed::Format::kFp8 && (code & 127) == 127) code = 0;
+  p.x = x.data(), p.y = y.data(), p.w = w.data(), p.table = table.data();
+  p.scale.data = scale.data();
+  bool codes = p.format >= ed::Format::kInt8;
+  if (codes && p.format != ed::Format::kFp8 && draw(0, 1)) p.zero.data = zero.data();
+  bool whole = (p.format == ed::Format::kInt8 || p.format == ed::Format::kFourBits) && draw(0, 1);
+  std::vector<int8_t> numbers;
+  std::vector<int32_t> sums;
+  std::vector<float> scales(p.rows * groups);
+  if (whole) {
+    ed::WholeSizes sizes = level.whole_sizes(p);
+    numbers.resize(p.rows * sizes.numbers), sums.resize(p.rows * sizes.sums);
+    p.numbers = numbers.data(), p.row_sums = sums.data(), p.row_scale = scales.data();
+    for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
+  }
+  auto compute = whole ? level.whole : p.transposed ? level.rows : level.columns;
+  for (int64_t first = 0; first < outputs; first += 2 * ed::kTile)
+    compute(p, first, std::min(outputs, first + 2 * ed::kTile));
+  return finite(y);
+}
+
+// Attention of a random shape, forward and backward.
+bool attention(const ed::Level& level) {
+  ed::Attend p{};
+  p.batch = p.rows = draw(1, 2), p.queries = draw(1, 150), p.slots = p.queries;
+  p.groups = draw(1, 2), p.heads = p.groups * draw(1, 3);
+  p.key_dim = draw(1, 40), p.value_dim = draw(1, 40);
+  int64_t tokens = p.batch * p.queries;
+  auto q = floats(tokens * p.heads * p.key_dim), k = floats(tokens * p.groups * p.key_dim);
+  auto v = floats(tokens * p.groups * p.value_dim), d_out = floats(tokens * p.heads * p.value_dim);
+  auto shared = floats(tokens * p.heads), sinks = floats(p.heads);
+  std::vector<float> out(d_out.size()), lse(shared.size()), d_q(q.size());
+  std::vector<float> d_k(p.slots * p.key_dim), d_v(p.slots * p.value_dim);
+  std::vector<int32_t> segments(tokens), index(tokens);
+  for (int64_t i = 0; i < tokens; ++i)
+    segments[i] = draw(0, 9) != 0, index[i] = static_cast<int32_t>(i % p.queries);
+  p.q = q.data(), p.out = out.data(), p.lse = lse.data();
+  for (ed::Slots* s : {&p.keys, &p.values}) {
+    s->data = s == &p.keys ? k.data() : v.data();
+    s->head = s == &p.keys ? p.key_dim : p.value_dim;
+    s->slot = p.groups * s->head, s->row = p.slots * s->slot;
+  }
+  p.q_segments = p.k_segments = segments.data(), p.q_index = p.k_index = index.data();
+  p.causal = draw(0, 1), p.scale = 0.3f, p.soft_cap = draw(0, 1) ? 4.0f : 0.0f;
+  p.window = draw(0, 1) ? draw(1, 80) : 0, p.chunk = draw(0, 1) ? draw(1, 80) : 0;
+  if (draw(0, 1)) p.sinks = sinks.data();
+  int64_t share = level.attention.queries_of_task(p);
+  for (int64_t row = 0; row < p.batch; ++row)
+    for (int64_t group = 0; group < p.groups; ++group)
+      for (int64_t first = 0; first < p.queries; first += share)
+        level.attention.forward(p, row, group, first, std::min(p.queries, first + share));
+  p.d_out = d_out.data(), p.shared = shared.data(), p.d_q = d_q.data();
+  bool fine = finite(out);
+  for (int64_t head = 0; head < p.heads; ++head) {
+    level.attention.backward(p, p.batch - 1, head, d_k.data(), d_v.data());
+    fine = fine && finite(d_k) && finite(d_v) && finite(d_q);
+  }
+  return fine;
+}
+
+}  // namespace
+
+int main() {
+  const ed::Level& level = ed::level();
+  for (int turn = 0; turn < 150; ++turn)
+    if (!product(level) || !attention(level)) {
+      std::printf("%s: turn %d has a number that is not finite\n", level.name, turn);
+      return 1;
+    }
+  std::printf("%s\n", level.name);
+  return 0;
+}

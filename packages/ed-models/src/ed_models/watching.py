@@ -1,0 +1,52 @@
+"""The attention of a decoder's layers, from the hidden states that a forward pass kept.
+
+Each layer is asked once more, from its input; of what it computes only its queries and keys remain
+in a compiled program.
+
+Legend: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ed_infra.errors import ConfigError
+from ed_layers.attention.watched import Watched
+from jaxtyping import Array, Float
+
+from ed_models.decoder import Decoder
+from ed_models.inputs import layer_context
+
+
+def watched_attention(
+    model: Any, hidden_states: Sequence[Float[Array, "b s d"]], layers: Sequence[int], **inputs: Any
+) -> list[Watched]:
+    """Return what the attention of some layers compares.
+
+    Args:
+        model: a `CausalLM`.
+        hidden_states: the input of every layer, as `output_hidden_states` gives them.
+        layers: numbers of layers, from 0.
+        inputs: masks and positions of that forward pass.
+
+    Raises:
+        ConfigError: the layers of this model have no such attention.
+    """
+    body = model.model
+    if not isinstance(body, Decoder) or type(body).through is not Decoder.through:
+        raise ConfigError(f"the layers of {type(model).__name__} do not show their attention")
+    b, s, _ = hidden_states[0].shape
+    ctx, _ = layer_context(body.config, (b, s), ropes=body.rope_settings(), **inputs)
+    found: list[Watched] = []
+    for layer in layers:
+        seen: list[Watched] = []
+        body.layers.layer(layer)(hidden_states[layer], replace(ctx, watch=seen.append), None, layer)
+        if len(seen) != 1:
+            raise ConfigError(
+                f"layer {layer} of {type(model).__name__} has no attention that can be compared: "
+                "leave it out of attention_layers"
+            )
+        found += seen
+    return found

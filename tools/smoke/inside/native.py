@@ -1,0 +1,12 @@
+"""Compute a product, and say by which kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_layers.linear import dot
+from ed_layers.native import describe
+
+x = jax.random.normal(jax.random.key(0), (4, 256))
+w = jax.random.normal(jax.random.key(1), (256, 256))
+np.testing.assert_allclose(dot(x, w), jnp.matmul(x, w), atol=1e-3)
+print(describe())
