@@ -48,7 +48,8 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
     """A trainer whose completions are told, and its prompts."""
     from ed_trainers import arguments_class, trainer_class
 
-    options = arguments_class(method)(
+    made: Any = arguments_class(method)
+    options = made(
         total_batch_size=6,
         max_prompt_length=PROMPT,
         max_completion_length=COMPLETION,
@@ -56,7 +57,8 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
     )
     more = {} if method == "gkd" else {"reward_functions": [scores_of]}
     rollout = Told([a.answer for a in told(0)])
-    trainer = trainer_class(method)(
+    kind: Any = trainer_class(method)
+    trainer = kind(
         options,
         harness.our_model(harness.folder(0)),
         rollout=rollout,
@@ -107,6 +109,7 @@ def whitened(values: np.ndarray, here: np.ndarray, *, shift: bool = True) -> np.
 
 def ppo(**options: Any) -> dict[str, float]:
     """`ppo` beside 1707.06347 and TRL's figures, advantages by the definition of 1506.02438."""
+    import jax.numpy as jnp
     import torch
     from ed_trainers.value_head import value_head
 
@@ -127,8 +130,8 @@ def ppo(**options: Any) -> dict[str, float]:
     d = harness.SIZES["hidden_size"]
     kernel, bias = random.normal(0, 0.2, (d, 1)).astype(np.float32), np.array([0.3], np.float32)
     head = value_head(trainer._model)
-    head.kernel.set_value(kernel)
-    head.bias.set_value(bias)
+    head.kernel.set_value(jnp.asarray(kernel))
+    head.bias.set_value(jnp.asarray(bias))
 
     model, reference = models()
     model.value_head = torch.nn.Linear(d, 1).double()
