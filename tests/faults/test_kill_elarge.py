@@ -187,16 +187,20 @@ def test_killed_twenty_times(run, tmp_path, record_property):
             kill_when(tmp_path, process, lambda: a_checkpoint_is_being_written(tmp_path))
             kills.append(f"saving after {reached}")
             continue
-        # Often past the next checkpoint, or the run would never come to its later generations.
         step = min(reached + chance.randint(1, SAVE_EVERY + 5), STEPS - 3)
+        # Some kills wait for a checkpoint that is complete, or every start were from the beginning.
+        least = reached + 1 if count % 4 == 2 and reached < STEPS - 2 * SAVE_EVERY else 0
         began = (tmp_path / "run" / "metrics.jsonl").is_file()
         before = len(rows_of(tmp_path)) if began else 0
         kill_when(
             tmp_path,
             process,
             # The record is cut back to the checkpoint before it grows again.
-            lambda step=step, before=before: (
-                len(rows := rows_of(tmp_path)) != before and rows and rows[-1]["step"] >= step
+            lambda step=step, before=before, least=least: (
+                len(rows := rows_of(tmp_path)) != before
+                and rows
+                and rows[-1]["step"] >= step
+                and (saved(tmp_path) or 0) >= least
             ),
         )
         kills.append(str(step))
