@@ -19,7 +19,7 @@ from ed_models.subjects import B, forward
 #: Families of the default run: plain, experts, biases and a tied head.
 FAST = ("llama", "mixtral", "gpt2")
 #: Families whose tiny matrices have odd dimensions, where pairs of values have no byte.
-FORMATS: dict[str, str] = {"falcon_mamba": "8bit"}
+FORMATS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "8bit")
 
 
 def rows(*, fast: bool) -> list[Any]:
