@@ -207,8 +207,9 @@ class EngineCollector(Collector):
     """Reads the engines at scrape time, so that an idle server spends nothing on its gauges.
 
     An engine's numbers are a mapping with `num_requests_running`, `num_requests_waiting`,
-    `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens) and
-    `num_preemptions`; a number that is missing is not exported.
+    `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens),
+    `num_preemptions` and, with proposals, `spec_decode_num_drafts`, `spec_decode_num_draft_tokens`
+    and `spec_decode_num_accepted_tokens`; a number that is missing is not exported.
     """
 
     _GAUGES = (
@@ -220,6 +221,17 @@ class EngineCollector(Collector):
         ("prefix_cache_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up."),
         ("prefix_cache_hits", "vllm:prefix_cache_hits", "Prompt tokens found."),
         ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
+        ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Proposals of tokens."),
+        (
+            "spec_decode_num_draft_tokens",
+            "vllm:spec_decode_num_draft_tokens",
+            "Tokens that were proposed.",
+        ),
+        (
+            "spec_decode_num_accepted_tokens",
+            "vllm:spec_decode_num_accepted_tokens",
+            "Proposed tokens that the model samples too.",
+        ),
     )
 
     def __init__(self, engines: Mapping[str, Callable[[], Mapping[str, float]]]) -> None:
