@@ -22,8 +22,12 @@ assert "jax" not in sys.modules, "jax was imported before the root conftest coul
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 _flags = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in _flags:
-    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+# Programs run for milliseconds here, and LLVM's optimizations took 40 % of a run's time. nightly.yml
+# has them.
+for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if _flag.split("=")[0] not in _flags:
+        _flags = f"{_flags} {_flag}".strip()
+os.environ["XLA_FLAGS"] = _flags
 # Workers share the folder. An entry that is read while it is written does not decompress; jax then
 # warns and compiles.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

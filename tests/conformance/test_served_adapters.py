@@ -25,7 +25,7 @@ from ed_models.adapters import apply_lora, lora_layers
 from ed_models.conformance import Subject, forward
 from flax import nnx
 
-BY_DEFAULT = ("phi3", "deepseek_v3")
+BY_DEFAULT = ("phi3",)
 #: Which place each of the rows uses.
 PLACES = (0, 2, 1, 2)
 

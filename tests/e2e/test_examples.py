@@ -42,7 +42,10 @@ LEARNED = {
     "nash_md": ("eval_reward", 3.5, 4),
 }
 #: Relatives of a method whose example runs every time.
-NIGHTLY = ("rloo", "rlvr", "ppo", "gkd", "xpo", "nash_md")
+NIGHTLY = (
+    *("bco", "cpo", "simpo", "seq_kd"),
+    *("rloo", "rlvr", "ppo", "gkd", "xpo", "nash_md"),
+)
 TEACHES = ("distillation", "seq_kd", "gkd")
 
 

@@ -140,7 +140,13 @@ def test_generate(pair):
         np.testing.assert_array_equal(made.sequences[row, ids.shape[1] :], continued(model, prompt))
 
 
-@pytest.mark.parametrize("budget", [64, 16], ids=["whole", "in chunks"])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(64, id="whole", marks=pytest.mark.nightly),
+        pytest.param(16, id="in chunks"),
+    ],
+)
 def test_engine(pair, budget):
     """Prompts of all lengths share steps; a small budget computes the longest in chunks."""
     model, ours = pair

@@ -64,7 +64,7 @@ def test_adapters_from_the_file(folder: Path) -> None:
 
 
 @pytest.mark.xdist_group("elarge-adaptation")
-@pytest.mark.parametrize("method", ["nf4", "8bit"])
+@pytest.mark.parametrize("method", [pytest.param("nf4", marks=pytest.mark.nightly), "8bit"])
 def test_adapters_of_a_quantized_base(
     folder: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

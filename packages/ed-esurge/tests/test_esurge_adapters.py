@@ -298,8 +298,9 @@ def test_an_engine_with_a_thread(engine, folders, merged, prompts):
 
 @pytest.mark.parametrize(
     ("mesh", "stacked"),
-    [((1, 1, 1, 4, 1), True), pytest.param((1, 2, 1, 2, 1), False, marks=pytest.mark.nightly)],
+    [((1, 1, 1, 4, 1), True), ((1, 2, 1, 2, 1), False)],
 )
+@pytest.mark.nightly
 def test_on_many_devices(make_llama, folders, alone, prompts, mesh, stacked, monkeypatch):
     from ed_esurge.engine import surge as module
 

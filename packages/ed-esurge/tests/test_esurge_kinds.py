@@ -153,7 +153,7 @@ def params_of(length: int, index: int) -> SamplingParams:
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        ("memory,memory", {}),
+        pytest.param("memory,memory", {}, marks=pytest.mark.nightly),
         ("memory,full", {"num_pages": 12, "scheduling_policy": "priority"}),
         ("window,memory,full", {"num_pages": 13, "scheduling_policy": "priority"}),
     ],
@@ -239,7 +239,9 @@ def test_a_state_is_pooled_over_chunks():
         np.testing.assert_allclose(output.pooled, exact, atol=1e-5)
 
 
-@pytest.mark.parametrize("kinds", ["window,full,window", "window,window"])
+@pytest.mark.parametrize(
+    "kinds", ["window,full,window", pytest.param("window,window", marks=pytest.mark.nightly)]
+)
 def test_a_window_frees_the_pages_behind_it(kinds):
     """Fewer pages than a whole sequence would need, with a prefix cache and without."""
     model = toy(kinds)

@@ -91,7 +91,7 @@ def scoring_of(rng, h, k, window, chunk, cap, sinks) -> Scoring:
     return Scoring(scale=k**-0.5, window=window, chunk=chunk, soft_cap=cap, sinks=sink)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     s=SIZES,
     t=SIZES,
@@ -148,7 +148,7 @@ def stored_as(x: jax.Array, kind: str):
     return x.astype(kind)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     s=st.integers(1, 20),
     t=st.integers(1, 200),
@@ -185,7 +185,7 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
     near(native.cache_attention(call), expected)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     heads=HEADS,
     kind=st.sampled_from(["float32", "bfloat16", "int8", "fp8"]),

@@ -41,6 +41,7 @@ def test_layers_that_share_keep_nothing(scan):
         assert shapes == {"full": [own], "window": [other, other]}
 
 
+@pytest.mark.nightly
 def test_a_policy_by_names_sees_layers_that_read_others():
     plain = create()
     named = create(

@@ -67,7 +67,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
     "options",
     [
         {},
-        {"do_sample": True, "seed": 5, "temperature": 0.8},
+        pytest.param({"do_sample": True, "seed": 5, "temperature": 0.8}, marks=pytest.mark.nightly),
         {"do_sample": True, "seed": 6, "top_k": 9, "top_p": 0.9, "num_return_sequences": 2},
         {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "suppress_tokens": [9]},
     ],

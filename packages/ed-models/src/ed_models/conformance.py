@@ -107,7 +107,7 @@ def cache(subject: Subject) -> float:
     """A contiguous cache, filled in steps, gives the logits of a whole forward."""
     model, at, parts = subject.model, 0, []
     filled: Any = model.init_cache(B, 32)
-    for n in (16, 1, 1, 6):
+    for n in (11, 1, 1, 11):  # the first and the last one share a program
         out = forward(model, input_ids=subject.ids[:, at : at + n], past_key_values=filled)
         filled, at = out.past_key_values, at + n
         parts.append(np.asarray(out.logits))

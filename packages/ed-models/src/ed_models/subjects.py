@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,13 @@ def subjects(*model_types: str) -> list[Subject]:
 def forward(model: CausalLM, **inputs: Any) -> Any:
     """Call a model jitted, the way every consumer does: flat leaves, graphdef closed over."""
     graphdef, state = nnx.split(model)
-    return jax.jit(lambda state, inputs: nnx.merge(graphdef, state)(**inputs))(state, inputs)
+    return _program(graphdef)(state, inputs)
+
+
+@functools.lru_cache(maxsize=4)
+def _program(graphdef: nnx.GraphDef[CausalLM]) -> Callable[..., Any]:
+    """One for all calls of a model: a new function would be traced again."""
+    return jax.jit(lambda state, inputs: nnx.merge(graphdef, state)(**inputs))
 
 
 def torch_logits(subject: Subject, model: Any) -> np.ndarray:
