@@ -139,10 +139,12 @@ def run_processes(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
+    # The last one of a flag counts; the others stay, so that a program is compiled as it is here.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": flags.strip(),
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(processes),
     }
