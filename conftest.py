@@ -22,8 +22,8 @@ assert "jax" not in sys.modules, "jax was imported before the root conftest coul
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 _flags = os.environ.get("XLA_FLAGS", "")
-# Programs run for milliseconds here, and LLVM's optimizations took 40 % of a run's time. nightly.yml
-# has them.
+# Programs run for milliseconds here, and LLVM's optimizations took 40 % of a run's time.
+# nightly.yml has them.
 for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
     if _flag.split("=")[0] not in _flags:
         _flags = f"{_flags} {_flag}".strip()
