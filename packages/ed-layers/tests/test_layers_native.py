@@ -186,6 +186,7 @@ def test_quantized_tables_take_it(form, activations, monkeypatch) -> None:
     assert "ed_layers_codes" in str(jax.make_jaxpr(dot)(x, table.T))
     ours = dot(x, table.T)
     monkeypatch.setenv(library.VARIABLE, "0")
+    # 128 terms that cancel, added in another order.
     np.testing.assert_allclose(ours, dot(x, table.T), rtol=1e-5, atol=1e-4)
 
 
