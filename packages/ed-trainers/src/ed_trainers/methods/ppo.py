@@ -71,10 +71,9 @@ class PPOTrainer(RewardedTrainer):
         """The causal model with its present weights; see `Trainer.model`."""
         return without_value_head(super().model)
 
-    def save_model(self, directory: str | Path) -> None:
-        """Write the causal model, and the value head beside it; see `Trainer.save_model`."""
-        super().save_model(directory)
-        save_value_head(super().model, Path(directory))
+    def _save_beside(self, directory: Path) -> None:
+        super()._save_beside(directory)
+        save_value_head(super().model, directory)
 
     def _first_state(self) -> EasyDeLState:
         rules = self.arguments.trainable_rules
