@@ -12,7 +12,7 @@ from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.online import OnlineArguments
 
 
-class GKDArguments(NoiseArguments, OnlineArguments):
+class GKDArguments(OnlineArguments, NoiseArguments):
     """Generalized knowledge distillation (Agarwal et al., arXiv:2306.13649), on-policy or not."""
 
     trainer_type: Literal["gkd"] = "gkd"

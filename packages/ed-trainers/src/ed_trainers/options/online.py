@@ -76,7 +76,7 @@ RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
-class RewardedArguments(SyncArguments, OnlineArguments):
+class RewardedArguments(OnlineArguments, SyncArguments):
     """Options of the methods whose completions get rewards."""
 
     ALIASES: ClassVar[dict[str, str]] = {

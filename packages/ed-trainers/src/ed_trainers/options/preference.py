@@ -47,11 +47,11 @@ class AnswerArguments(TrainingArguments):
     """Tokens whose logits exist at once; None lets the loss choose."""
 
 
-class PairArguments(NoiseArguments, AnswerArguments):
+class PairArguments(AnswerArguments, NoiseArguments):
     """Options of methods of given pairs."""
 
 
-class ReferenceArguments(SyncArguments, AnswerArguments):
+class ReferenceArguments(AnswerArguments, SyncArguments):
     """Options of methods that compare answers with those of a reference."""
 
     beta: Positive = 0.1
