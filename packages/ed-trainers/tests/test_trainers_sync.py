@@ -8,14 +8,13 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import Callback, arguments_class, trainer_class
+from ed_trainers import arguments_class, trainer_class
 from ed_trainers.arguments import METHODS, idle_options
-from ed_trainers.figures.metrics import CLOCKED, read_rows
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.step import build_train_step
 from flax import nnx
-from method_runs import Pairs, near, near_reports, one_step
+from method_runs import Pairs, StopAt, near, near_reports, one_step, rows_of
 from online_runs import online
 from pydantic import ValidationError
 
@@ -24,15 +23,6 @@ SYNCED = [
 ]
 MOVES = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 2}
 STEPS = 7
-
-
-class StopAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_log(self, trainer, row):
-        if row["step"] == self.step:
-            trainer.stop("the test")
 
 
 def pairs(directory, model, *, method="dpo", frozen=None, callbacks=(), **given):
@@ -55,11 +45,6 @@ def pairs(directory, model, *, method="dpo", frozen=None, callbacks=(), **given)
     return trainer_class(method)(
         arguments, model, Pairs(), held_out, frozen=frozen or {}, callbacks=callbacks
     )
-
-
-def rows_of(directory):
-    rows = read_rows(directory / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
 def arrays(tree):
