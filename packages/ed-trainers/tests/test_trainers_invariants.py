@@ -13,6 +13,7 @@ from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.paths import canonical, is_stacked
 from ed_infra.specs import LoraSpec
+from ed_infra.testing import tiny_llama
 from ed_models.adapters import merge_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.arguments import METHODS
@@ -48,21 +49,18 @@ class Prompted(dict):
 def llama(method="sft", scan=True, seed=0):
     """The learner of a method."""
     entry = METHODS[method]
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
+    fields = tiny_llama(
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
+        vocab_size=32,
+        initializer_range=0.2,
         eos_token_id=END,
         pad_token_id=0,
         scan_layers=scan,
         sharding_axis_dims=(1, 1, 1, 1, 1),
-        initializer_range=0.2,
         **({} if entry.labels is None else {"num_labels": entry.labels}),
     )
+    del fields["model_type"]
+    config = LlamaConfig(**fields)
     if entry.task == TaskType.CAUSAL_LM:
         return LlamaForCausalLM.create(config, seed=seed)
     return registry.get_module(entry.task, "llama").create(config, seed=seed)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
+from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.arguments import METHODS, idle_options
@@ -217,21 +218,10 @@ def test_answers_that_are_good_or_not_have_it_too(toy, tmp_path, method):
 
 
 def llama(scan=True, **given):
-    config = LlamaConfig(
-        **{
-            "vocab_size": 32,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 24,
-            "scan_layers": scan,
-            "sharding_axis_dims": (1, 1, 1, 1, 1),
-            **given,
-        }
-    )
-    return LlamaForCausalLM.create(config)
+    fields = {"num_hidden_layers": 2, "vocab_size": 32, "scan_layers": scan}
+    fields = tiny_llama(**{**fields, "sharding_axis_dims": (1, 1, 1, 1, 1), **given})
+    del fields["model_type"]
+    return LlamaForCausalLM.create(LlamaConfig(**fields))
 
 
 @pytest.mark.nightly
