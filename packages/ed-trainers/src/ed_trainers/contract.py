@@ -197,11 +197,9 @@ class Frozen:
     @property
     def leaves(self) -> tuple[jax.Array, ...]:
         """All arrays of the models as they are now, in the order that `merge` wants."""
-        return self.with_reference(
-            self.fixed, None if self.following is None else self.following.present()
-        )
+        return self.joined(self.fixed, None if self.following is None else self.following.present())
 
-    def with_reference(
+    def joined(
         self, fixed: tuple[jax.Array, ...], reference: nnx.State | None
     ) -> tuple[jax.Array, ...]:
         """Return what `merge` wants, of `fixed` and of the weights that follow the learner."""

@@ -117,7 +117,7 @@ def build_train_step(
         the compiler drops the forward pass. `statistics` of the method, where it has some.
         """
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
-        frozen = method.frozen.with_reference(frozen, current.reference)
+        frozen = method.frozen.joined(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
 
         def weights(row: jax.Array, part: Batch) -> dict[str, jax.Array]:
@@ -142,7 +142,7 @@ def build_train_step(
 
     def step(leaves: Leaves, frozen: Leaves, batch: Batch, totals: Totals) -> tuple[Leaves, Report]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
-        frozen = method.frozen.with_reference(frozen, current.reference)
+        frozen = method.frozen.joined(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
         parts = numbered(batch)
 
@@ -207,7 +207,7 @@ def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
 
     def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> dict[str, Metric]:
         graphstate, graphother, reference = jax.tree.unflatten(treedef, leaves)
-        frozen = method.frozen.with_reference(frozen, reference)
+        frozen = method.frozen.joined(frozen, reference)
         loss = loss_of(graphstate, graphother, frozen, batch, None)
         return {**loss.sums, **loss.metrics}
 
