@@ -180,7 +180,7 @@ def build_train_step(
             report["skipped"] = skipped.astype(jnp.float32)
             other = jax.tree.map(partial(jnp.where, skipped), current.graphother, other)
         new = new.replace(graphother=other)
-        if following is not None:
+        if following is not None and current.reference is not None:
             moved = following.moved(current.reference, new.graphstate, new.step)
             new = new.replace(reference=moved)
         return tuple(jax.tree.leaves(new)), report
