@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from ed_infra import distributed, sharding
+from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger, once
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -72,6 +73,14 @@ def main(folder: Path, dims: case.Dims) -> None:
     assert distributed.broadcast(mine)["line"].tolist() == [0, 0, 0]
     for message in (b"", "plan: å".encode()):
         assert distributed.broadcast_bytes(message if distributed.is_main() else None) == message
+    assert distributed.from_main(jax.process_index) == 0
+    try:
+        distributed.from_main(lambda: 1 // jax.process_index())
+    except (ZeroDivisionError, EasyDeLError) as error:
+        assert isinstance(error, ZeroDivisionError) == distributed.is_main()
+        assert "ZeroDivisionError: integer" in f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("an error of the first process ends all")
     once(get_logger("ed_infra.event"), "an event of the whole run")
     get_logger("ed_infra.event").error("an error of process %d", jax.process_index())
 
