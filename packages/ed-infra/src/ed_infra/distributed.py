@@ -177,3 +177,12 @@ def from_main(function: Callable[[], T]) -> T:
         raise
     broadcast_bytes(answer)
     return value
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """Return the whole of an array; collective where other processes hold parts of it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

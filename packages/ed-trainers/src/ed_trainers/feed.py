@@ -71,8 +71,8 @@ class Share(NamedTuple):
         Args:
             dataset: training or held-out batches.
             placement: says which rows these are.
-            rows: of a microbatch; each batch is so many consecutive rows, several times. None is
-                all rows of a batch.
+            rows: of a microbatch; a batch is several of them, one after the other. None: the batch
+                is one.
         """
         if not isinstance(dataset, Divisible):
             return cls(dataset)
