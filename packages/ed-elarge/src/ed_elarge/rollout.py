@@ -16,6 +16,9 @@ from ed_trainers.rollout import Sampled, Weights
 class EngineRollout:
     """Completes prompts by an engine that borrows the trainer's weights for each call.
 
+    Where the model lies on devices of several processes, each of them makes the engine and the
+    calls, so that all take the same steps.
+
     Args:
         engine: serves a model of the learner's architecture; nobody else uses it while training.
     """
@@ -49,7 +52,8 @@ class EngineRollout:
                 f"max_completion_length), and the engine has {engine.max_model_len}: lower one of "
                 "them, or raise esurge.max_model_len or the model's max_position_embeddings"
             )
-        engine.execute(DropWeights())
+        with engine.together():
+            engine.execute(DropWeights())
         return cls(engine)
 
     def generate(
@@ -71,7 +75,7 @@ class EngineRollout:
         fixed = {**params, "n": 1, "logprobs": 0, "detokenize": bool(params.get("stop"))}
         many = [{"seed": seed} for seed in seeds] if seeds is not None else [{}] * len(prompts)
         sampling = [SamplingParams(**{**fixed, **own}) for own in many]
-        with self.engine.weights(weights.model):
+        with self.engine.together(), self.engine.weights(weights.model):
             outputs = self.engine.generate([list(prompt) for prompt in prompts], sampling)
         return [
             Sampled(

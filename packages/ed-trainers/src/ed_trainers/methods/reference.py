@@ -63,6 +63,11 @@ class ReferenceTrainer(Trainer):
         )
         return {}
 
+    @property
+    def whole_batches(self) -> bool:
+        """What is computed ahead, all processes compute together."""
+        return self._ahead is not None
+
     def with_reference(self, prepared: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Add `reference_logps`, shaped as `targets`, where they are computed ahead."""
         if self._ahead is None:
