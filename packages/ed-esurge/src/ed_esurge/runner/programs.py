@@ -20,10 +20,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
-import jax
 from ed_infra.compile_cache import IMPORTED, engines_folder
 from ed_infra.fingerprint import NoFingerprintError, fingerprint
 from ed_infra.logging import get_logger, once
+from ed_infra.mesh import Device
 from ed_layers import native
 from ed_layers.attention.registry import kernels
 from ed_models.protocol import LanguageModel
@@ -46,7 +46,7 @@ class Programs(Generic[NameT]):
         devices: what the functions run on, in the order of their mesh.
     """
 
-    def __init__(self, folder: Path, devices: list[Any]) -> None:
+    def __init__(self, folder: Path, devices: list[Device]) -> None:
         self.folder, self._devices = folder, devices
 
     @classmethod
@@ -83,7 +83,7 @@ class Programs(Generic[NameT]):
         try:
             for name in names:
                 content = self._file(name).read_bytes()
-                if zlib.crc32(memoryview(content)[4:]) != int.from_bytes(content[:4], "big"):
+                if content[:4] != _sum(memoryview(content)[4:]):
                     return None
                 contents[name] = content
             os.utime(self.folder)
@@ -109,7 +109,7 @@ class Programs(Generic[NameT]):
             for name, function in functions.items():
                 content = pickle.dumps(serialize_executable.serialize(function))
                 part = self.folder / f"part.{os.getpid()}"
-                part.write_bytes(zlib.crc32(content).to_bytes(4, "big") + content)
+                part.write_bytes(_sum(content) + content)
                 part.replace(self._file(name))
             self._forget_old()
         except OSError as error:
@@ -132,6 +132,10 @@ class Programs(Generic[NameT]):
         for folder in self.folder.parent.iterdir():
             if folder.stat().st_mtime < edge:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sum(content: bytes | memoryview) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "big")
 
 
 class Loading(Generic[NameT]):
