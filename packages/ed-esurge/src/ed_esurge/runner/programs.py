@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Generic, TypeVar
@@ -120,9 +121,12 @@ class Programs(Generic[NameT]):
     def give_up(self, error: Exception) -> None:
         """Keep nothing here from now on, so that jax's own cache is used again."""
         once(logger, f"compiled programs of this kind cannot be kept: {error}")
-        for file in self.folder.glob("*"):
-            file.unlink(missing_ok=True)
-        (self.folder / _UNUSABLE).touch()
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / _UNUSABLE).touch()
+            for file in self.folder.iterdir():
+                if file.name != _UNUSABLE:
+                    file.unlink()
 
     def _file(self, name: NameT) -> Path:
         return self.folder / re.sub(r"\W+", "-", str(name)).strip("-")
