@@ -124,7 +124,7 @@ def timed(
     def run(name: str) -> Callable[[], None]:
         return lambda: rows.update({name: plans[name]()})
 
-    seconds = all_turns({name: run(name) for name in plans}, rounds=ROUNDS)
+    seconds = all_turns({name: run(name) for name in plans}, rounds=rounds)
     return [
         Figure(
             name,
