@@ -232,6 +232,11 @@ class ModelRunner:
         if kept:
             kept.write({name: self._functions[name] for name in names})
 
+    def load_all(self) -> None:
+        """Wait until every function of an earlier process is loaded."""
+        for name in self._names() if self._loading is not None else ():
+            self._function(name)
+
     def _names(self) -> list[Name]:
         """Every function that is not there yet, those that are needed first in front."""
         shapes = self.buckets.shapes
@@ -271,8 +276,8 @@ class ModelRunner:
         try:
             return self._loading.take(name)
         except Exception as error:  # the backend reads less than it writes
-            assert self._kept is not None
-            self._kept.give_up(error)
+            if self._kept is not None:
+                self._kept.give_up(error)
             return None
 
     def _made(self, name: Name) -> Callable[..., Any]:
