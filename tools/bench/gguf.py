@@ -3,9 +3,8 @@
     python -m tools.bench.gguf CHECKPOINT model.gguf --dtype bf16
     python -m tools.bench.gguf CHECKPOINT model.gguf --dtype q8_0 --llama-bin build/bin
 
-A checkpoint with random weights has no tokenizer, and llama.cpp loads no model without: the file has
-one whose tokens are bytes and then one piece for each id that remains. Its special tokens are the
-first three.
+A checkpoint with random weights has no tokenizer, and llama.cpp loads no model without one: the
+file's has three special tokens, the bytes, and a piece for each id that remains.
 """
 
 from __future__ import annotations
