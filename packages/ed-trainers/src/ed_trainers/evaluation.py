@@ -59,7 +59,7 @@ class Evaluator:
         """
         if self._step is None:
             self._step = build_eval_step(state, self._method)
-        leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother)))
+        leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother, state.reference)))
         sums: dict[str, list[float]] = {}
         pending: dict[str, Metric] | None = None
         for batch in self._batches(state, show):

@@ -307,14 +307,14 @@ class Trainer(ABC):
             model.save_pretrained(adapter)
             merges = self.arguments.merge_adapters
             if not (not is_quantized(model) if merges is None else merges):
-                return self._save_tokenizer(adapter)
+                return self._save_beside(adapter)
             if is_quantized(model):
                 model = dequantize(model)
             model = merge_lora(model)
         model.save_pretrained(directory)
-        self._save_tokenizer(directory)
+        self._save_beside(directory)
 
-    def _save_tokenizer(self, directory: Path) -> None:
+    def _save_beside(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
             with_length(self.processing_class, self._model).save_pretrained(directory)
 

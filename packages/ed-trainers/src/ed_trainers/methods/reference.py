@@ -25,10 +25,11 @@ from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import FILE, ReferenceLogps
 from ed_trainers.options.preference import ReferenceArguments
-from ed_trainers.trainer import Trainer, TrainerOutput
+from ed_trainers.synced import SyncedReference
+from ed_trainers.trainer import TrainerOutput
 
 
-class ReferenceTrainer(Trainer):
+class ReferenceTrainer(SyncedReference):
     """A trainer whose loss compares the learner's answers with a reference's."""
 
     frozen_models: ClassVar[tuple[str, ...]] = ("reference",)

@@ -28,6 +28,7 @@ from ed_trainers.online.trainer import OnlineTrainer
 from ed_trainers.options.online import RewardedArguments
 from ed_trainers.rewards import RewardFunction, Rewards
 from ed_trainers.rollout import Weights
+from ed_trainers.synced import SyncedReference
 
 REWARD = "reward"
 
@@ -57,7 +58,7 @@ class Scores(NamedTuple):
         return out
 
 
-class RewardedTrainer(OnlineTrainer):
+class RewardedTrainer(SyncedReference, OnlineTrainer):
     """An `OnlineTrainer` whose completions get rewards.
 
     Args:
