@@ -124,7 +124,7 @@ def test_a_row_does_not_depend_on_its_company(form, act) -> None:
         quantize(layers, form)
 
     def both(x: jax.Array) -> np.ndarray:
-        found = project(layers, x) if act is None else [project_gated(*layers, act, x)]
+        found = project(layers, x) if act is None else [project_gated(layers[0], layers[1], act, x)]
         return np.concatenate([np.asarray(y) for y in found], axis=1)
 
     whole = both(x)
@@ -136,7 +136,7 @@ def quantize(layers: list[Linear], form: str) -> None:
     name = {"w8a8": "int8", "w4a8": "int4"}.get(form, form)
     for of in layers:
         w = encode(of.kernel.get_value(), name, 26, activations=name != form)
-        of.kernel = nnx.Param(w, axes=(None, None))
+        setattr(of, "kernel", nnx.Param(w, axes=(None, None)))  # noqa: B010 - as quantizing does
 
 
 @built
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_plain_products(form, act, monkeypatch) -> None:
         own = nnx.merge(graphdef, kernels)
         if act is None:
             return sum(jnp.sum(jnp.sin(y)) for y in project(own, x))
-        inner = project_gated(*own, act, x)
+        inner = project_gated(own[0], own[1], act, x)
         if inner is None:
             inner = activation(act)(own[0](x)) * own[1](x)
         return jnp.sum(jnp.sin(inner))

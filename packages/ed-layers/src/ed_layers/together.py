@@ -31,7 +31,7 @@ def project(
     weights = weights_of(layers, x)
     if weights is None:
         return [layer(x, ctx) for layer in layers]
-    found = multiply(None, layers[0].precision, x.astype(layers[0].dtype), weights)
+    found: Any = multiply(None, layers[0].precision, x.astype(layers[0].dtype), weights)
     return [with_bias(layer, y) for layer, y in zip(layers, found, strict=True)]
 
 
@@ -46,7 +46,8 @@ def project_gated(
     weights = weights_of((gate, up), x)
     if weights is None or act not in native.ACTS or gate.use_bias or up.use_bias:
         return None
-    return multiply(act, gate.precision, x.astype(gate.dtype), weights)[0]
+    found: Any = multiply(act, gate.precision, x.astype(gate.dtype), weights)
+    return found[0]
 
 
 def with_bias(layer: Linear, y: Float[Array, "*rows f"]) -> Float[Array, "*rows f"]:
