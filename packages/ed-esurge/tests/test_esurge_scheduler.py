@@ -401,6 +401,14 @@ def test_what_one_salt_left_in_host_memory_no_other_finds():
         assert request.num_cached == (12 if number == 4 else 0)
 
 
+def test_the_least_recently_used_page_makes_room():
+    host = HostPages(2)
+    for page, key in enumerate([b"1", b"2", b"1", b"3"]):
+        host.save(key, page)
+    assert [key in host for key in (b"1", b"2", b"3")] == [True, False, True]
+    assert host.saves == {0: 0, 1: 3}  # what is here is not copied again
+
+
 def test_a_place_that_is_about_to_be_read_is_not_given_away():
     host = HostPages(2)
     host.save(b"1", 10)

@@ -1,5 +1,7 @@
-"""Which pages lie in host memory: those that the prefix cache had to give up, until they are wanted
-again. One index for each group of layers; the pages themselves are in `ed_esurge.runner.host_pages`.
+"""Which pages lie in host memory: those that the prefix cache gave up, until they are wanted again.
+
+There is one index for each group of layers. The pages themselves are the runner's
+(`ed_esurge.runner.host_pages`).
 """
 
 from __future__ import annotations

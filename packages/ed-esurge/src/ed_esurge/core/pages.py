@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ed_esurge.core.page_pool import PagePool
+from ed_esurge.core.plan import Moves
 from ed_esurge.core.prefix_cache import PrefixCache
 from ed_esurge.core.request import Request
 
@@ -135,9 +136,8 @@ class PageTables:
             self.prefixes.put(group, key, page)
         return dict(zip(keys, pages, strict=True))
 
-    def take_moves(self) -> dict[str, tuple[dict[int, int], dict[int, int]]]:
-        """Group -> what `HostPages` notes to be copied, `(saves, loads)`, before the next step;
-        groups with nothing are left out. Whoever asks sees to it."""
+    def take_moves(self) -> Moves:
+        """What must be copied before the next step; whoever asks sees to it."""
         moves = {}
         for name, host in self.prefixes.host.items() if self.prefixes is not None else ():
             if host.saves or host.loads:

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
+#: Group -> `(saves, loads)`: place in host memory -> page of the device, and page -> place.
+Moves = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -102,15 +105,14 @@ class StepPlan:
         rows: at most `max_num_seqs`; their tokens are at most the token budget.
         started: sequences that have a row for the first time since they took their slot.
         preempted: requests that went back to the queue while this step was planned.
-        moves: what is copied between the device and host memory before: group -> `(saves, loads)`,
-            place in host memory -> page, and page -> place. All saves come first.
+        moves: what is copied between the device and host memory before; all saves come first.
     """
 
     step: int
     rows: tuple[PlanRow, ...]
     started: tuple[NewSequence, ...] = ()
     preempted: tuple[str, ...] = ()
-    moves: Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]] = field(default_factory=dict)
+    moves: Moves = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> dict[str, int]:

@@ -40,6 +40,11 @@ class PrefixCache:
         self.host_queries = self.host_hits = 0
         """The others, and those of them that host memory had."""
 
+    @property
+    def host_usage(self) -> float:
+        """Used part of host memory, of the group that uses most; 0 … 1."""
+        return max(len(host) / max(host.places, 1) for host in self.host.values())
+
     def knows(self, group: str, page: int) -> bool:
         """Whether the contents of a page may be of use again."""
         return page in self._key_of[group]

@@ -256,8 +256,11 @@ class Scheduler:
         brought = self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
-        fits = brought is not None and self._worthwhile(request)
-        if not fits or self.pages.reserve(request, count) is None:
+        if (
+            brought is None
+            or not self._worthwhile(request)
+            or self.pages.reserve(request, count) is None
+        ):
             self.pages.release(request)
             return None
         if request.num_cached is None:

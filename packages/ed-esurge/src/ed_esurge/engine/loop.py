@@ -321,6 +321,15 @@ class EngineLoop:
     def stats(self) -> dict[str, float]:
         """Current numbers, for metrics; counters count from the start."""
         scheduler, prefixes = self.scheduler, self.scheduler.pages.prefixes
+        offload: dict[str, float] = {}
+        if self.runner.host is not None and prefixes is not None:
+            offload = {
+                "external_prefix_cache_queries": prefixes.host_queries,
+                "external_prefix_cache_hits": prefixes.host_hits,
+                "kv_offload_store_bytes": self.runner.host.bytes_saved,
+                "kv_offload_load_bytes": self.runner.host.bytes_loaded,
+                "kv_offload_cpu_cache_usage": prefixes.host_usage,
+            }
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
@@ -330,5 +339,6 @@ class EngineLoop:
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": self._steps,
             "num_compiled": self.runner.num_traces,
+            **offload,
             **(scheduler.proposer.stats() if scheduler.proposer is not None else {}),
         }
