@@ -383,7 +383,7 @@ VALID: dict[str, str] = {
         "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
         "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
         "actions.serve.drain_seconds actions.serve.enable_function_calling "
-        "actions.serve.oai_like_processor "
+        "actions.serve.oai_like_processor actions.serve.enable_sleep_mode "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "
         "base_config.values.scan_layers esurge.auto_cap_new_tokens esurge.auto_truncate_prompt "
