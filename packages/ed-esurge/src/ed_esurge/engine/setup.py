@@ -20,6 +20,7 @@ from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.guides import Grammars
+from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.model_runner import ModelRunner
 
 logger = get_logger(__name__)
@@ -244,9 +245,12 @@ class Setup:
 
     def _workspace(self, num_pages: dict[str, int]) -> int:
         """Bytes that a step needs besides weights and pages."""
-        trial = self._runner(num_pages)
+        trial, copies = self._runner(num_pages), 0
+        if self.config.kv_offloading_size is not None:
+            copied = [page_bytes(self.model, self.config.page_size, group) for group in num_pages]
+            copies = COPIES * PAGES_AT_ONCE * sum(copied)
         try:
-            return trial.workspace_bytes() + trial.state_bytes()
+            return trial.workspace_bytes() + trial.state_bytes() + copies
         finally:
             trial.free()
 

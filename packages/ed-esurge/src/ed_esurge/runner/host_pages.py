@@ -9,6 +9,7 @@ Legend: n pages of a copy. An array of pages is [P, …] or, in a stack of layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,8 @@ from ed_esurge.runner.weights import abstract
 
 #: n. A few long copies are quicker than many short ones, and what fills up the last one is lost.
 PAGES_AT_ONCE = 16
+#: Copies that the device has at once: one on its way, and the next, or one that comes back.
+COPIES = 2
 # Dimensions of an array of pages without that of layers.
 DIMS = 5
 
@@ -96,7 +99,8 @@ class HostGroup:
             for leaf in leaves
         ]
         self.page_bytes = sum(array.nbytes for array in self._arrays) // places
-        self._coming: tuple[list[jax.Array], np.ndarray] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ed-esurge-pages")
+        self._coming: Future[None] | None = None
 
     @cached_property
     def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -110,17 +114,17 @@ class HostGroup:
 
     def save(self, pages: PagedCache, saves: Mapping[int, int]) -> None:
         """Copy pages of the device here, place -> page. The last of them are on their way when this
-        returns, and the device may go on."""
+        returns: device and caller go on."""
         for places, theirs in batches(saves):
             arrays = jax.tree.leaves(self.programs[0](pages, theirs))
             for array in arrays:
                 array.copy_to_host_async()
-            self._arrive()
-            self._coming = arrays, places
+            self._wait()
+            self._coming = self._thread.submit(self._take, arrays, places)
 
     def load(self, pages: PagedCache, loads: Mapping[int, int]) -> PagedCache:
         """Copy pages from here to the device, page -> place."""
-        self._arrive()
+        self._wait()
         for theirs, places in batches(loads):
             values = [
                 jax.device_put(np.moveaxis(array[places], 0, axis), like.sharding)
@@ -129,11 +133,12 @@ class HostGroup:
             pages = self.programs[1](pages, theirs, jax.tree.unflatten(self._treedef, values))
         return pages
 
-    def _arrive(self) -> None:
-        """Take what is on its way."""
-        if self._coming is None:
-            return
-        (arrays, places), self._coming = self._coming, None
+    def _wait(self) -> None:
+        """Until nothing is on its way."""
+        if self._coming is not None:
+            self._coming.result()
+
+    def _take(self, arrays: list[jax.Array], places: np.ndarray) -> None:
         for mine, array, axis in zip(self._arrays, arrays, self._axes, strict=True):
             mine[places] = np.moveaxis(np.asarray(array), axis, 0)
 
