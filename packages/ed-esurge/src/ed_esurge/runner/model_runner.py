@@ -27,6 +27,7 @@ from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.guides import Grammars, Guides
 from ed_esurge.runner.hidden import pool, score
+from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.programs import Programs
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.sampler import SamplerState, sample
@@ -56,6 +57,7 @@ class ModelRunner:
         ahead_of_time: call compiled executables, which take exactly one shape; False: call through
             `jax.jit`.
         grammars: of structured outputs; None: there are none.
+        host_places: pages of each group that host memory holds.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ModelRunner:
         max_logprobs: int,
         ahead_of_time: bool = True,
         grammars: Grammars | None = None,
+        host_places: int = 0,
     ) -> None:
         self.buckets = buckets
         self.vocab_size = cast(int, model.config.vocab_size)
@@ -99,11 +102,12 @@ class ModelRunner:
         self._cache: Cache | None = None
         self._state: SamplerState | None = None
         self._sums: jax.Array | None = None
-        self.allocate()
+        cache = self.allocate()
+        self.host = HostMemory(cache, host_places, self._traced) if host_places else None
 
     # ---- memory
 
-    def allocate(self) -> None:
+    def allocate(self) -> Cache:
         """Make empty pages and states."""
         sizes = [*self.num_pages.values()]
         # One pool needs no names: a cache of one kind is simpler than a hybrid one.
@@ -115,6 +119,7 @@ class ModelRunner:
         width = cast(int, self.model.config.hidden_size)
         self._sums = self._replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
         self._slots.forget_lines()
+        return self._cache
 
     def free(self) -> None:
         """Give the pages and states back to the device."""
@@ -151,6 +156,8 @@ class ModelRunner:
         """
         leaves, slots = self.weights.leaves, self._slots
         adjusted = slots.take(plan)
+        if self.host is not None and self._cache is not None:
+            self._cache = self.host.move(self._cache, plan.moves)
         for _, _, line in adjusted:
             if line is not None:
                 self._state = self._function(PUT)(self._state, *line)
@@ -214,6 +221,8 @@ class ModelRunner:
         """Compile every function that serving can need, and show how many are ready."""
         names = self._names()
         progress.reset(len(names))
+        if self.host is not None:
+            self.host.compile()
         if not self.ahead_of_time:
             for name in names:
                 self._warm(name)

@@ -208,18 +208,45 @@ class EngineCollector(Collector):
 
     An engine's numbers are a mapping with `num_requests_running`, `num_requests_waiting`,
     `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens),
-    `num_preemptions` and, with proposals, `spec_decode_num_drafts`, `spec_decode_num_draft_tokens`
-    and `spec_decode_num_accepted_tokens`; a number that is missing is not exported.
+    `num_preemptions`; with proposals, `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and
+    `spec_decode_num_accepted_tokens`; with pages in host memory, `external_prefix_cache_queries`,
+    `external_prefix_cache_hits` (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and
+    `kv_offload_cpu_cache_usage` (0 … 1). A number that is missing is not exported.
     """
 
     _GAUGES = (
         ("num_requests_running", "vllm:num_requests_running", "Requests in the running batch."),
         ("num_requests_waiting", "vllm:num_requests_waiting", "Requests that wait for pages."),
         ("kv_cache_usage", "vllm:kv_cache_usage_perc", "Part of the pages in use, 0 to 1."),
+        (
+            "kv_offload_cpu_cache_usage",
+            "vllm:kv_offload_cpu_cache_usage_perc",
+            "Part of the host memory for pages in use, 0 to 1.",
+        ),
     )
     _COUNTERS = (
         ("prefix_cache_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up."),
         ("prefix_cache_hits", "vllm:prefix_cache_hits", "Prompt tokens found."),
+        (
+            "external_prefix_cache_queries",
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens looked up in host memory.",
+        ),
+        (
+            "external_prefix_cache_hits",
+            "vllm:external_prefix_cache_hits",
+            "Prompt tokens found there.",
+        ),
+        (
+            "kv_offload_store_bytes",
+            "vllm:kv_offload_store_bytes",
+            "Bytes of pages copied to host memory.",
+        ),
+        (
+            "kv_offload_load_bytes",
+            "vllm:kv_offload_load_bytes",
+            "Bytes of pages copied back.",
+        ),
         ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
         ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Proposals of tokens."),
         (
