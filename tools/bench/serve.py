@@ -59,8 +59,8 @@ def save(directory: Path, shape: dict[str, Any], vocab: int) -> None:
 
     torch.manual_seed(0)
     # Nobody stops before the last token that was asked for.
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=vocab, **ends)).save_pretrained(directory)
+    config = LlamaConfig(**shape, vocab_size=vocab, bos_token_id=None, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer(vocab).save_pretrained(directory)
 
 
