@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
+from ed_layers.remat import recomputed
 
 # Hugging Face's names (transformers.activations.ACT2FN).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -38,6 +39,11 @@ def activation(name: str) -> Callable[[Array], Array]:
     if name not in ACTIVATIONS:
         raise unknown_name("activation (hidden_act)", name, ACTIVATIONS)
     return ACTIVATIONS[name]
+
+
+def gated(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """What a gated layer does between its projections."""
+    return activation(name)(gate) * up
 
 
 class GatedMLP(nnx.Module):
@@ -94,7 +100,7 @@ class GatedMLP(nnx.Module):
         """The layer itself, on all positions of `x`."""
         gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
         up = ctx.named(self.up_proj(x, ctx), "mlp_up")
-        out = self.down_proj(activation(self.hidden_act)(gate) * up, ctx)
+        out = self.down_proj(recomputed(partial(gated, self.hidden_act), gate, up), ctx)
         return ctx.named(out, "mlp_down")
 
 
@@ -132,8 +138,8 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
         name = self.hidden_act
-        act = self.act_fn if name is None else activation(name)
-        out = self.down_proj(act(up), ctx)
+        inner = self.act_fn(up) if name is None else recomputed(activation(name), up)
+        out = self.down_proj(inner, ctx)
         return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 
 
