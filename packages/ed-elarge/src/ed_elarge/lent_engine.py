@@ -64,13 +64,17 @@ class LentEngine:
                 f"max_completion_length), and the engine has {engine.max_model_len}: lower one of "
                 "them, or raise esurge.max_model_len or the model's max_position_embeddings"
             )
-        engine.execute(DropWeights())
+        with engine.together():
+            engine.execute(DropWeights())
         return cls(engine)
 
     @contextmanager
     def serving(self, weights: Weights) -> Iterator[eSurge]:
         """Return the engine with weights, without a value head, until the block ends."""
-        with self.engine.weights(without_value_head(weights.model)):
+        with (
+            self.engine.together(),
+            self.engine.weights(without_value_head(weights.model)),
+        ):
             yield self.engine
 
 

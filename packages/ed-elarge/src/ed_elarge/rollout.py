@@ -16,6 +16,9 @@ from ed_elarge.lent_engine import LentEngine
 class EngineRollout:
     """Completes prompts by an engine that borrows the trainer's weights for each call.
 
+    Where the model lies on devices of several processes, each of them makes the engine and the
+    calls, so that all take the same steps.
+
     Args:
         engine: serves a model of the learner's architecture; nobody else uses it while training.
     """

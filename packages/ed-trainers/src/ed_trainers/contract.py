@@ -240,6 +240,7 @@ class Method:
         statistics: means over the whole step that the loss reads. They are in its batch by name;
             a batch without them is a whole step.
         held_out: `prepare` of held-out batches, where it reads the state that is evaluated.
+        whole_batches: whether `prepare` looks beyond a row, so that each process must read all.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
@@ -248,3 +249,4 @@ class Method:
     per_token: bool = True
     statistics: Statistics | None = None
     held_out: HeldOut | None = None
+    whole_batches: bool = False

@@ -148,7 +148,7 @@ def build_train_step(
 
         # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
         @partial(jax.jit, inline=True)
-        def gradient(row: jax.Array, part: Batch):
+        def gradient(row: jax.Array, part: Batch) -> tuple[nnx.State, Loss, jax.Array]:
             def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
                 own = jax.random.fold_in(key, row)
                 read = {**part, **totals.get("statistics", {})}
@@ -156,12 +156,12 @@ def build_train_step(
                 return _objective(loss.sums, totals.get("weights", {})), loss
 
             grads, loss = jax.grad(objective, has_aux=True)(current.gradient_point)
-            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, _tokens(part)
 
         if len(parts[0]) == 1:
-            grads, loss = gradient(*jax.tree.map(lambda x: x[0], parts))
+            grads, loss, tokens = gradient(*jax.tree.map(lambda x: x[0], parts))
         else:
-            grads, loss = _summed(gradient, parts)
+            grads, loss, tokens = _summed(gradient, parts)
 
         weight = loss.sums["loss"].weight
         scale = 1.0 / jnp.maximum(weight, _SMALLEST)
@@ -172,6 +172,7 @@ def build_train_step(
             "weight": weight,
             "learning_rate": schedule(current.step),
             "grad_norm": global_norm(grads),
+            "tokens": tokens,
         }
         new = current.apply_gradients(grads=grads, value=report["loss"])
         other = updated.apply_updates(new.graphother, loss.updates, trained=new.graphstate)
@@ -239,6 +240,13 @@ def _function_of(
         return function(Models(learner, frozen.merge(leaves)), batch, key)
 
     return of_arrays
+
+
+def _tokens(batch: Batch) -> jax.Array:
+    """Tokens of a batch that are not padding, over all processes."""
+    if "segment_ids" in batch:
+        return jnp.count_nonzero(batch["segment_ids"])
+    return jnp.asarray(batch["input_ids"].size if "input_ids" in batch else 0)
 
 
 def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Array:

@@ -64,6 +64,11 @@ class ReferenceTrainer(SyncedReference):
         )
         return {}
 
+    @property
+    def whole_batches(self) -> bool:
+        """What is computed ahead, all processes compute together."""
+        return self._ahead is not None
+
     def with_reference(self, prepared: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Add `reference_logps`, shaped as `targets`, where they are computed ahead."""
         if self._ahead is None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra import distributed
 from ed_infra.errors import ConfigError, unknown_name
 from ed_models.adapters import has_lora
 from ed_models.protocol import LanguageModel
@@ -135,7 +136,7 @@ class RewardedTrainer(SyncedReference, OnlineTrainer):
             rows: `completions.rows(...)`, for the reward model.
             weights: the learner's, for `compute`.
         """
-        parts = [self.rewards(completions)]
+        parts = [asked_once(self.rewards, completions)]
         if self.has_reward_model:
             names = ("input_ids", "segment_ids", "position_ids")
             asked = {name: rows[name] for name in names}
@@ -155,6 +156,14 @@ class RewardedTrainer(SyncedReference, OnlineTrainer):
                 "learner's ids, so take one that was trained with the same tokenizer, or score "
                 "text in a reward function"
             )
+
+
+def asked_once(rewards: Rewards, completions: Completions) -> np.ndarray:
+    """What reward functions say, float32 [n, k]; of several processes the first one asks.
+
+    A function may ask a server, or give another answer each time: the processes must not part.
+    """
+    return distributed.from_main(lambda: rewards(completions))
 
 
 def _reward_of(models: Models, rows: Batch) -> dict[str, jax.Array]:
