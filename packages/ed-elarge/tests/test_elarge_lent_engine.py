@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ class Made:
 
     def __init__(self, model: object, tokenizer: object, config: EngineConfig):
         self.config, self.commands = config, []
+
+    def together(self) -> nullcontext[None]:
+        return nullcontext()
 
     def execute(self, command: object) -> None:
         self.commands.append(type(command).__name__)
