@@ -58,7 +58,7 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.adapters = AdapterTable(max_loras)
-        self.paused = False
+        self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` gives."""
         self._tokenizer, self._seed, self._overlap = tokenizer, seed, overlap
@@ -139,11 +139,11 @@ class EngineLoop:
     def _resume(self) -> None:
         if not self.runner.allocated:
             self._allocate()
-        self.paused = False
+        self.paused = self.asleep = False
 
     def _sleep(self, keep_weights: bool) -> None:
         self._settle()
-        self.paused = True
+        self.paused = self.asleep = True
         if self.runner.allocated:
             self._free()
         if not keep_weights:

@@ -153,7 +153,6 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         """Do what a command says before the next step; see `ed_esurge.core.commands`."""
         with self._lock:
             self.loop.execute(command)
-            self._executed(command)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; `step` gives its last output. False if it is not running."""

@@ -29,8 +29,6 @@ class ServesWeights:
 
     config: EngineConfig
     loop: EngineLoop
-    is_sleeping = False
-    """Between `sleep` and `wake_up`."""
 
     @abstractmethod
     def execute(self, command: Command) -> None:
@@ -96,12 +94,10 @@ class ServesWeights:
         """
         self.execute(Sleep(keep_weights=check_level(level) == 1))
 
-    def _executed(self, command: Command) -> None:
-        """Note what a command has changed."""
-        if isinstance(command, Sleep):
-            self.is_sleeping = True
-        elif isinstance(command, WakeUp | Resume):
-            self.is_sleeping = False
+    @property
+    def is_sleeping(self) -> bool:
+        """Between `sleep` and `wake_up`."""
+        return self.loop.asleep
 
     def wake_up(self) -> None:
         """Go on after `sleep`; nothing is compiled.
