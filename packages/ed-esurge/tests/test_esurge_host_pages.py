@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, eSurge
-from ed_esurge.runner.host_pages import PAGES_AT_ONCE, HostMemory
+from ed_esurge.engine.setup import Setup, page_bytes
+from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE, HostMemory
+from ed_esurge.runner.model_runner import ModelRunner
 from ed_infra.errors import ConfigError
 from ed_infra.logging import forget_said
 from ed_layers.cache import Format, HybridCache, LayerCacheSpec, PagedCache
@@ -161,33 +163,36 @@ def test_salts_and_other_weights(engine, make_llama):
 
 
 @pytest.mark.nightly
-def test_windows_and_preemption():
-    """Layers with a window need their own pages alone; whoever is preempted finds its pages."""
-    from test_esurge_kinds import engine_of, toy
-
-    model = toy("window,full")
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(1, 60, size=n).tolist() for n in (29, 21, 33, 26, 17)]
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    tokens = [o.outputs[0].token_ids for o in engine_of(model).generate(prompts, params)]
-    engine = engine_of(model, num_pages=13, kv_offloading_size=MIB, overlap_execution=True)
+def test_over_several_devices(make_llama, surge):
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 250, size=49).tolist() for _ in range(3)]
+    expected = [output.outputs[0].token_ids for output in surge.generate(prompts, GREEDY)]
+    model = make_llama(mesh=(1, 2, 1, 2, 1))
+    options = {**OPTIONS, "max_num_batched_tokens": 16, "max_num_seq_buckets": (4,)}
+    engine = eSurge(model, kv_offloading_size=MIB, **options)
+    compiled = engine.stats()["num_compiled"]
     for _ in range(2):
-        found = engine.generate(prompts, params)
-        assert [output.outputs[0].token_ids for output in found] == tokens
-    for prompt, expected in zip(prompts, tokens, strict=True):
-        assert engine.generate(prompt, params)[0].outputs[0].token_ids == expected
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert engine.generate(prompt, GREEDY)[0].outputs[0].token_ids == tokens
     stats = engine.stats()
-    assert stats["external_prefix_cache_hits"] > 60
-    assert stats["kv_cache_usage"] == 0
+    assert stats["external_prefix_cache_hits"] == 3 * 48
+    assert stats["num_compiled"] == compiled
+
+
+def test_memory_of_the_device_is_left_for_copies(llama, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "workspace_bytes", lambda self: 0)
+
+    def needed(**options) -> int:
+        setup = Setup.resolve(llama, EngineConfig(**OPTIONS, **options))
+        return setup._workspace({"full": 16})
+
+    more = needed(kv_offloading_size=1) - needed()
+    assert more == COPIES * PAGES_AT_ONCE * page_bytes(llama, OPTIONS["page_size"])
 
 
 def test_what_cannot_be_is_refused(llama, caplog):
-    from test_esurge_kinds import toy
-
     with pytest.raises(ValidationError, match="enable_prefix_caching is off: set it to true"):
         EngineConfig(kv_offloading_size=1, enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="kv_offloading_size is for models whose layers read"):
-        eSurge(toy("memory,full"), kv_offloading_size=1, **OPTIONS)
     with pytest.raises(ConfigError, match=r"holds no page of 4 tokens, which takes 1\.9\de-06 GiB"):
         eSurge(llama, kv_offloading_size=1e-6, **OPTIONS)
     asked = {"method": "draft_model"}

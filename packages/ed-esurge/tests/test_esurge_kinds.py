@@ -223,7 +223,9 @@ def test_a_hybrid_gives_the_tokens_of_generate():
     assert engine.stats()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("option", [{"batch_invariant": True}, {"speculative_config": {}}])
+@pytest.mark.parametrize(
+    "option", [{"batch_invariant": True}, {"speculative_config": {}}, {"kv_offloading_size": 1}]
+)
 def test_options_that_a_state_forbids(option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))} is for models whose layers read"):
         engine_of(toy("memory,full"), **option)
@@ -292,3 +294,22 @@ def test_a_salt_keeps_prefixes_apart(monkeypatch):
         for length in (9, 26, 18, 24)
     ]
     assert hits == [0, 0, 8, 20]
+
+
+@pytest.mark.nightly
+def test_windows_in_host_memory_and_preemption():
+    """Layers with a window need their own pages alone; whoever is preempted finds its pages."""
+    model = toy("window,full")
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 60, size=n).tolist() for n in (29, 21, 33, 26, 17)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    tokens = [o.outputs[0].token_ids for o in engine_of(model).generate(prompts, params)]
+    engine = engine_of(model, num_pages=13, kv_offloading_size=2.0**-10, overlap_execution=True)
+    for _ in range(2):
+        found = engine.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in found] == tokens
+    for prompt, expected in zip(prompts, tokens, strict=True):
+        assert engine.generate(prompt, params)[0].outputs[0].token_ids == expected
+    stats = engine.stats()
+    assert stats["external_prefix_cache_hits"] > 60
+    assert stats["kv_cache_usage"] == 0

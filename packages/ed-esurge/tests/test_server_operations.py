@@ -171,6 +171,23 @@ def test_two_servers_in_one_process_count_apart():
         assert float(metrics(second)['vllm:prompt_tokens_total{model_name="scripted"}']) == 0
 
 
+def test_metrics_of_pages_in_host_memory(monkeypatch):
+    numbers = {
+        "external_prefix_cache_queries": 9,
+        "external_prefix_cache_hits": 8,
+        "kv_offload_store_bytes": 7,
+        "kv_offload_load_bytes": 6,
+        "kv_offload_cpu_cache_usage": 0.5,
+    }
+    names = dict.fromkeys(numbers, "_total") | {"kv_offload_cpu_cache_usage": "_perc"}
+    with background(ScriptedEngine()) as url:
+        assert not any("kv_offload" in key for key in metrics(url))
+    monkeypatch.setattr(ScriptedEngine, "stats", lambda self: numbers)
+    with background(ScriptedEngine()) as url:
+        shown = {key.partition("{")[0]: float(value) for key, value in metrics(url).items()}
+    assert {name: shown[f"vllm:{name}{end}"] for name, end in names.items()} == numbers
+
+
 def test_metrics_take_no_labels_from_clients():
     with background(ScriptedEngine()) as url:
         for place in range(3):
