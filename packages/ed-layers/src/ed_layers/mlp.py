@@ -14,7 +14,13 @@ from jaxtyping import Array, Float, Int
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
+from ed_layers.remat import recomputed
 from ed_layers.together import project_gated
+
+
+def gated(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """What a gated layer does between its projections."""
+    return activation(name)(gate) * up
 
 
 class GatedMLP(nnx.Module):
@@ -73,7 +79,7 @@ class GatedMLP(nnx.Module):
         if inner is None:
             gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
             up = ctx.named(self.up_proj(x, ctx), "mlp_up")
-            inner = activation(self.hidden_act)(gate) * up
+            inner = recomputed(partial(gated, self.hidden_act), gate, up)
         out = self.down_proj(inner, ctx)
         return ctx.named(out, "mlp_down")
 
@@ -112,8 +118,8 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
         name = self.hidden_act
-        act = self.act_fn if name is None else activation(name)
-        out = self.down_proj(act(up), ctx)
+        inner = self.act_fn(up) if name is None else recomputed(activation(name), up)
+        out = self.down_proj(inner, ctx)
         return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 
 
