@@ -85,7 +85,7 @@ def products(
     widths = [w.shape[0 if transposed else 1] for w in matrices]
     results = results_of(x, widths, act)
     call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
-    return call(x, *matrices, transposed=transposed, act=number_of(act))
+    return [*call(x, *matrices, transposed=transposed, act=number_of(act))]
 
 
 class Codes(NamedTuple):
@@ -127,7 +127,7 @@ def products_of_codes(
     for codes, scale, zero, table in matrices:
         zero = jnp.zeros((0, 0), jnp.float32) if zero is None else zero
         arrays += codes, scale, zero, jnp.zeros((0,), jnp.float32) if table is None else table
-    return call(x, *arrays, transposed=transposed, whole=whole, act=number_of(act))
+    return [*call(x, *arrays, transposed=transposed, whole=whole, act=number_of(act))]
 
 
 def product_of_codes(
