@@ -115,6 +115,7 @@ class Ours:
     ):
         import jax
         from ed_models import AutoEasyDeLModelForCausalLM
+        from ed_models.generation.sampling import first_argmax
         from flax import nnx
 
         self.jax = jax
@@ -135,7 +136,7 @@ class Ours:
             b, s = tokens.shape
             last = np.arange(b) * s + s - 1
             out = merged(tokens, past_key_values=cache, logits_at=last)
-            return out.logits, out.logits.argmax(-1)[:, None], out.past_key_values
+            return out.logits, first_argmax(out.logits)[:, None], out.past_key_values
 
         self.forward = jax.jit(forward, donate_argnums=1)
 

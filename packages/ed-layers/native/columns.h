@@ -225,7 +225,7 @@ struct Part {
             auto block = [&](auto v, int64_t c) {
               multiply<decltype(r)::value, decltype(v)::value>(
                   numbers + at * p.inputs, p.inputs, weights(c), k, scale ? scale + c : scale,
-                  tile + at * width + c, width, far && at == 0);
+                  tile + at * width + c, width, far && (at == 0 || rows <= 8));
             };
             over_blocks(all, block);
           });
@@ -314,7 +314,7 @@ void of_format(const Product& p, const F& f) {
   }
 }
 
-void columns(const Product& p, int64_t first, int64_t last) {
+void in_blocks(const Product& p, int64_t first, int64_t last) {
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
   Scratch sums(least(p.rows, kMostRows) * width), panel(128 * kTile);
 #if defined(__AVX512BF16__)

@@ -1,9 +1,9 @@
 // The functions of one level of instructions. Compiled once for each, with ED_LEVEL and
 // ED_LEVEL_NAME and the compiler's flags of that level.
 #include "attention.h"
-#include "columns.h"
 #include "gate.h"
 #include "rows.h"
+#include "stream.h"
 #include "whole.h"
 
 namespace ed {

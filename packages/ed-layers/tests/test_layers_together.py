@@ -14,6 +14,7 @@ from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.linear import Linear
 from ed_layers.lora import LoRALinear
+from ed_layers.matmul import matmul
 from ed_layers.mlp import GatedMLP
 from ed_layers.native import library, products
 from ed_layers.parts import Parts
@@ -183,6 +184,22 @@ def test_gradients_are_those_of_plain_products(form, act, monkeypatch) -> None:
 
 
 @built
+@pytest.mark.parametrize("n", [64, 65, 128, 129, 256, 257])
+def test_products_of_many_rows_are_those_of_xla(n) -> None:
+    """Where it is as fast: beyond 64, 128 or 256 rows, by how the matrix lies and by its type."""
+    pairs = library.level() == "avx512_bf16"
+    for dtype, transposed, most in (
+        ("float32", False, 128),
+        ("float32", True, 64),
+        ("bfloat16", False, 256 if pairs else 128),
+        ("bfloat16", True, 64),
+    ):
+        x, w = (jnp.zeros(shape, dtype) for shape in ((n, 130), (130, 130)))
+        taken = calls(lambda x, w=w, t=transposed: matmul(x, w, transposed=t), x)
+        assert taken == (n <= most), (dtype, transposed)
+
+
+@built
 def test_a_gated_layer_is_two_calls() -> None:
     config = SimpleNamespace(hidden_size=130, hidden_act="silu", use_scan_mlp=False)
     mlp = GatedMLP(Parts(config, nnx.Rngs(0)), 260)
@@ -196,7 +213,7 @@ def test_a_gated_layer_is_two_calls() -> None:
 @pytest.mark.parametrize("reason", ["off", "adapter", "act", "bias", "rows"])
 def test_what_is_not_taken_runs_one_by_one(reason, monkeypatch) -> None:
     gate, up = (layer(seed, 130, 260, bias=reason == "bias") for seed in (1, 2))
-    x = drawn(0, 300 if reason == "rows" else 3, 130)
+    x = drawn(0, 257 if reason == "rows" else 3, 130)
     if reason == "off":
         monkeypatch.setenv(library.VARIABLE, "0")
     if reason == "adapter":

@@ -46,6 +46,18 @@ def test_greedy_takes_the_first_of_equals():
     assert next_token(LOGITS, TokenChoice()).tolist() == np.argmax(LOGITS, axis=1).tolist()
 
 
+@pytest.mark.parametrize("v", [16384, 16385])
+def test_a_large_vocabulary_has_the_same_first_of_equals(v):
+    x = np.random.default_rng(0).normal(size=(5, v)).astype(np.float32)
+    x[1, [130, 700, v - 1]] = 9  # in blocks of their own
+    x[2, [900, 901]] = 9
+    x[3] = -np.inf
+    x[4, 77] = np.nan
+    *found, with_nan = first_argmax(jnp.asarray(x)).tolist()
+    assert found == np.argmax(x[:4], axis=1).tolist()
+    assert 0 <= with_nan < v
+
+
 def test_not_a_number_still_gives_a_token_of_the_vocabulary():
     assert 0 <= int(first_argmax(jnp.full((1, 4), jnp.nan))[0]) < 4
 

@@ -35,7 +35,7 @@ def matmul(
     Args:
         w: [i, o]; or [o, i] if `transposed`, read as it lies.
     """
-    if not (on_cpu_in_halves(x) or goes_native(x, w)):
+    if not (on_cpu_in_halves(x) or goes_native(x, w, transposed)):
         return plain(x, w, transposed, precision)
     # A mesh of devices that are only compiled for may be of another platform than this process.
     return jax.lax.platform_dependent(
@@ -73,9 +73,9 @@ def on_cpu_in_halves(x: jax.Array) -> bool:
     return x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
 
-def goes_native(x: jax.Array, w: jax.Array) -> bool:
+def goes_native(x: jax.Array, w: jax.Array, transposed: bool) -> bool:
     """Whether the native library computes a product."""
-    return native.takes(math.prod(x.shape[:-1]), x.dtype, w)
+    return native.takes(math.prod(x.shape[:-1]), x.dtype, w, transposed=transposed)
 
 
 def plain(
@@ -90,7 +90,7 @@ def plain(
 def on_cpu(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
     """The product on a CPU: native, or of bfloat16 numbers."""
     rows = x.reshape(-1, x.shape[-1])
-    if goes_native(x, w):
+    if goes_native(x, w, transposed):
         y = native.product(rows, w, transposed=transposed)
     else:
         y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)

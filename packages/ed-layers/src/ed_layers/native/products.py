@@ -14,11 +14,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from ed_layers.native.library import TARGETS, in_use
+from ed_layers.native.library import TARGETS, in_use, level
 
 #: Up to this many rows the library's products are taken: with more, XLA's are as fast. Measured by
 #: tools.bench.products.
-MOST_ROWS = 64
+MOST_ROWS = 128
+#: The same where instructions multiply pairs of bfloat16 numbers.
+MOST_ROWS_OF_PAIRS = 256
+#: The same of matrices that lie transposed.
+MOST_ROWS_TRANSPOSED = 64
 #: The same of codes, which XLA has to decode first.
 MOST_ROWS_OF_CODES = 256
 #: Numbers of a matrix from which a call of the library is worth its few microseconds.
@@ -31,15 +35,14 @@ NUMBERS = (jnp.float32, jnp.bfloat16)
 CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
 
 
-def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
+def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False) -> bool:
     """Whether `product` is there, and faster than XLA, for rows of a dtype and a matrix w."""
-    return (
-        0 < rows <= MOST_ROWS
-        and w.size >= LEAST_SIZE
-        and dtype in NUMBERS
-        and w.dtype in NUMBERS
-        and in_use()
-    )
+    if not (w.size >= LEAST_SIZE and dtype in NUMBERS and w.dtype in NUMBERS and in_use()):
+        return False
+    if transposed:
+        return 0 < rows <= MOST_ROWS_TRANSPOSED
+    pairs = jnp.dtype(dtype) == w.dtype == jnp.bfloat16 and level() == "avx512_bf16"
+    return 0 < rows <= (MOST_ROWS_OF_PAIRS if pairs else MOST_ROWS)
 
 
 def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
@@ -82,7 +85,7 @@ def products(
     widths = [w.shape[0 if transposed else 1] for w in matrices]
     results = results_of(x, widths, act)
     call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
-    return call(x, *matrices, transposed=transposed, act=number_of(act))
+    return [*call(x, *matrices, transposed=transposed, act=number_of(act))]
 
 
 class Codes(NamedTuple):
@@ -124,7 +127,7 @@ def products_of_codes(
     for codes, scale, zero, table in matrices:
         zero = jnp.zeros((0, 0), jnp.float32) if zero is None else zero
         arrays += codes, scale, zero, jnp.zeros((0,), jnp.float32) if table is None else table
-    return call(x, *arrays, transposed=transposed, whole=whole, act=number_of(act))
+    return [*call(x, *arrays, transposed=transposed, whole=whole, act=number_of(act))]
 
 
 def product_of_codes(

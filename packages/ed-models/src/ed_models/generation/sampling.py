@@ -21,12 +21,23 @@ def row_keys(seed: Int[Array, ""] | int, rows: int) -> Key[Array, " b"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
 
 
-def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
-    """The first index of each row's maximum; on a CPU several times faster than `jnp.argmax`.
+#: Tokens of a block in which `first_argmax` looks closer.
+BLOCK = 128
 
-    A row with NaN, which equals nothing, gives the last index.
+
+def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
+    """The first index of each row's maximum; on a CPU many times faster than `jnp.argmax`.
+
+    A row with NaN gives some index.
     """
-    v = logits.shape[-1]
+    b, v = logits.shape
+    if v % BLOCK == 0 and v >= BLOCK**2:
+        # A large vocabulary is read once, for the maxima of its blocks.
+        parts = logits.reshape(b, -1, BLOCK)
+        tops = jnp.max(parts, axis=-1)
+        block = first_argmax(tops)
+        inside = jnp.take_along_axis(parts, block[:, None, None], axis=1)[:, 0]
+        return block * BLOCK + first_argmax(inside)
     best = jnp.max(logits, axis=-1, keepdims=True)
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.minimum(jnp.min(jnp.where(logits == best, index, v), axis=-1), v - 1)
