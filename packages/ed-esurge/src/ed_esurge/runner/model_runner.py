@@ -22,7 +22,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
 
-from ed_esurge.core.plan import PlanRow, StepPlan
+from ed_esurge.core.plan import StepPlan
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.guides import Grammars, Guides
@@ -183,24 +183,9 @@ class ModelRunner:
             scores = self._function(("score", shape.tokens))(leaves, hidden, targets)
         if pooled:
             vectors, self._sums = self._function(("pool", shape.tokens))(
-                hidden, *self._pooling(plan.rows, shape.tokens), self._sums
+                hidden, *slots.pooled(plan.rows, shape.tokens), self._sums
             )
         return StepResult(plan, packed, places, scores, vectors)
-
-    def _pooling(self, rows: tuple[PlanRow, ...], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(slot_of_token, rows)` for `pool`."""
-        slot_of_token = np.full(tokens, self.max_num_seqs, np.int32)
-        of_slot = np.zeros((self.max_num_seqs, 4), np.int32)
-        at = 0
-        for row in rows:
-            end = at + len(row.token_ids)
-            if row.pools:
-                params, length = self._slots.pooling(row.slot)
-                slot_of_token[at:end] = row.slot
-                mean = length if params.pooling == "mean" else 0
-                of_slot[row.slot] = row.start == 0, end - 1, mean, params.normalize
-            at = end
-        return slot_of_token, of_slot
 
     # ---- adapters
 

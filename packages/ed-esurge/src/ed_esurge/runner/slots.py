@@ -160,11 +160,22 @@ class Slots:
         new = self._at(row.slot)
         return new.token_ids[row.start + 1 : min(row.stop + 1, new.prompt_len)]
 
-    def pooling(self, slot: int) -> tuple[PoolingParams, int]:
-        """How a slot's sequence is pooled, and over how many tokens."""
-        new = self._at(slot)
-        assert isinstance(new.params, PoolingParams), "only pooled rows are asked about"
-        return new.params, new.prompt_len
+    def pooled(self, rows: Sequence[PlanRow], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """What `hidden.pool` asks of a step: `(slot_of_token, rows)`."""
+        slot_of_token = np.full(tokens, self.num_slots, np.int32)
+        of_slot = np.zeros((self.num_slots, 4), np.int32)
+        at = 0
+        for row in rows:
+            end = at + len(row.token_ids)
+            if row.pools:
+                new = self._at(row.slot)
+                params = new.params
+                assert isinstance(params, PoolingParams), "only such rows are pooled"
+                slot_of_token[at:end] = row.slot
+                mean = new.prompt_len if params.pooling == "mean" else 0
+                of_slot[row.slot] = row.start == 0, end - 1, mean, params.normalize
+            at = end
+        return slot_of_token, of_slot
 
     def forget_lines(self) -> None:
         """The lines of the sampler's state on the device are gone."""
