@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import pytest
@@ -107,7 +108,7 @@ def test_a_damaged_file_is_not_read(first, small):
 
 def test_what_cannot_be_loaded_is_compiled_and_not_kept_again(first, small, monkeypatch):
     engine = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
-    runner = engine.loop.runner
+    runner: Any = engine.loop.runner
 
     def broken(content):
         raise RuntimeError("no such function")

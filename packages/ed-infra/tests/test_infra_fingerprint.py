@@ -20,7 +20,7 @@ from ed_infra.fingerprint import NoFingerprintError, _source, fingerprint
 @dataclass
 class Options:
     width: int = 3
-    names: tuple[str, ...] = ("a",)
+    names: tuple[object, ...] = ("a",)
 
 
 class Color(Enum):

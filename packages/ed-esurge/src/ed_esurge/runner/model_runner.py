@@ -233,10 +233,8 @@ class ModelRunner:
 
     def _names(self) -> list[Name]:
         """Every function that is not there yet, those that are needed first in front."""
-        shapes = self.buckets.shapes
-        names: list[Name] = sorted(
-            shapes, key=lambda s: s not in (self.buckets.prefill[0], shapes[0])
-        )
+        first = self.buckets.prefill[0]
+        names: list[Name] = [first, *(shape for shape in self.buckets.shapes if shape != first)]
         names += [PUT, PLACE] if self.weights.places else [PUT]
         for tokens in self.buckets.prefill_tokens:
             names += [("score", tokens), ("pool", tokens)]
