@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
-from ed_esurge.engine.hosts import LeadingLoop, over_processes
+from ed_esurge.engine.hosts import LeadingLoop, RunsOverProcesses, over_processes
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.setup import Setup
@@ -33,7 +33,7 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-class eSurge(ServesAdapters, ServesWeights):
+class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
     """A serving engine.
 
     Args:
@@ -361,17 +361,6 @@ class eSurge(ServesAdapters, ServesWeights):
             self.loop.execute(Pause())
             if isinstance(self.loop, LeadingLoop):
                 self.loop.end()
-
-    def follow(self) -> None:
-        """Where the model lies on devices of several processes: in each but the first, take the
-        steps of the first one, until its `terminate`.
-
-        Raises:
-            ConfigError: there are no other processes, or this is the first.
-        """
-        if not isinstance(self.loop, LeadingLoop):
-            raise ConfigError("the model lies on devices of this process alone: nobody to follow")
-        self.loop.follow()
 
     def __enter__(self) -> Self:
         return self
