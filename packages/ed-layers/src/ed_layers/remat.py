@@ -68,7 +68,6 @@ OUTSIDE = ("embeddings", "model_output", "lm_head_output")
 BETWEEN = "layer_output"
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def recomputed(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
     """`function(*arguments)`, of which the backward pass keeps the arguments alone.
 
@@ -80,6 +79,11 @@ def recomputed(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array
         function: of arrays, and holds none itself.
         arguments: trees of floating-point arrays.
     """
+    return call_and_forget(function, *arguments)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def call_and_forget(function: Callable[..., jax.Array], *arguments: Any) -> Any:
     return function(*arguments)
 
 
@@ -92,7 +96,7 @@ def recomputed_backward(function: Callable[..., jax.Array], arguments: Any, d_re
     return jax.vjp(function, *jax.lax.optimization_barrier(arguments))[1](d_result)
 
 
-recomputed.defvjp(recomputed_forward, recomputed_backward)
+call_and_forget.defvjp(recomputed_forward, recomputed_backward)
 
 
 @dataclass(frozen=True)
