@@ -41,6 +41,7 @@ def test_load_reads_whole_streams() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_the_bench_of_the_engine_runs() -> None:
     """On two layers: the figures are for a quiet machine."""
     options = argparse.Namespace(python=[2], sequences=[2], tokens=8, layers=2, rounds=1)
