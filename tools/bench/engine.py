@@ -9,6 +9,7 @@ generate    decoded tokens a second, over those of the model's own `generate`
 prefixes    prompts of 448 tokens that share all but 16, alone and after one another
 speculation proposals from the text itself, on greedy output that repeats itself
 invariant   `batch_invariant`, against the same requests without
+overlap     `overlap_execution`, against the same requests without
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from ed_models.protocol import LanguageModel
 from tools.bench.measure import Run, machine, table, take_turns
 from tools.bench.serve import STREAMED, tokenizer
 
-PARTS = ("python", "generate", "prefixes", "speculation", "invariant")
 PROMPT, MODEL_LEN = 32, 512
 HEADERS = {
     "python": ["sequences", "ms a step", "tokens/s without a device"],
@@ -38,6 +38,7 @@ HEADERS = {
     "prefixes": ["prompts", "cold, ms", "warm, ms", "speed-up"],
     "speculation": ["sequences", "without, tokens/s", "with, tokens/s", "speed-up", "accepted"],
     "invariant": ["sequences", "without, tokens/s", "with, tokens/s", "cost"],
+    "overlap": ["model", "sequences", "with, tokens/s", "without, tokens/s", "ratio"],
 }
 
 
@@ -217,9 +218,30 @@ def invariant(options: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
-MEASURES = dict(
-    zip(PARTS, (own_python, against_generate, prefixes, speculation, invariant), strict=True)
-)
+def overlap(options: argparse.Namespace) -> list[list[str]]:
+    """With the next step started before the text of this one is made, and after."""
+    rows = []
+    for name in STREAMED:
+        model, pieces = build(name, options.layers if name == "135M" else None)
+        for seqs in options.sequences:
+            eager = engine(model, pieces, seqs, overlap_execution=True)
+            usual = engine(model, pieces, seqs, overlap_execution=False)
+            asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
+            runs = {"with": answer(eager, asked, params), "without": answer(usual, asked, params)}
+            rows.append([name, str(seqs), *_rates(runs, seqs, options)])
+            for made in (eager, usual):
+                made.terminate()
+    return rows
+
+
+MEASURES = {
+    "python": own_python,
+    "generate": against_generate,
+    "prefixes": prefixes,
+    "speculation": speculation,
+    "invariant": invariant,
+    "overlap": overlap,
+}
 
 
 def main() -> None:
@@ -230,7 +252,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, default=PARTS)
+    add("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
     add("--python", type=int, nargs="+", default=[1, 8, 32, 64], metavar="SEQUENCES")
     add("--sequences", type=int, nargs="+", default=[1, 8, 32], help="of `generate`")
     add("--tokens", type=int, default=64)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import http.client
+import json
+import socket
 
 import openai
 import pytest
@@ -263,3 +266,23 @@ def test_no_chunk_splits_a_character(client):
     decoder = codecs.getincrementaldecoder("utf-8")()
     for chunk in complete(client, stream=True):
         decoder.decode(chunk.choices[0].text.encode(), final=True)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_parts_of_a_stream_are_framed_as_the_protocol_asks(client, version):
+    """Chunks in HTTP/1.1; before, the end of the connection is the end of the body."""
+    url = client.base_url
+    body = b'{"prompt": "abc", "max_tokens": 64, "stream": true}'
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: {url.host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        answer = http.client.HTTPResponse(connection, method="POST")
+        answer.begin()
+        assert (answer.chunked, answer.status) == (version == "1.1", 200)
+        text = answer.read().decode()
+    *events, done = text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert "".join(parts) == f"{REPLY} 0 4"
+    assert len(parts) > 4
