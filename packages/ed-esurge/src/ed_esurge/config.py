@@ -103,6 +103,12 @@ class EngineConfig(Options):
     """Upper bound of the page pool on the CPU backend, GiB. Grown, if need be, to hold one sequence
     of `max_model_len`."""
 
+    data_parallelism_axis: str | None = "dp"
+    """Axis of the model's mesh along which replicas lie: each has its own weights, pages and
+    prefix cache, and a request goes to the one that is soonest done with it. The sizes above are
+    of each replica (`cpu_cache_gib` of all together). None: one engine over the whole mesh, whose
+    devices along `dp` all compute the same."""
+
     # What runs, and when.
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts and reuse those with an equal prefix."""

@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -143,6 +143,10 @@ class AsyncEngine:
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""
         return self.engine.stats()
+
+    def replica_stats(self) -> Sequence[Mapping[str, float]]:
+        """See `eSurge.replica_stats`."""
+        return self.engine.replica_stats()
 
     @property
     def is_healthy(self) -> bool:

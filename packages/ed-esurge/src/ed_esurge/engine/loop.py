@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from tqdm import tqdm
 
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import (
@@ -66,7 +69,9 @@ class EngineLoop:
         self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
         self._pending: StepResult | None = None
         self._spoilt = False  # pages hold numbers that are not finite
-        self._arrivals = self._steps = 0
+        self._steps = 0
+        self.arrivals = 0
+        """Sequences that have come so far; the next one's number."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -126,11 +131,11 @@ class EngineLoop:
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        seed = seed_of(add.params, self._seed, self._arrivals)
+        seed = seed_of(add.params, self._seed, self.arrivals)
         seeds = seeds_of(add.params, seed)
-        opened = OpenRequest.of(add, self._arrivals, seeds, self._tokenizer)
+        opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
         opened.seed = seed
-        self._arrivals += len(seeds)
+        self.arrivals += len(seeds)
         self._open[add.request_id] = opened
         for name, request in opened.sequences.items():
             self._owner[name] = opened
@@ -193,6 +198,21 @@ class EngineLoop:
         self.scheduler.pages.forget_prefixes()
 
     # ---- steps
+
+    def launch(self) -> None:
+        """Start the next step, if none runs; the device works on while the caller goes on."""
+        if self._pending is None and not self.paused:
+            self._pending = self._start()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was started whose results `step` has not read."""
+        return self._pending is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `step` can read those without waiting for the device."""
+        return self._pending is not None and self._pending.ready
 
     def step(self) -> list[RequestOutput]:
         """Run one step for everybody, and return what is new (`RequestOutput.delta`).
@@ -316,7 +336,17 @@ class EngineLoop:
                 del self._owner[name]
         return delta
 
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile all that steps can need, and show how many are ready."""
+        self.runner.compile_all(progress)
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.compile_all(progress)
+
     # ---- numbers
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """`stats` of each replica: this is one."""
+        return [self.stats()]
 
     def stats(self) -> dict[str, float]:
         """Current numbers, for metrics; counters count from the start."""

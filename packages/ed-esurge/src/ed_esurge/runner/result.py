@@ -66,6 +66,12 @@ class StepResult:
         kept = {"plan": self.plan, "places": list(self.places)}
         return {**kept, "_arrays": arrays, "_tokens": self._tokens}
 
+    @property
+    def ready(self) -> bool:
+        """Whether the device has done the step, so that reading waits for nothing."""
+        arrays = self._arrays.values()
+        return all(x.is_ready() for x in arrays if isinstance(x, jax.Array))
+
     def tokens(self) -> dict[str, list[int]]:
         """request id -> sampled tokens that are confirmed, at least one, for the rows that sample;
         -1 where the logits are not finite."""
