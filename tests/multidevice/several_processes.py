@@ -72,6 +72,7 @@ def main(folder: Path, dims: case.Dims) -> None:
     assert distributed.broadcast(mine)["line"].tolist() == [0, 0, 0]
     for message in (b"", "plan: å".encode()):
         assert distributed.broadcast_bytes(message if distributed.is_main() else None) == message
+    assert distributed.gather_bytes(b"xyz"[: 3 * jax.process_index()]) == [b"", b"xyz"]
     once(get_logger("ed_infra.event"), "an event of the whole run")
     get_logger("ed_infra.event").error("an error of process %d", jax.process_index())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeVar, cast
 
+import jax
+from ed_infra.errors import ConfigError
 from ed_infra.slices import slices_of
 from ed_models.protocol import LanguageModel
 from ed_models.replicas import on_mesh
@@ -11,15 +13,18 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.hosts import LeadingLoop, over_processes
+from ed_esurge.engine.far import FarRunner, SharedLoop, SharedReplicas, agreed
+from ed_esurge.engine.hosts import LeadingLoop, over_processes, processes_of
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import Setup
 from ed_esurge.model import drafting, served_model, with_places
 from ed_esurge.runner.guides import Grammars
+from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.tokenizer import Tokenizer
 
 Loop = EngineLoop | Replicas
+LoopT = TypeVar("LoopT", bound=EngineLoop)
 
 
 def loop_over(
@@ -42,16 +47,47 @@ def loop_over(
     model = served_model(model)
     draft = drafting(config, draft, model)
     meshes = replica_meshes(model, config)
+
+    def loop(kind: type[LoopT], setup: Setup, runner: ModelRunner) -> LoopT:
+        return kind(
+            setup.scheduler(runner),
+            runner,
+            tokenizer,
+            max_loras=config.max_loras,
+            seed=config.seed,
+            overlap=config.overlap_execution,
+        )
+
+    shared = over_processes(model)
     if len(meshes) == 1:
-        return _loop(model, config, tokenizer, grammars, draft)
+        setup = Setup.resolve(with_places(model, config), config, draft)
+        sizes = agreed(lambda: [setup.pool_sizes()]) if shared else None
+        kind = LeadingLoop if shared else EngineLoop
+        return loop(kind, setup, setup.runner(grammars, sizes))
+    if shared and draft is not None:
+        raise ConfigError(
+            "a draft model cannot propose for replicas that lie on several processes, which would "
+            "not see its proposals: use the method ngram, or data_parallelism_axis null"
+        )
+    here = [mesh for mesh in meshes if jax.process_index() in processes_of(mesh)]
     # On a CPU the replicas share the memory that the option bounds.
-    config = config.replace(cpu_cache_gib=config.cpu_cache_gib / len(meshes))
-    return Replicas(
-        [
-            _loop(_placed(model, mesh), config, tokenizer, grammars, draft and _placed(draft, mesh))
-            for mesh in meshes
-        ]
-    )
+    own = config.replace(cpu_cache_gib=config.cpu_cache_gib / len(here))
+    setups = {
+        mesh: Setup.resolve(
+            with_places(_placed(model, mesh), own), own, draft and _placed(draft, mesh)
+        )
+        for mesh in here
+    }
+    if not shared:
+        return Replicas([loop(EngineLoop, one, one.runner(grammars)) for one in setups.values()])
+    sizes = agreed(lambda: [setup.pool_sizes() for setup in setups.values()])
+    runners = {mesh: setup.runner(grammars, sizes) for mesh, setup in setups.items()}
+    like, near = next(iter(setups.values())), next(iter(runners.values()))
+    loops = [
+        loop(SharedLoop, setups.get(mesh, like), runners.get(mesh) or FarRunner(near))
+        for mesh in meshes
+    ]
+    return SharedReplicas(loops, meshes)
 
 
 def replica_meshes(model: LanguageModel, config: EngineConfig) -> list[Mesh]:
@@ -69,23 +105,3 @@ def replica_meshes(model: LanguageModel, config: EngineConfig) -> list[Mesh]:
 
 def _placed(model: LanguageModel, mesh: Mesh) -> LanguageModel:
     return cast(LanguageModel, on_mesh(cast(nnx.Module, model), mesh))
-
-
-def _loop(
-    model: LanguageModel,
-    config: EngineConfig,
-    tokenizer: Tokenizer | None,
-    grammars: Grammars | None,
-    draft: LanguageModel | None,
-) -> EngineLoop:
-    model = with_places(model, config)
-    setup = Setup.resolve(model, config, draft)
-    runner = setup.runner(grammars)
-    return (LeadingLoop if over_processes(model) else EngineLoop)(
-        setup.scheduler(runner),
-        runner,
-        tokenizer,
-        max_loras=config.max_loras,
-        seed=config.seed,
-        overlap=config.overlap_execution,
-    )

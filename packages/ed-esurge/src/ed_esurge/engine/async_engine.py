@@ -283,6 +283,7 @@ class AsyncEngine:
                     # The beat goes on while there is nothing to do.
                     self._wake.wait(min(0.2, self.stuck_after / 4))
                     self._wake.clear()
+                    self.engine.beat()
             self._end(EasyDeLError("the engine was shut down"))
         except BaseException as error:
             logger.exception("the engine failed")

@@ -7,25 +7,39 @@ itself; they hold the same state, so they plan the same steps, and the device's 
 from __future__ import annotations
 
 import pickle
+import time
 
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.protocol import LanguageModel
+from jax.sharding import Mesh
 
 from ed_esurge.core.commands import Command
-from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.loop import EngineLoop, Role
 from ed_esurge.outputs import RequestOutput
 
-STEP, COMMAND, END = b"s", b"c", b"e"
+STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
+
+# Seconds of silence before the others hear that the first process is still there. They wait within
+# a collective, where no signal reaches them.
+SILENCE = 5.0
 
 
 def over_processes(model: LanguageModel) -> bool:
     """Whether a model lies on devices of several processes."""
-    return len({device.process_index for device in model.config.mesh.devices.flat}) > 1
+    return len(processes_of(model.config.mesh)) > 1
 
 
-class LeadingLoop(EngineLoop):
-    """The loop of the first process. Every process makes one of these; the others `follow`."""
+def processes_of(mesh: Mesh) -> list[int]:
+    """The processes that have devices of a mesh, in order."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+class Leading:
+    """What a loop of several processes does besides. Every process makes one; the first is told
+    what to do, the others `follow`."""
+
+    _told = 0.0  # when, on the monotonic clock
 
     def execute(self, command: Command) -> None:
         """See `EngineLoop`.
@@ -41,14 +55,24 @@ class LeadingLoop(EngineLoop):
                 f"{type(command).__name__} cannot be sent to the other processes ({error}): give "
                 "arrays that this process holds whole"
             ) from error
-        distributed.broadcast_bytes(COMMAND + message)
-        super().execute(command)
+        self._tell(COMMAND + message)
+        super().execute(command)  # type: ignore[misc]
 
     def step(self) -> list[RequestOutput]:
         """See `EngineLoop`."""
         self._check_leads()
-        distributed.broadcast_bytes(STEP)
-        return super().step()
+        self._tell(STEP)
+        return super().step()  # type: ignore[misc]
+
+    def beat(self) -> None:
+        """See `EngineLoop`."""
+        if time.monotonic() - self._told > SILENCE:
+            self._tell(BEAT)
+
+    @property
+    def role(self) -> Role:
+        """Whether this is the process that is told what to do."""
+        return "leads" if distributed.is_main() else "follows"
 
     def follow(self) -> None:
         """Do what the first process does, until it has ended."""
@@ -57,16 +81,20 @@ class LeadingLoop(EngineLoop):
         while (message := distributed.broadcast_bytes(None)) != END:
             try:
                 if message == STEP:
-                    super().step()
-                else:
-                    super().execute(pickle.loads(message[len(COMMAND) :]))
+                    super().step()  # type: ignore[misc]
+                elif message != BEAT:
+                    super().execute(pickle.loads(message[len(COMMAND) :]))  # type: ignore[misc]
             except EasyDeLError:
                 continue  # the first process has it too, and tells who asked
 
     def end(self) -> None:
         """Let the others go."""
         self._check_leads()
-        distributed.broadcast_bytes(END)
+        self._tell(END)
+
+    def _tell(self, message: bytes) -> None:
+        distributed.broadcast_bytes(message)
+        self._told = time.monotonic()
 
     def _check_leads(self) -> None:
         if not distributed.is_main():
@@ -74,3 +102,7 @@ class LeadingLoop(EngineLoop):
                 "this engine runs over several processes, and only the first one takes requests: "
                 "call follow() in the others"
             )
+
+
+class LeadingLoop(Leading, EngineLoop):
+    """The loop of one scheduler, in several processes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
@@ -35,6 +35,8 @@ from ed_esurge.tokenizer import Tokenizer
 from ed_esurge.transcript import OpenRequest
 
 logger = get_logger(__name__)
+
+Role = Literal["alone", "leads", "follows"]
 
 
 class EngineLoop:
@@ -246,10 +248,13 @@ class EngineLoop:
         try:
             return self.runner.run(plan)
         except RequestError as error:
-            # Nothing of the plan was computed, but the scheduler counts on all of it.
-            self.backlog.append(self._fail(self._owner[error.request_id], error.__cause__))
-            self._begin_anew()
+            self._refused(error.request_id, error.__cause__)
             return None
+
+    def _refused(self, request_id: str, error: BaseException | None) -> None:
+        """Nothing of a plan was computed, because of one sequence; the scheduler counts on all."""
+        self.backlog.append(self._fail(self._owner[request_id], error))
+        self._begin_anew()
 
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
         """The sampled tokens of a step; a request whose logits are no numbers has ended."""
@@ -266,7 +271,7 @@ class EngineLoop:
             EasyDeLError: they came from the weights, so that every request would end so.
         """
         self._spoilt = False
-        if not self.runner.weights.are_finite():
+        if not self._weights_are_finite():
             raise EasyDeLError(
                 "the served weights are not finite numbers (NaN or infinity), so no answer is of "
                 "use: call update_model_weights(model) with others"
@@ -274,6 +279,9 @@ class EngineLoop:
         self._settle()
         self._free()
         self._allocate()
+
+    def _weights_are_finite(self) -> bool:
+        return self.runner.weights.are_finite()
 
     def _free(self) -> None:
         self.runner.free()
@@ -335,6 +343,12 @@ class EngineLoop:
             for name in opened.sequences:
                 del self._owner[name]
         return delta
+
+    role: Role = "alone"
+    """Among the processes that have parts of the model."""
+
+    def beat(self) -> None:
+        """Called now and then while there is nothing to do."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all that steps can need, and show how many are ready."""

@@ -12,12 +12,13 @@ from tqdm import tqdm
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Abort, Add, Command, LoadAdapter, UnloadAdapter
 from ed_esurge.core.prefix_cache import prompt_keys
+from ed_esurge.core.request import reads_prefixes
 from ed_esurge.core.router import Router
 from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.loop import EngineLoop, Role
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.model_runner import ModelRunner
-from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.sampling import SamplingParams
 
 # Seconds between two looks at devices that all work.
 LOOK_AGAIN = 5e-5
@@ -32,6 +33,9 @@ class Replicas:
     Args:
         loops: one for each replica, on devices of its own; equal but for where they are.
     """
+
+    role: Role = "alone"
+    """See `EngineLoop.role`."""
 
     def __init__(self, loops: Sequence[EngineLoop]) -> None:
         self.loops = tuple(loops)
@@ -121,9 +125,7 @@ class Replicas:
     def _known(self, add: Add) -> list[int]:
         """How many tokens of a prompt each replica need not compute."""
         caches = [loop.scheduler.pages.prefixes for loop in self.loops]
-        pooled = isinstance(add.params, PoolingParams)
-        whole = pooled or add.params.prompt_logprobs is not None
-        if caches[0] is None or whole:
+        if caches[0] is None or not reads_prefixes(add.params):
             return [0] * len(caches)
         size = caches[0].page_size
         keys = prompt_keys(add.token_ids, add.salt, size)
@@ -157,17 +159,20 @@ class Replicas:
         for loop in self.loops:
             loop.launch()
         self._collect()
-        self._wait()
-        for loop in self.loops:
-            if loop.ready:
-                self._keep(loop.step())
+        for loop in self._done():
+            self._keep(loop.step())
         outputs, self.backlog = self.backlog, []
         return outputs
 
-    def _wait(self) -> None:
+    def _done(self) -> list[EngineLoop]:
+        """The loops whose step the device has done; at least one, unless none has begun."""
         working = [loop for loop in self.loops if loop.in_flight]
         while working and not self.backlog and not any(loop.ready for loop in working):
             time.sleep(LOOK_AGAIN)
+        return [loop for loop in working if loop.ready]
+
+    def beat(self) -> None:
+        """See `EngineLoop.beat`."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all that steps can need, replica by replica."""

@@ -18,8 +18,9 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
 from ed_esurge.engine.assembly import loop_over
-from ed_esurge.engine.hosts import LeadingLoop
+from ed_esurge.engine.hosts import Leading
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
+from ed_esurge.engine.loop import Role
 from ed_esurge.engine.weights import ServesWeights
 from ed_esurge.model import eos_token_ids
 from ed_esurge.model import model_name as name_of
@@ -349,8 +350,19 @@ class eSurge(ServesAdapters, ServesWeights):
             for name in self.loop.open_requests:
                 self.loop.execute(Abort(name))
             self.loop.execute(Pause())
-            if isinstance(self.loop, LeadingLoop):
+            if isinstance(self.loop, Leading):
                 self.loop.end()
+
+    @property
+    def role(self) -> Role:
+        """Among the processes on whose devices the model lies: `leads` takes requests."""
+        return self.loop.role
+
+    def beat(self) -> None:
+        """Tell the other processes, where there are some, that this one is there. Whoever drives
+        the engine calls it about each second in which there is nothing to step."""
+        with self._lock:
+            self.loop.beat()
 
     def follow(self) -> None:
         """Where the model lies on devices of several processes: in each but the first, take the
@@ -359,7 +371,7 @@ class eSurge(ServesAdapters, ServesWeights):
         Raises:
             ConfigError: there are no other processes, or this is the first.
         """
-        if not isinstance(self.loop, LeadingLoop):
+        if not isinstance(self.loop, Leading):
             raise ConfigError("the model lies on devices of this process alone: nobody to follow")
         self.loop.follow()
 

@@ -39,7 +39,7 @@ class StepResult:
 
     Args:
         plan: what was run.
-        packed: `Sampled.pack()` of the rows, int32 [n, w].
+        packed: `Sampled.pack()` of the rows, int32 [n, w]; None: the step ran elsewhere.
         places: for each row of the plan, the row of `packed` in which it samples first.
         scores: the same of the flat tokens, for prompt log-probabilities, or None.
         vectors: pooled vectors by slot, float32 [m, d], or None.
@@ -48,7 +48,7 @@ class StepResult:
     def __init__(
         self,
         plan: StepPlan,
-        packed: jax.Array,
+        packed: jax.Array | None,
         places: Sequence[int],
         scores: jax.Array | None = None,
         vectors: jax.Array | None = None,
