@@ -70,7 +70,8 @@ class EngineLoop:
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
         self._pending: StepResult | None = None
-        self._spoilt = False  # pages hold numbers that are not finite
+        self.spoilt = False
+        """Pages hold numbers that are not finite."""
         self._steps = 0
         self.arrivals = 0
         """Sequences that have come so far; the next one's number."""
@@ -179,7 +180,7 @@ class EngineLoop:
         """End a request whose own work failed; the others go on."""
         name = opened.add.request_id
         logger.error("request %r failed", name, exc_info=error)
-        self._spoilt |= isinstance(error, NotFinite)
+        self.spoilt |= isinstance(error, NotFinite)
         for sequence in opened.sequences:
             self.scheduler.finish(sequence, "error")
         said = str(error) if isinstance(error, NotFinite) else repr(error)
@@ -188,12 +189,18 @@ class EngineLoop:
         )
 
     def _settle(self) -> None:
-        """Finish the step in flight, send everybody back to the queue, drop cached prefixes."""
+        """Finish the step in flight, send everybody back to the queue, drop cached prefixes; pages
+        with numbers that are not finite are made anew."""
         if self._pending is not None:
             result, self._pending = self._pending, None
-            taken = self.scheduler.advance(result.plan, result.tokens())
+            taken = self.scheduler.advance(result.plan, self._finite(result))
             self.backlog += self._deliver(result, taken)
         self._begin_anew()
+        if self.spoilt:
+            self.spoilt = False
+            if self.runner.allocated:
+                self._free()
+                self._allocate()
 
     def _begin_anew(self) -> None:
         self.scheduler.preempt_all()
@@ -229,11 +236,11 @@ class EngineLoop:
             self._pending = None
             if result is not None:
                 taken = self.scheduler.advance(result.plan, self._finite(result))
-                if self._overlap and not self._spoilt:
+                if self._overlap and not self.spoilt:
                     # The device works on the next step while this one's text is made.
                     self._pending = self._start()
                 self.backlog += self._deliver(result, taken)
-            if self._spoilt:
+            if self.spoilt:
                 self._renew_pages()
         outputs, self.backlog = self.backlog, []
         return outputs
@@ -260,8 +267,10 @@ class EngineLoop:
         """The sampled tokens of a step; a request whose logits are no numbers has ended."""
         tokens = result.tokens()
         for name, sampled in tokens.items():
-            if sampled[0] < 0 and name in self._owner:
-                self.backlog.append(self._fail(self._owner[name], NotFinite()))
+            if sampled[0] < 0:
+                self.spoilt = True
+                if name in self._owner:  # else it has ended while the step ran
+                    self.backlog.append(self._fail(self._owner[name], NotFinite()))
         return tokens
 
     def _renew_pages(self) -> None:
@@ -270,15 +279,12 @@ class EngineLoop:
         Raises:
             EasyDeLError: they came from the weights, so that every request would end so.
         """
-        self._spoilt = False
         if not self._weights_are_finite():
             raise EasyDeLError(
                 "the served weights are not finite numbers (NaN or infinity), so no answer is of "
                 "use: call update_model_weights(model) with others"
             )
         self._settle()
-        self._free()
-        self._allocate()
 
     def _weights_are_finite(self) -> bool:
         return self.runner.weights.are_finite()

@@ -160,7 +160,12 @@ class Replicas:
             loop.launch()
         self._collect()
         for loop in self._done():
-            self._keep(loop.step())
+            try:
+                self._keep(loop.step())
+            except EasyDeLError:  # not finite weights, which are those of all
+                for each in self.loops:
+                    each.spoilt = True
+                raise
         outputs, self.backlog = self.backlog, []
         return outputs
 
