@@ -11,6 +11,7 @@ import pytest
 from ed_esurge import AsyncEngine, EngineConfig, PoolingParams, SamplingParams, eSurge
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.router import Router
+from ed_esurge.runner.result import StepResult
 from ed_esurge.server import background
 from ed_infra.errors import ConfigError, EasyDeLError, MeshError
 from ed_infra.specs import LoraSpec
@@ -111,6 +112,40 @@ def test_a_prompt_goes_where_its_prefix_is(pair, prompts):
     hits = [[stats["prefix_cache_hits"] for stats in each] for each in (before, after)]
     grown = [now - then for then, now in zip(*hits, strict=True)]
     assert sorted(grown) == [0, 3 * (len(prompt) // 8 * 8)]
+
+
+def test_a_replica_that_works_long_holds_no_other_up(pair, prompts, monkeypatch):
+    expected = tokens_of(pair.generate(prompts[:2], GREEDY))
+    working = True
+
+    class Late(StepResult):
+        @property
+        def ready(self):
+            return not working
+
+    slow = pair.loop.loops[0].runner
+    run = slow.run
+
+    def late(plan):
+        result = run(plan)
+        result.__class__ = Late
+        return result
+
+    monkeypatch.setattr(slow, "run", late)
+    names = {}
+    for index in range(2):
+        pair.add_request(str(index), prompts[index], GREEDY)
+        names[pair.loop._router.find(str(index))] = index
+    outputs = []
+    while not any(out.finished for out in outputs):
+        outputs += pair.step()
+    assert {out.request_id for out in outputs} == {str(names[1])}
+    working = False
+    while pair.has_unfinished_requests:
+        outputs += pair.step()
+    for index in range(2):
+        mine = [out for out in outputs if out.request_id == str(index)]
+        assert [[t for out in mine for t in out.outputs[0].token_ids]] == expected[index]
 
 
 def test_a_failing_request_ends_alone(pair, prompts, monkeypatch):
