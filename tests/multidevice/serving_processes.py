@@ -22,7 +22,6 @@ from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
 PROMPTS = [np.random.default_rng(0).integers(3, 128, n).tolist() for n in (1, 19, 7, 30, 4)]
-MIB = 2**20
 
 
 def engine(dims: tuple[int, ...], **options: Any) -> eSurge:
@@ -85,15 +84,16 @@ def served(engine: eSurge) -> list[Any]:
 
 
 def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
-    """Pages of engines where the processes have unequal room, and where one has none."""
+    """Pages of engines where the second process has room for fewer, and for none."""
     made: dict[str, Any] = {}
-    for name, room in (("unequal", 2 * MIB), ("none", 0)):
-        left = 8 * MIB if distributed.is_main() else room
+    for name, pages in (("fewer", 12), ("none", 0)):
+        room = 1000 if distributed.is_main() else pages
 
-        def memory(model: Any, left: int = left) -> list[tuple[int, int]]:
-            return [(2**30, int(2**30 * 0.85) - left)]
+        def memory(model: Any, room: int = room) -> list[tuple[int, int]]:
+            return [(2**30, int(2**30 * 0.85) - room * setup.page_bytes(model, 8))]
 
         setup.accelerator_memory = memory
+        setup.Setup._workspace = lambda self, pages: 0
         try:
             made[name] = engine(dims, num_pages=None).loop.runner.num_pages["full"]
         except ConfigError as error:
