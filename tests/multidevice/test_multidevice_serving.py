@@ -67,7 +67,7 @@ def test_the_first_process_serves_and_the_others_end_with_it(tmp_path: Path, dim
         "--compile-runner": "false",
     }
     command = ["-m", "ed_esurge", "serve", str(tmp_path / "model")]
-    command += [word for flag in flags.items() for word in flag]
+    command += ["=".join(flag) for flag in flags.items()]
     with started_processes(command, tmp_path, processes=2, devices=1) as both:
         url = None
         deadline = time.monotonic() + 300
