@@ -20,6 +20,8 @@ from ed_models.peft import load_adapter, save_adapter
 
 from tests.parity.peft_cases import our_logits, trained
 
+pytest.importorskip("torch")
+
 BOUND = 1e-5
 #: What a default run looks at: a plain family, a fused projection, experts, a tied head.
 BY_DEFAULT = (
