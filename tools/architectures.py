@@ -39,7 +39,7 @@ def _type_names(annotation: Any) -> list[str]:
 
 def generate() -> dict[str, dict[str, dict[str, Any]]]:
     """Read the tables off the transformers configuration classes of every known model type."""
-    from ed_layers.mlp import ACTIVATIONS
+    from ed_layers.activations import ACTIVATIONS
     from transformers import CONFIG_MAPPING
 
     out: dict[str, dict[str, dict[str, Any]]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tools.bench import packing
@@ -11,16 +12,16 @@ from tools.bench import packing
 
 @pytest.mark.parametrize("length", [4096, 8192])
 def test_rows_are_full(length: int, record_property: Callable[[str, object], None]) -> None:
-    rows = packing.figures(65_536, length)
-    record_property("summary", "packing\n" + packing.show(rows))
+    rows = packing.figures(65_536, length, rounds=1)
+    record_property("summary", packing.show("packing", rows))
     fill = {row.name: row.fill for row in rows}
-    best = fill["bfd, window 16,384"]
+    best = fill["bfd"]
     assert best >= 0.999
     assert fill["bfd, window 4,096"] >= 0.998
-    assert fill["bfd for pairs, window 16,384"] >= 0.98
+    assert fill["bfd for pairs"] >= 0.98
     assert fill["bfd for pairs, window 4,096"] >= 0.98
-    assert best == pytest.approx(fill["bisect, window 16,384"], abs=1e-4)
-    assert best > fill["first_fit, window 16,384"] > fill["greedy, window 16,384"]
+    assert best == pytest.approx(fill["bisect"], abs=1e-4)
+    assert best > fill["first_fit"] > fill["greedy"]
 
 
 def test_nothing_is_lost_on_the_way() -> None:
@@ -28,3 +29,13 @@ def test_nothing_is_lost_on_the_way() -> None:
     plans = packing.in_windows(lengths, 4096, "bfd", 1000)
     assert sum(plan.tokens for plan in plans) == lengths.sum()
     assert packing.bisect_rows(lengths[:1000], 4096) == plans[0].rows
+
+
+def test_tokens_are_moved_with_their_positions() -> None:
+    lengths = packing.chat_lengths(300, 512)
+    ends = np.cumsum(lengths)
+    documents = np.repeat(np.arange(300), lengths)
+    tokens, positions = packing.moved((documents % 251 + 1).astype(np.uint8), lengths, 512)
+    assert np.bincount(tokens[tokens > 0]).tolist() == np.bincount(documents % 251 + 1).tolist()
+    expected = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    assert sorted(positions[tokens > 0]) == sorted(expected)

@@ -33,9 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "overlap_execution": True,
         "speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
     },
+    "offloaded": {"num_pages": 26, "kv_offloading_size": 2.0**-6},
     "invariant": {"batch_invariant": True},
 }
 RECURRENT = ("mamba", "jamba")
+NOT_RECURRENT = ("speculated", "offloaded", "invariant")
 
 
 def subjects() -> list[Any]:
@@ -78,7 +80,7 @@ def test_sixty_four_prompts(subject: Subject, record_property: Any) -> None:
     expected = alone.sequences[:, width:].tolist()
     worst = 0.0
     for name, options in OPTIONS.items():
-        if subject.model_type in RECURRENT and name in ("speculated", "invariant"):
+        if subject.model_type in RECURRENT and name in NOT_RECURRENT:
             continue
         engine = eSurge(subject.model, **{**BASE, **options})
         for turn in range(2):  # the second time from the prefix cache, where there is one
@@ -87,6 +89,7 @@ def test_sixty_four_prompts(subject: Subject, record_property: Any) -> None:
             worst = worst if turn else max(worst, compare(subject, outputs))
         stats = engine.stats()
         assert name != "preempted" or stats["num_preemptions"] or not engine.loop.runner.num_pages
+        assert name != "offloaded" or stats["external_prefix_cache_hits"] > 0
         assert name != "speculated" or stats["spec_decode_num_drafts"] > 0
         engine.terminate()
     assert worst < 1e-4

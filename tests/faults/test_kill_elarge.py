@@ -69,6 +69,11 @@ trainer:
   steps_per_generation: 2
   num_iterations: 3
 """
+#: The method -> the part of its run file that is not `RUN`'s; ppo has a value head to restore.
+ONLINE = {
+    "grpo": SAMPLED,
+    "ppo": SAMPLED.replace("grpo", "ppo").replace("  num_return_sequences: 2\n", ""),
+}
 
 
 def start(folder, text=RUN):
@@ -141,8 +146,8 @@ def run(request, tmp_path_factory):
         finish(base, RUN.replace(f"max_training_steps: {STEPS}", "max_training_steps: 2"))
         text = RUN.replace(NEW, QUANTIZED.replace("BASE", str(base / "run" / "model")))
         assert text != RUN
-    if request.param == "grpo":
-        text = RUN.replace(GIVEN, SAMPLED)
+    if request.param in ONLINE:
+        text = RUN.replace(GIVEN, ONLINE[request.param])
     finish(folder, text)
     rows = rows_of(folder)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
@@ -175,12 +180,12 @@ def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("run", ["grpo"], indirect=True)
-def test_killed_twenty_times(run, tmp_path, record_property):
+@pytest.mark.parametrize(("run", "times"), [("grpo", 20), ("ppo", 6)], indirect=["run"])
+def test_killed_many_times(run, times, tmp_path, record_property):
     """Every second kill comes while a checkpoint is written, the others after a random step."""
     text, uninterrupted = run
     chance, kills = random.Random(time.time_ns()), []
-    for count in range(20):
+    for count in range(times):
         process = start(tmp_path, text)
         reached = saved(tmp_path) or 0
         if count % 2 and reached < STEPS - SAVE_EVERY:
@@ -207,4 +212,5 @@ def test_killed_twenty_times(run, tmp_path, record_property):
     finish(tmp_path, text)
     assert different(rows_of(tmp_path), uninterrupted) == []
     found = f"{len(uninterrupted)} rows equal"
-    record_property("summary", f"grpo killed at {', '.join(kills)}: {found}")
+    method = next(name for name, part in ONLINE.items() if part in text)
+    record_property("summary", f"{method} killed at {', '.join(kills)}: {found}")

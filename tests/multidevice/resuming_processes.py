@@ -1,7 +1,8 @@
 """A run over a packed mixture, on any mesh. Run by `test_multidevice_resume`.
 
 Arguments: the folder of the data and of what is made of them, the directory of the run, how many
-steps it goes, and the five sizes of the mesh.
+steps it goes, and the five sizes of the mesh. Each process writes which rows of each batch it has
+made to `read_PROCESS.json` in the directory of the run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
+import ed_data.loader
+import jax
 import numpy as np
 from ed_data import Mixture, build_loader, train_bpe
 from ed_infra import distributed
@@ -65,7 +69,11 @@ def train(folder: Path, directory: Path, steps: int, dims: case.Dims) -> None:
         use_tensorboard=False,
     )
     model = case.LlamaForCausalLM.create(config, seed=1)
-    SFTTrainer(arguments, model=model, train_dataset=loader).train()
+    make = ed_data.loader.make_batch
+    with mock.patch.object(ed_data.loader, "make_batch", side_effect=make) as made:
+        SFTTrainer(arguments, model=model, train_dataset=loader).train()
+    rows = [call.args[2] for call in made.call_args_list]
+    (directory / f"read_{jax.process_index()}.json").write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

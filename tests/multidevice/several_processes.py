@@ -12,7 +12,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from ed_infra import distributed, sharding
+from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger, once
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -73,6 +75,10 @@ def main(folder: Path, dims: case.Dims) -> None:
     for message in (b"", "plan: å".encode()):
         assert distributed.broadcast_bytes(message if distributed.is_main() else None) == message
     assert distributed.gather_bytes(b"xyz"[: 3 * jax.process_index()]) == [b"", b"xyz"]
+    assert distributed.from_main(jax.process_index) == 0
+    kind = ZeroDivisionError if distributed.is_main() else EasyDeLError
+    with pytest.raises(kind, match="integer division"):
+        distributed.from_main(lambda: 1 // jax.process_index())
     once(get_logger("ed_infra.event"), "an event of the whole run")
     get_logger("ed_infra.event").error("an error of process %d", jax.process_index())
 

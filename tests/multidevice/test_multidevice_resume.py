@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,9 @@ def test_a_run_moves_between_meshes_and_numbers_of_hosts(tmp_path: Path, record_
     module = ["-m", "tests.multidevice.resuming_processes"]
     command = [*module, tmp_path, moved, str(STEPS), "1", "4", "1", "2", "1"]
     run_processes(command, tmp_path / "logs", processes=2, devices=4)
+    # Of two microbatches of four rows: each process makes those of its devices.
+    read = [json.loads((moved / f"read_{i}.json").read_text()) for i in range(2)]
+    assert read == [[[0, 1, 4, 5]] * 2, [[2, 3, 6, 7]] * 2]
     rows = [read_rows(folder / "metrics.jsonl") for folder in (one, moved)]
     assert [[row["step"] for row in of] for of in rows] == [list(range(1, STEPS + 1))] * 2
     assert [row["tokens"] for row in rows[0]] == [row["tokens"] for row in rows[1]]

@@ -26,8 +26,7 @@ FIRST = {
 
 
 def test_every_method_is_compared() -> None:
-    # seq_kd is sft on rows that the teacher makes, rlvr is grpo with rules for rewards.
-    assert {*FIRST.values()} == {*METHODS} - {"seq_kd", "rlvr"}
+    assert {*FIRST.values()} == {*METHODS}
 
 
 @pytest.mark.parametrize(

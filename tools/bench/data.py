@@ -9,8 +9,9 @@
 The text is that of `pydoc_data.topics`, cut into paragraphs, with a number before each so that none
 is equal. All contenders have the same tokenizer and take turns. `datasets` is `Dataset.map` in
 batches of 1,000, which writes its cache as this project does; where TRL is installed, its
-`pack_dataset` packs what is loaded. grain reads the texts from memory and writes nothing; where it
-is not installed, a line says so.
+`pack_dataset` packs what is loaded. grain takes the texts from memory, in batches of 1,000 too, and
+writes nothing; its rows come with segments and positions, as ours do. Where one of the two is not
+installed, a line says so.
 """
 
 from __future__ import annotations
@@ -196,9 +197,8 @@ def _drained(items: Any) -> None:
 def _grain_tokens(corpus: Corpus) -> Any:
     import grain  # pyright: ignore[reportMissingImports]
 
-    return grain.MapDataset.source(corpus.rows).map(
-        lambda row: corpus.ids({"content": [row]})["input_ids"][0]
-    )
+    batches = grain.MapDataset.source(corpus.rows).batch(1000, batch_fn=list)
+    return batches.map(lambda rows: corpus.ids({"content": rows})["input_ids"])
 
 
 def _grain_batches(ids: list[np.ndarray]) -> Iterator[Any]:

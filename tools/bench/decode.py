@@ -4,12 +4,15 @@ uv run python -m tools.bench.decode                     SmolLM2-135M's shape, ra
 uv run python -m tools.bench.decode --family qwen3_moe qwen3_next --batch 1 8 --rounds 7
 uv run python -m tools.bench.decode --batch 1 8 --layers 8 --rounds 5
 uv run python -m tools.bench.decode --forms "torch float32" float32 bfloat16 int8 int4
+uv run python -m tools.bench.decode --llama-bin llama.cpp/build/bin --prompt 512 2048
 
 All load the same checkpoint, and their logits are compared first: those of 16 bits and less differ.
 int8 and int4 round activations to 8 bits, too, as llama.cpp's q8_0 and q4_0 do; embedding and head
-are quantized. Steps take turns, and begin at `--context` tokens; a cell is the least time and,
-behind it, the median: other load only adds, and how much there was is printed. Where a step reads
-every weight, its floor is the time to read them once at the bandwidth that the same run measures.
+are quantized. llama.cpp is left out where `--llama-bin` does not say where its programs are; it
+tells means of 8 steps. Steps take turns, and begin at `--context` tokens; a cell is the least time
+and, behind it, the median: other load only adds, and how much there was is printed. Where a step
+reads every weight, its floor is the time to read them once at the bandwidth that the same run
+measures.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.bench.llama_cpp import PROGRAM, LlamaCpp
 from tools.bench.measure import Run, all_turns, machine, read_bandwidth, table
 
 VOCAB = 49152
@@ -74,6 +78,10 @@ class Torch:
         with self.torch.inference_mode():
             out = self.model(self.torch.tensor(tokens), use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].float().numpy()
+
+    def prefiller(self, tokens: np.ndarray) -> Run:
+        """A run of `prefill`."""
+        return partial(self.prefill, tokens)
 
     def decoder(self, tokens: np.ndarray) -> Run:
         """A function that decodes one more token each time it is called."""
@@ -133,8 +141,12 @@ class Ours:
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
         """Logits of the last token."""
-        cache = self.model.init_cache(len(tokens), self.capacity)
+        cache = self.model.init_cache(*tokens.shape)
         return np.asarray(self.forward(self.leaves, cache, tokens)[0])
+
+    def prefiller(self, tokens: np.ndarray) -> Run:
+        """A run of `prefill`."""
+        return partial(self.prefill, tokens)
 
     def decoder(self, tokens: np.ndarray) -> Run:
         """A function that decodes one more token each time it is called."""
@@ -170,47 +182,64 @@ OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "int4": ("float32", {"dtype": "w4a8", "group_size": 32}),
 }
 THEIRS = {"torch float32": "float32", "torch bfloat16": "bfloat16"}
+LLAMA_CPP = {"llama.cpp bf16": "bf16", "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0"}
+#: Slots of the cache.
+CAPACITY = 512
+Contender = Torch | Ours | LlamaCpp
+
+
+def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str, Contender]:
+    """The contenders by their forms, which all have the checkpoint of the directory."""
+    capacity = max(CAPACITY, options.context + options.rounds + 2)
+    contenders: dict[str, Contender] = {}
+    for form in options.forms:
+        if form in THEIRS:
+            contenders[form] = Torch(directory, THEIRS[form])
+        elif form in OURS:
+            contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
+        elif options.llama_bin and family == "llama":
+            contenders[form] = LlamaCpp(directory, LLAMA_CPP[form], options.llama_bin)
+    return contenders
+
+
+def print_differences(contenders: dict[str, Contender], prompt: np.ndarray) -> None:
+    """How far the logits are from those of the first; llama.cpp's program gives none."""
+    logits = {f: of.prefill(prompt) for f, of in contenders.items() if not isinstance(of, LlamaCpp)}
+    first, *others = logits
+    apart = (f"{form} {np.abs(logits[form] - logits[first]).max():.1e}" for form in others)
+    print(f"largest difference of logits from those of {first}: {', '.join(apart)}")
 
 
 def measure(family: str, options: argparse.Namespace) -> None:
     """Compare the logits of one family, time its steps, and print a table."""
     tokens = partial(np.random.default_rng(0).integers, VOCAB)
-    capacity = max(options.prompt, options.context + options.rounds + 2)
-    contenders: dict[str, Torch | Ours] = {}
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        save_random(directory, family, options.layers)
-        for form in options.forms:
-            if form in THEIRS:
-                contenders[form] = Torch(directory, THEIRS[form])
-            else:
-                contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
-    prompt = tokens(size=(1, options.prompt))
-    exact, *others = (of.prefill(prompt) for of in contenders.values())
-    apart = (f"{np.abs(exact - other).max():.1e}" for other in others)
-    differences = zip(list(contenders)[1:], apart, strict=True)
-    print(f"\n{family}: largest difference of logits from those of {options.forms[0]}:")
-    print(", ".join(f"{form} {size}" for form, size in differences))
     bandwidth, reads_all = read_bandwidth(), "num_experts" not in SHAPES[family]
     rows: dict[str, list[str]] = {}
-    for form, of in contenders.items():
-        floor = f"{of.weight_bytes / bandwidth * 1e3:.1f}" if reads_all else ""
-        rows[form] = [form, f"{of.weight_bytes / 1e6:.0f}", floor]
 
     def column(runs: dict[str, Run], rounds: int) -> None:
         for form, seconds in all_turns(runs, rounds=rounds).items():
             least, median = min(seconds) * 1e3, statistics.median(seconds) * 1e3
             rows[form].append(f"{least:.1f} ({median:.1f})")
 
-    for batch in options.batch:
-        start = tokens(size=(batch, options.context))
-        column({form: of.decoder(start) for form, of in contenders.items()}, options.rounds)
-    runs: dict[str, Run] = {form: partial(of.prefill, prompt) for form, of in contenders.items()}
-    column(runs, max(3, options.rounds // 3))
+    with tempfile.TemporaryDirectory() as name:
+        save_random(Path(name), family, options.layers)
+        contenders = load(Path(name), family, options)
+        print(f"\n{family}")
+        print_differences(contenders, tokens(size=(1, options.prompt[0])))
+        for form, of in contenders.items():
+            floor = f"{of.weight_bytes / bandwidth * 1e3:.1f}" if reads_all else ""
+            rows[form] = [form, f"{of.weight_bytes / 1e6:.0f}", floor]
+        for batch in options.batch:
+            start = tokens(size=(batch, options.context))
+            column({form: of.decoder(start) for form, of in contenders.items()}, options.rounds)
+        for length in options.prompt:
+            prompt = tokens(size=(1, length))
+            runs = {form: of.prefiller(prompt) for form, of in contenders.items()}
+            column(runs, max(3, options.rounds // 3))
     steps = [f"decode, batch {batch}" for batch in options.batch]
-    header = ["ms", "weights, MB", "read limit", *steps, f"prefill, {options.prompt}"]
+    prompts = [f"prefill, {length}" for length in options.prompt]
     print(f"load of the machine: {os.getloadavg()[0]:.1f}\n")
-    print(table(header, [*rows.values()]))
+    print(table(["ms", "weights, MB", "read limit", *steps, *prompts], [*rows.values()]))
 
 
 def main() -> None:
@@ -222,16 +251,21 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--family", nargs="+", choices=sorted(SHAPES), default=["llama"])
-    forms = [*THEIRS, *OURS]
+    forms = [*THEIRS, *LLAMA_CPP, *OURS]
     add("--forms", nargs="+", choices=forms, default=forms)
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--context", type=int, default=32)
-    add("--prompt", type=int, default=512)
+    add("--prompt", type=int, nargs="+", default=[512])
     add("--layers", type=int, help="default: those of the family's shape")
     add("--mechanism", default="auto", help="attn_mechanism of the prompt")
     add("--rounds", type=int, default=15)
+    add("--llama-bin", type=Path, help="directory of llama.cpp's programs")
     options = parser.parse_args()
     print(machine())
+    if options.llama_bin is None:
+        print("llama.cpp is left out: --llama-bin says where its programs are")
+    elif not (options.llama_bin / PROGRAM).exists():
+        parser.error(f"--llama-bin: there is no {PROGRAM} in {options.llama_bin}")
     for family in options.family:
         measure(family, options)
 

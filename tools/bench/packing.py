@@ -4,28 +4,35 @@
     uv run python -m tools.bench.packing --documents 200000 --length 4096
 
 Lengths are those of chats: lognormal, with a median of 350 tokens and a tail to the row length; of
-pairs, two answers of unlike lengths to one prompt. Figures are of one core and of one run. `bisect`
-is best-fit decreasing with the rooms of the open rows in a sorted list. Where TRL and grain are
-installed, their own packers run on the same lengths: they move the tokens too, which are one byte
-each here. grain packs a stream into 64 open rows.
+pairs, two answers of unlike lengths to one prompt. Figures are of one core; strategies take turns,
+and medians count. `bisect` is best-fit decreasing with the rooms of the open rows in a sorted list.
+
+Where TRL and grain are installed, their own packers run on the first 16,384 of the same lengths.
+They move the tokens (one byte each here) into rows and number their positions, and so does ours
+there; grain makes segment numbers and padding too. grain packs a stream into 64 open rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import time
+import os
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from ed_data.packing import Packing, pack
+from ed_data.store import joined
 from numpy.typing import NDArray
+
+from tools.bench.measure import all_turns, table
 
 IntArray = NDArray[np.int64]
 STREAM_WINDOW = 4096
 WINDOW = 16_384
+COMPARED = 16_384  # documents of which others pack the tokens
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,50 @@ def bisect_rows(lengths: IntArray, capacity: int) -> int:
     return len(rows)
 
 
-def _timed(name: str, documents: int, tokens: int, length: int, plan: Callable[[], int]) -> Figure:
-    begin = time.perf_counter()
-    rows = plan()
-    seconds = time.perf_counter() - begin
-    return Figure(name, length, tokens / (rows * length), documents / seconds)
+def moved(
+    tokens: NDArray[np.uint8], lengths: IntArray, capacity: int
+) -> tuple[NDArray[np.uint8], IntArray]:
+    """Plan rows, and move the tokens into them.
+
+    Returns:
+        [rows, capacity] tokens, and their positions in their documents; 0 where there is none.
+    """
+    packing = pack(lengths, capacity)
+    first = (np.cumsum(lengths) - lengths)[packing.document] + packing.start
+    rows = np.repeat(np.arange(packing.rows), np.diff(packing.row_offsets))
+    before = np.cumsum(packing.length) - packing.length
+    column = before - before[packing.row_offsets[:-1]][rows]
+    target = joined(rows * capacity + column, packing.length)
+    moved_tokens = np.zeros((packing.rows, capacity), np.uint8)
+    positions = np.zeros((packing.rows, capacity), np.int64)
+    moved_tokens.reshape(-1)[target] = tokens[joined(first, packing.length)]
+    positions.reshape(-1)[target] = joined(packing.start, packing.length)
+    return moved_tokens, positions
+
+
+def timed(
+    plans: dict[str, Callable[[], int]],
+    tokens: dict[str, int],
+    documents: int,
+    capacity: int,
+    rounds: int,
+) -> list[Figure]:
+    """Run the plans in turn."""
+    rows: dict[str, int] = {}
+
+    def run(name: str) -> Callable[[], None]:
+        return lambda: rows.update({name: plans[name]()})
+
+    seconds = all_turns({name: run(name) for name in plans}, rounds=rounds)
+    return [
+        Figure(
+            name,
+            capacity,
+            tokens[name] / (rows[name] * capacity),
+            documents / median(seconds[name]),
+        )
+        for name in plans
+    ]
 
 
 def theirs(lengths: IntArray, capacity: int) -> dict[str, Callable[[], int]]:
@@ -98,13 +144,8 @@ def theirs(lengths: IntArray, capacity: int) -> dict[str, Callable[[], int]]:
         import pyarrow as pa
         from trl.data_utils import _pack_bfd  # pack_dataset adds the map of `datasets` around it
 
-        tables = [
-            pa.table({"input_ids": pa.array(tokens[at : at + WINDOW])})
-            for at in range(0, len(tokens), WINDOW)
-        ]
-        found[f"TRL's bfd, window {WINDOW:,}"] = lambda: sum(
-            len(_pack_bfd(table, capacity)) for table in tables
-        )
+        tokens_of_all = pa.table({"input_ids": pa.array(tokens)})
+        found["TRL's bfd"] = lambda: len(_pack_bfd(tokens_of_all, capacity))
     if importlib.util.find_spec("grain") is not None:
         import grain  # pyright: ignore[reportMissingImports]
 
@@ -116,73 +157,62 @@ def theirs(lengths: IntArray, capacity: int) -> dict[str, Callable[[], int]]:
     return found
 
 
-def figures(documents: int, length: int) -> list[Figure]:
-    """Every way to pack, for one row length."""
-    lengths = chat_lengths(documents, length)
-    tokens = int(lengths.sum())
+def figures(documents: int, length: int, rounds: int) -> list[Figure]:
+    """Every way to plan rows, for one row length."""
+    chats = chat_lengths(documents, length)
+    pairs = pair_lengths(documents, length).max(axis=0)
 
-    def ours(strategy: str, window: int) -> Callable[[], int]:
+    def ours(lengths: IntArray, strategy: str, window: int) -> Callable[[], int]:
         return lambda: sum(p.rows for p in in_windows(lengths, length, strategy, window))
-
-    result = [
-        _timed(f"{name}, window {window:,}", documents, tokens, length, ours(name, window))
-        for name, window in [
-            ("bfd", WINDOW),
-            ("bfd", STREAM_WINDOW),
-            ("first_fit", WINDOW),
-            ("greedy", WINDOW),
-            ("wrapped", WINDOW),
-        ]
-    ]
 
     def bisected() -> int:
         starts = range(0, documents, WINDOW)
-        return sum(bisect_rows(lengths[at : at + WINDOW], length) for at in starts)
+        return sum(bisect_rows(chats[at : at + WINDOW], length) for at in starts)
 
-    result.append(_timed(f"bisect, window {WINDOW:,}", documents, tokens, length, bisected))
-    pairs = pair_lengths(documents, length)
-    longest = pairs.max(axis=0)
-    for window in (WINDOW, STREAM_WINDOW):
-        result.append(
-            _timed(
-                f"bfd for pairs, window {window:,}",
-                documents,
-                int(longest.sum()),
-                length,
-                lambda window=window: sum(
-                    p.rows for p in in_windows(longest, length, "bfd", window)
-                ),
-            )
-        )
-    return result
+    plans = {
+        "bfd": ours(chats, "bfd", WINDOW),
+        f"bfd, window {STREAM_WINDOW:,}": ours(chats, "bfd", STREAM_WINDOW),
+        **{name: ours(chats, name, WINDOW) for name in ("first_fit", "greedy", "wrapped")},
+        "bisect": bisected,
+    }
+    tokens = dict.fromkeys(plans, int(chats.sum()))
+    of_pairs = {
+        "bfd for pairs": ours(pairs, "bfd", WINDOW),
+        f"bfd for pairs, window {STREAM_WINDOW:,}": ours(pairs, "bfd", STREAM_WINDOW),
+    }
+    tokens |= dict.fromkeys(of_pairs, int(pairs.sum()))
+    return timed({**plans, **of_pairs}, tokens, documents, length, rounds)
 
 
-def compared(documents: int, length: int) -> list[Figure]:
-    """The packers of other projects, on the same lengths."""
-    lengths = chat_lengths(documents, length)
-    tokens = int(lengths.sum())
-    plans = theirs(lengths, length)
-    return [_timed(name, documents, tokens, length, plan) for name, plan in plans.items()]
+def compared(length: int, rounds: int) -> list[Figure]:
+    """Packers that move the tokens: ours, and those of other projects."""
+    lengths = chat_lengths(COMPARED, length)
+    tokens = np.zeros(int(lengths.sum()), np.uint8)
+    plans = {"bfd": lambda: len(moved(tokens, lengths, length)[0]), **theirs(lengths, length)}
+    return timed(plans, dict.fromkeys(plans, len(tokens)), COMPARED, length, rounds)
 
 
-def show(found: list[Figure]) -> str:
+def show(title: str, found: list[Figure]) -> str:
     """A table."""
-    lines = [f"{'strategy':<36} {'row':>6} {'fill':>9} {'documents/s':>13}"]
-    lines += [f"{f.name:<36} {f.length:>6} {f.fill:>9.3%} {f.rate:>13,.0f}" for f in found]
-    return "\n".join(lines)
+    rows = [[f.name, str(f.length), f"{f.fill:.3%}", f"{f.rate:,.0f}"] for f in found]
+    return table([title, "row", "fill", "documents/s"], rows)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--documents", type=int, default=131_072)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, action="append")
     options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for everybody
     for package in ("trl", "grain"):
         if importlib.util.find_spec(package) is None:
             print(f"{package} is not installed: no figures of it")
     for length in options.length or [4096, 8192]:
-        print(show(figures(options.documents, length) + compared(options.documents, length)))
+        print(show("planning", figures(options.documents, length, options.rounds)))
+        print(show("with tokens", compared(length, options.rounds)))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,22 @@
     python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
     python -m tools.bench.train --shape 135m --rows 2
     python -m tools.bench.train --vocab 1000          the layers, not the head, are what counts
-    python -m tools.bench.train --contenders ours "torch bf16" --rounds 9
+    python -m tools.bench.train --contenders ours "ours bf16" "torch bf16" --rounds 9
     python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, beside TRL's
 
 Each contender lives in a process of its own, so that its peak memory is its own, and they take
 turns: a slow moment of the machine meets all. A step is forward, backward, clipping to a norm of 1
 and AdamW; of `dpo` also the forward pass of the reference, which is a model of its own on both
-sides. Ratios are of medians; peaks are of resident memory above an idle process with the same
-imports.
+sides. Ratios are of medians. Peaks are of resident memory above that of the same process after two
+steps of a tiny model: of the measured steps, and of the first, which compiles. "bf16" computes in
+bfloat16 over float32 parameters: `dtype` of the configuration, torch's autocast.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -23,6 +26,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,18 +58,31 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 #: Method -> its contenders. `torch` is what ratios are of.
 CONTENDERS = {
-    "sft": ("ours", "ours rematerialised", "torch", "torch bf16"),
+    "sft": ("ours", "ours rematerialised", "ours bf16", "torch", "torch bf16"),
     "dpo": ("ours", "ours rematerialised", "torch"),
 }
 _RATE = 1e-4
+#: Steps that compile and warm up.
+WARM_UP = 2
+#: What a process has done before its memory is taken for idle.
+TINY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
+TINY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
 #: Tokens of a pair's prompt.
 PROMPT = 32
 Step = Callable[[], float]
 
 
-def jax_step(method: str, fields: dict[str, Any], ids: np.ndarray, *, policy: str) -> Step:
-    """A step of a method's trainer, which returns the loss."""
+def jax_step(
+    method: str,
+    fields: dict[str, Any],
+    ids: np.ndarray,
+    *,
+    policy: str = "",
+    dtype: str = "float32",
+) -> Step:
+    """A step of a method's trainer, which returns the loss; computed in `dtype`."""
     import jax
+    import jax.numpy as jnp
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
     from ed_trainers import arguments_class, trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
@@ -80,7 +98,10 @@ def jax_step(method: str, fields: dict[str, Any], ids: np.ndarray, *, policy: st
     )
     dims = (1, 1, 1, 1, 1)
     config = LlamaConfig(**fields, sharding_axis_dims=dims, gradient_checkpointing=policy)
-    trainer = trainer_class(method)(arguments, LlamaForCausalLM.create(config, seed=0))
+    model = LlamaForCausalLM.create(
+        config, seed=0, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype("float32")
+    )
+    trainer = trainer_class(method)(arguments, model)
     schedule = build_schedule(arguments, 1000)
     state = EasyDeLState.create(model=trainer.model)
     state = state.init_tx(build_optimizer(arguments, schedule))
@@ -97,7 +118,7 @@ def jax_step(method: str, fields: dict[str, Any], ids: np.ndarray, *, policy: st
         stacked=True,
     )
     leaves = tuple(jax.tree.leaves(state))
-    del state, trainer
+    del state, trainer, model
 
     def run() -> float:
         nonlocal leaves
@@ -185,28 +206,39 @@ def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
 def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int) -> None:
     """Do a step for each line of standard input; print its seconds, loss and the peak so far."""
     made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
-        "ours": lambda f, i: jax_step(method, f, i, policy=""),
-        "ours rematerialised": lambda f, i: jax_step(method, f, i, policy="nothing_saveable"),
-        "torch": trl_step if method == "dpo" else lambda f, i: torch_step(f, i, autocast=False),
-        "torch bf16": lambda f, i: torch_step(f, i, autocast=True),
+        "ours": partial(jax_step, method),
+        "ours rematerialised": partial(jax_step, method, policy="nothing_saveable"),
+        "ours bf16": partial(jax_step, method, dtype="bfloat16"),
+        "torch": trl_step if method == "dpo" else partial(torch_step, autocast=False),
+        "torch bf16": partial(torch_step, autocast=True),
     }
     ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, length))
-    if name.startswith("ours"):
-        import jax
-
-        jax.numpy.ones(8).block_until_ready()
-        import ed_trainers.methods.dpo
-        import ed_trainers.methods.sft  # noqa: F401
-    else:
-        if method == "dpo":
-            import trl.trainer.dpo_trainer  # noqa: F401
-    idle = status("VmRSS")
+    tiny = {**fields, **TINY}
+    step = made[name](tiny, np.zeros((2, 2 * PROMPT), np.int32))
+    for _ in range(2):
+        step()
+    del step
+    idle = resident()
+    first = 0
     step = made[name](fields, ids.astype(np.int32))
-    for _ in sys.stdin:
+    for turn, _ in enumerate(sys.stdin):
+        if turn == WARM_UP:
+            first = status("VmHWM") - idle
+            resident()
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
         began = time.perf_counter()
         loss = step()
-        found = {"seconds": time.perf_counter() - began, "loss": loss}
-        print(json.dumps({**found, "peak": status("VmHWM") - idle}), flush=True)
+        told = {"seconds": time.perf_counter() - began, "loss": loss}
+        if turn >= WARM_UP:
+            told |= {"first": first, "peak": status("VmHWM") - idle}
+        print(json.dumps(told), flush=True)
+
+
+def resident() -> int:
+    """Bytes, after what is free went back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status("VmRSS")
 
 
 class Worker:
@@ -250,10 +282,10 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
     """A row for each contender."""
     workers = {name: Worker(name, args) for name in args.contenders}
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
-    for turn in range(args.rounds + 2):  # the first two compile and warm up
+    for turn in range(args.rounds + WARM_UP):
         for name, worker in workers.items():
             found = worker.step()
-            if turn > 1:
+            if turn >= WARM_UP:
                 steps[name].append(found)
     for worker in workers.values():
         assert worker.process.stdin is not None
@@ -272,8 +304,9 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
                 f"{medians[name]:.3f}",
                 f"{min(times):.3f}",
                 f"{rate:,.0f}",
-                f"{found[-1]['peak'] / 2**30:.2f}",
                 f"{base / medians[name]:.2f}" if base else "",
+                f"{found[-1]['peak'] / 2**30:.2f}",
+                f"{found[-1]['first'] / 2**30:.2f}",
             ]
         )
     return rows
@@ -303,8 +336,8 @@ def main() -> None:
     vocab = fields_of(args.shape, args.vocab or 0)["vocab_size"]
     print(machine(), f"load {os.getloadavg()[0]:.1f}", sep="; ")
     rows = f"{args.rows} {'pairs' if args.method == 'dpo' else 'rows'} of {args.length} tokens"
-    print(f"{args.method}, {args.shape}, vocabulary {vocab:,}, {rows}, float32")
-    header = ["", "s a step", "least", "tokens/s", "peak, GiB", "torch / this"]
+    print(f"{args.method}, {args.shape}, vocabulary {vocab:,}, {rows}")
+    header = ["", "s a step", "least", "tokens/s", "torch / this", "peak, GiB", "first step's"]
     print(table(header, measure(args)))
 
 

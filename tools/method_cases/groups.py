@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,41 @@ def moved(noise: float = 0.01) -> Path:
     return path
 
 
-def ours(method: str, options: dict[str, Any]) -> Outcome:
+#: What `checked` completions say, the answer that is wanted, and whether it is right.
+TEXTS: list[tuple[str, str | None, float | None]] = [
+    (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
+    ("#### 7", "8", 0.0),
+    ("<answer>1,200</answer>", "1200", 1.0),
+    ("12 or 13", "13", 1.0),
+    ("I do not know", "3", 0.0),
+    ("4", None, None),
+]
+
+
+def checked() -> Any:
+    """The completions, with texts of which some are right."""
+    texts, answers, _ = zip(*TEXTS, strict=True)
+    return replace(completions(), completions=list(texts), fields={"answer": list(answers)})
+
+
+def math_answer(completion_ids: list[list[int]], **fields: Any) -> list[float | None]:
+    """Whether each completion of `checked` is right, by hand."""
+    said = {tuple(ids): right for ids, (_, _, right) in zip(_ids(), TEXTS, strict=True)}
+    return [said[tuple(ids)] for ids in completion_ids]
+
+
+def _ids() -> list[list[int]]:
+    return completions().completion_ids
+
+
+def functions_of(options: dict[str, Any]) -> list[Callable[..., Any]]:
+    """As many rewards as there are weights."""
+    return [remainder, length][: len(options.get("reward_weights", (1, 1)))]
+
+
+def ours(
+    method: str, options: dict[str, Any], functions: list[Callable[..., Any]], given: Any
+) -> Outcome:
     """Rows by the first model, loss by the one that has moved."""
     from ed_trainers import arguments_class, trainer_class
 
@@ -91,29 +126,28 @@ def ours(method: str, options: dict[str, Any]) -> Outcome:
         num_return_sequences=GROUP,
         **options,
     )
-    functions: list[Callable[..., Any]] = [remainder, length]
-    if len(options.get("reward_weights", (1, 1))) == 1:
-        functions = functions[:1]
     frozen = {"reference": our_model(folder(1))} if arguments.has_reference else {}
     first, later = (
         made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
-    given = completions()
     rows, figures = first.rows_of(given, first.weights())
     said = our_outcome(later, rows)
     return Outcome(said.loss, {**given.figures(), **figures, **said.metrics}, said.gradients)
 
 
-def theirs(trainer_of: Any, config: Any, options: dict[str, Any], corrects: str) -> Outcome:
+def theirs(
+    trainer_of: Any,
+    config: Any,
+    options: dict[str, Any],
+    functions: list[Callable[..., Any]],
+    corrects: str = "",
+) -> Outcome:
     """The same by TRL's trainer."""
     import torch
     from datasets import Dataset
 
     given = completions()
-    functions: list[Callable[..., Any]] = [remainder, length]
-    if len(options.get("reward_weights", (1, 1))) == 1:
-        functions = functions[:1]
     with tempfile.TemporaryDirectory() as directory:
         arguments = config_of(
             config,
@@ -173,7 +207,22 @@ def grpo(loss_type: str, corrects: str = "", **options: Any) -> dict[str, float]
     if loss_type == "gspo":
         other |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     own["importance_sampling_correction"] = corrects or "none"
-    return errors(ours("grpo", own), theirs(GRPOTrainer, GRPOConfig, other, corrects))
+    functions = functions_of(options)
+    return errors(
+        ours("grpo", own, functions, completions()),
+        theirs(GRPOTrainer, GRPOConfig, other, functions, corrects),
+    )
+
+
+def rlvr() -> dict[str, float]:
+    """`rlvr` by its own rule beside `trl.GRPOTrainer` with rewards that were checked by hand."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    own = {"loss_type": "dapo", "beta": 0.04}
+    return errors(
+        ours("rlvr", {**own, "importance_sampling_correction": "none"}, [], checked()),
+        theirs(GRPOTrainer, GRPOConfig, own, [math_answer]),
+    )
 
 
 def rloo(**options: Any) -> dict[str, float]:
@@ -181,7 +230,11 @@ def rloo(**options: Any) -> dict[str, float]:
     from trl import RLOOConfig, RLOOTrainer
 
     own = {"beta": 0.05, **options}
-    return errors(ours("rloo", own), theirs(RLOOTrainer, RLOOConfig, own, ""))
+    functions = functions_of(options)
+    return errors(
+        ours("rloo", own, functions, completions()),
+        theirs(RLOOTrainer, RLOOConfig, own, functions),
+    )
 
 
 GRPO, RLOO = "`trl.GRPOTrainer`", "`trl.RLOOTrainer`"
@@ -214,4 +267,5 @@ CASES: dict[str, Case] = {
             rloo, normalize_advantages=True, reward_clip_range=(0.2, 1.5), epsilon=0.02, beta=0.0
         ),
     ),
+    "rlvr": Case("`trl.GRPOTrainer`, answers checked by hand", rlvr),
 }

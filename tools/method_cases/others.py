@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from tools.method_cases import harness
@@ -14,20 +15,46 @@ def shifted(tensors: dict[str, Any]) -> tuple[Any, Any]:
     return labels, labels != -100
 
 
-def sft() -> dict[str, float]:
-    """`sft` beside the cross-entropy of torch."""
+def beside_cross_entropy(
+    documents: list[harness.Answer], trainer: Any, batch: Any
+) -> dict[str, float]:
+    """A trainer of the first model beside the cross-entropy of torch of the answers."""
     import torch
 
-    path, documents = harness.folder(0), [chosen for chosen, _ in harness.pairs()]
     tensors = harness.answer_tensors(documents)
     labels, _ = shifted(tensors)
-    model = harness.hf_model(path).double()
+    model = harness.hf_model(harness.folder(0)).double()
     logits = model(tensors["input_ids"], attention_mask=tensors["attention_mask"]).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    ours = harness.our_outcome(
-        harness.trainer_of("sft", harness.our_model(path)), harness.packed(documents, 2)
+    theirs = harness.their_outcome(model, loss, {})
+    return harness.errors(harness.our_outcome(trainer, batch), theirs)
+
+
+def sft() -> dict[str, float]:
+    """`sft` beside the cross-entropy of torch."""
+    documents = [chosen for chosen, _ in harness.pairs()]
+    trainer = harness.trainer_of("sft", harness.our_model(harness.folder(0)))
+    return beside_cross_entropy(documents, trainer, harness.packed(documents, 2))
+
+
+def seq_kd() -> dict[str, float]:
+    """`seq_kd` beside the cross-entropy of what `generate` of transformers answers."""
+    import torch
+
+    prompts = [chosen.prompt for chosen, _ in harness.pairs()]
+    teacher = harness.hf_model(harness.folder(1))
+    documents = []
+    for prompt in prompts:
+        said = teacher.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        documents.append(harness.Answer(prompt, said[0, len(prompt) :].tolist()))
+    trainer = harness.trainer_of(
+        "seq_kd",
+        harness.our_model(harness.folder(0)),
+        {"teacher": harness.our_model(harness.folder(1))},
+        max_prompt_length=8,
+        max_completion_length=8,
     )
-    return harness.errors(ours, harness.their_outcome(model, loss, {}))
+    return beside_cross_entropy(documents, trainer, SimpleNamespace(input_ids=prompts))
 
 
 def distillation(
@@ -147,6 +174,9 @@ _GKD = "`trl.experimental.gkd.GKDTrainer`'s divergence, torch in float64"
 _FORWARD = {"alpha": 0.9, "beta": 0.0, "temperature": 2.0, "hidden": 0.0}
 CASES = {
     "sft": harness.Case("`torch`'s cross-entropy in float64", sft),
+    "seq_kd": harness.Case(
+        "greedy answers of `transformers`, `torch`'s cross-entropy in float64", seq_kd
+    ),
     "distillation forward": harness.Case(_GKD, partial(distillation, **_FORWARD)),
     "distillation reverse": harness.Case(_GKD, partial(distillation, **{**_FORWARD, "beta": 1.0})),
     "distillation Jensen-Shannon, hidden states": harness.Case(

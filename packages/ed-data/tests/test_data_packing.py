@@ -129,8 +129,29 @@ def test_unknown_strategy_and_impossible_length():
 )
 @settings(deadline=None, max_examples=200)
 def test_both_ways_of_best_fit_give_one_plan(lengths, capacity):
-    from ed_data.packing import best_fit_by_length, best_fit_one_by_one
+    from ed_data.packing import best_fit_by_length, best_fit_by_row
 
     pieces = np.array(lengths, np.int64)
-    first, second = best_fit_one_by_one(pieces, capacity), best_fit_by_length(pieces, capacity)
+    first, second = best_fit_by_row(pieces, capacity), best_fit_by_length(pieces, capacity)
     assert first.tolist() == second.tolist()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=80),
+    capacity=st.integers(30, 70),
+)
+@settings(deadline=None)
+def test_best_fit_is_the_textbooks(lengths, capacity):
+    """Of rows with equal room the one that has had this room the longest."""
+    from ed_data.packing import best_fit_by_row
+
+    rows: list[list[int]] = []  # room, and when it came to be
+    chosen = [0] * len(lengths)
+    for turn, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        fitting = [(*row, number) for number, row in enumerate(rows) if row[0] >= lengths[piece]]
+        number = min(fitting)[2] if fitting else len(rows)
+        if not fitting:
+            rows.append([capacity, turn])
+        rows[number] = [rows[number][0] - lengths[piece], turn]
+        chosen[piece] = number
+    assert best_fit_by_row(np.array(lengths, np.int64), capacity).tolist() == chosen

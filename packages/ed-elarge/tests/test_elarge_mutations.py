@@ -209,6 +209,7 @@ actions:
             enable_function_calling: true, tool_parser_name: hermes, reasoning_parser: none,
             oai_like_processor: true, drain_seconds: 5, lora_directory: loras,
             batch_directory: batches, otlp_traces_endpoint: "http://127.0.0.1:4318/v1/traces",
+            enable_sleep_mode: true,
             limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
             max_connections: 3, max_generations: 4, max_stored_responses: 5,
             max_file_bytes: 2048, max_files: 7, max_batches: 8, max_batch_requests: 9,
@@ -382,7 +383,7 @@ VALID: dict[str, str] = {
         "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
         "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
         "actions.serve.drain_seconds actions.serve.enable_function_calling "
-        "actions.serve.oai_like_processor "
+        "actions.serve.oai_like_processor actions.serve.enable_sleep_mode "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "
         "base_config.values.scan_layers esurge.auto_cap_new_tokens esurge.auto_truncate_prompt "

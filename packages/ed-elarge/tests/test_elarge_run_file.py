@@ -263,6 +263,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "trainer.trainable_rules",
         "the adapters alone learn",
     ),
+    (
+        {"lora": {}, "trainer__trainer_type": "kto", "trainer__sync_ref_model": True},
+        "trainer.sync_ref_model",
+        "the base under them, which stays",
+    ),
     ({"loader": {"dtype": "bf61"}}, "loader.dtype", "did you mean 'bf16'?"),
     ({"loader": 3}, "loader", "must be a mapping of keys to values, got 3"),
     ({"model__config__model_type": "lama"}, "model.config.model_type", "did you mean 'llama'?"),

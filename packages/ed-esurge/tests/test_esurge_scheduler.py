@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+from ed_esurge.core.host_pages import HostPages
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
 from ed_esurge.core.plan import NewSequence
 from ed_esurge.core.proposals import Proposer
@@ -44,8 +45,19 @@ class FakePages:
         self.window = groups["window"].window
         self.cells: dict[tuple[str, int, int], int] = {}
         self.slots: dict[int, tuple[NewSequence, dict[str, list[int]]]] = {}
+        self.host: dict[tuple[str, int], list[int]] = {}
+
+    def move(self, plan) -> None:
+        for group, (saves, _) in plan.moves.items():
+            for place, page in saves.items():
+                self.host[group, place] = [self.cells[group, page, i] for i in range(self.size)]
+        for group, (_, loads) in plan.moves.items():
+            for page, place in loads.items():
+                for i, token in enumerate(self.host[group, place]):
+                    self.cells[group, page, i] = token
 
     def run(self, plan) -> dict[str, list[int]]:
+        self.move(plan)
         for new in plan.started:
             self.slots[new.slot] = (new, {group: [] for group in self.groups})
         sampled = {}
@@ -113,9 +125,22 @@ class Traffic(RuleBasedStateMachine):
         spare=st.integers(0, 6),
         at_once=st.integers(1, 3),
         guesses=st.integers(0, 3),
+        host=st.integers(0, 12),
     )
     def start(
-        self, pages, size, seqs, extra, chunk, policy, caching, window, spare, at_once, guesses
+        self,
+        pages,
+        size,
+        seqs,
+        extra,
+        chunk,
+        policy,
+        caching,
+        window,
+        spare,
+        at_once,
+        guesses,
+        host,
     ):
         self.longest = pages * size
         limits = Limits(seqs, seqs + extra, self.longest, chunk, policy)
@@ -126,6 +151,7 @@ class Traffic(RuleBasedStateMachine):
             num_pages=groups,
             page_size=size,
             prefix_caching=caching,
+            host_places=host,
             proposer=Guesses(guesses) if guesses else None,
         )
         self.device = FakePages(groups, size, at_once)
@@ -216,6 +242,15 @@ class Traffic(RuleBasedStateMachine):
             assert request.slot is None
         slots = [r.slot for r in scheduler.running]
         assert len(set(slots)) == len(slots)
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def host_memory_is_bounded(self):
+        prefixes = self.scheduler.pages.prefixes
+        for host in prefixes.host.values() if prefixes is not None else ():
+            places = [*host._place_of.values(), *host._blank]
+            assert sorted(places) == list(range(host.places))  # none is lost, none is held twice
+            assert set(host.saves) | set(host.loads.values()) <= set(host._place_of.values())
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
@@ -328,6 +363,77 @@ def test_a_window_needs_only_its_own_pages_of_a_prefix():
     assert third.num_cached == 0
 
 
+def evicting(host_places: int, groups: dict[str, PageGroup] | int = 4) -> Scheduler:
+    """A scheduler whose pool has the pages of one sequence."""
+    return Scheduler(Limits(2, 64, 16), num_pages=groups, page_size=4, host_places=host_places)
+
+
+def test_pages_come_back_from_host_memory():
+    groups = {"full": PageGroup(4), "window": PageGroup(4, 99)}
+    scheduler, device = evicting(6, groups), FakePages(groups, 4, 1)
+    seen = []
+    for number, token in enumerate((1, 2, 1, 3, 1, 2)):
+        request = make([token] * 13, number, max_tokens=1)
+        scheduler.add(request)
+        plan = scheduler.schedule()
+        scheduler.advance(plan, device.run(plan))  # which reads what was not computed
+        assert request.output == expected(request.prompt, 1)
+        (saves, loads) = plan.moves.get("full", ({}, {}))
+        seen.append((request.num_cached, len(saves), len(loads)))
+    # Six places: those of 2 make room for those of 3.
+    assert seen == [(0, 0, 0), (0, 3, 0), (12, 3, 3), (0, 0, 0), (12, 3, 3), (0, 0, 0)]
+    prefixes = scheduler.pages.prefixes
+    assert (prefixes.queries, prefixes.hits) == (6 * 13, 0)
+    assert (prefixes.host_queries, prefixes.host_hits) == (6 * 13, 24)
+    scheduler.pages.forget_prefixes()
+    assert not any(len(host) for host in prefixes.host.values())
+    assert not scheduler.pages.take_moves()
+
+
+def test_what_one_salt_left_in_host_memory_no_other_finds():
+    scheduler = evicting(16)
+    for number, (prompt, salt) in enumerate(
+        [([1] * 13, b"a"), ([2] * 13, b"a"), ([1] * 13, b"b"), ([2] * 13, b"b"), ([1] * 13, b"a")]
+    ):
+        request = make(prompt, number, max_tokens=1, salt=salt)
+        scheduler.add(request)
+        run(scheduler)
+        assert request.num_cached == (12 if number == 4 else 0)
+
+
+def test_the_least_recently_used_page_makes_room():
+    host = HostPages(2)
+    for page, key in enumerate([b"1", b"2", b"1", b"3"]):
+        host.save(key, page)
+    assert [key in host for key in (b"1", b"2", b"3")] == [True, False, True]
+    assert host.saves == {0: 0, 1: 3}  # what is here is not copied again
+
+
+def test_a_place_that_is_about_to_be_read_is_not_given_away():
+    host = HostPages(2)
+    host.save(b"1", 10)
+    host.save(b"2", 11)
+    host.forget_moves()
+    places = host.take([b"1"])
+    host.save(b"3", 12)  # takes the place of 2: that of 1 is not to be had
+    assert (b"2" in host, b"3" in host) == (False, True)
+    host.load([b"1"], places, [20])
+    host.save(b"4", 13)
+    host.save(b"5", 14)
+    assert (b"1" in host, b"5" in host, b"4" in host) == (True, True, False)
+    assert host.saves == {1 - places[0]: 14}
+    host.save(b"1", 20)  # its page is given up before the copy was made
+    assert (host.loads, b"1" in host) == ({}, True)
+    full = HostPages(1)
+    full.save(b"1", 10)
+    full.load([b"1"], full.take([b"1"]), [20])
+    full.save(b"2", 11)
+    assert b"2" not in full
+    nothing = HostPages(0)
+    nothing.save(b"1", 10)
+    assert not nothing.saves
+
+
 def test_priority_goes_first_and_pushes_out_the_least_important():
     limits = Limits(2, 64, 16, policy="priority")
     scheduler = Scheduler(limits, num_pages=5, page_size=4, prefix_caching=False)
@@ -373,7 +479,9 @@ def test_a_hundred_thousand_requests(seed, record_property):
     least = pages_of_sequence(5, 40, min(3 + seed, seqs + extra), size)
     groups = {"full": PageGroup(pages), "window": PageGroup(least + pages // 2, 5)}
     proposer = Guesses(seed) if seed else None
-    scheduler = Scheduler(limits, num_pages=groups, page_size=size, proposer=proposer)
+    scheduler = Scheduler(
+        limits, num_pages=groups, page_size=size, proposer=proposer, host_places=10 * seed
+    )
     device = FakePages(groups, size, 1)
     begun: dict[str, Request] = {}
     number = done = steps = 0
@@ -420,5 +528,7 @@ def test_a_hundred_thousand_requests(seed, record_property):
     assert len(scheduler._slots) == limits.max_num_seqs
     for pool in scheduler.pages.pools.values():
         assert pool.num_free == pool.num_pages
+    prefixes = scheduler.pages.prefixes
+    assert (prefixes.host_hits > 0) == (seed > 0)
     text = f"seed {seed}: {done} done in {steps} steps, {scheduler.num_preemptions} preemptions"
-    record_property("summary", text)
+    record_property("summary", f"{text}, {prefixes.host_hits} tokens from host memory")

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from ed_esurge.command.run_batch import answer_lines
-from ed_esurge.server import answers, create_app
+from ed_esurge.server import answers, batch_store, batch_worker, create_app
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
@@ -229,6 +229,55 @@ def test_a_batch_can_be_cancelled(tmp_path):
         done = over(client, batch.id)
         assert done.status == "cancelled"
         assert 0 < len(rows(client, done.output_file_id)) == done.request_counts.completed < 99
+
+
+def test_what_is_not_answered_in_time_expires(tmp_path, monkeypatch):
+    """What is done by then is kept; what runs is given up, and the rest is never begun. A batch
+    that the end of the server cut off after its time is no other."""
+    monkeypatch.setattr(batch_store, "DAY", 3)
+    engine = ScriptedEngine(lambda prompt, _: "x" * 200 if len(prompt) > 9 else "x", delay=0.05)
+    texts = {"quick": "a", "slow": "a" * 20}
+    ask = {kind: {"prompt": text, "max_tokens": 200} for kind, text in texts.items()}
+    lines = [line(kind, ask[kind], "/v1/completions") for kind in texts]
+    lines += [line(str(place), ask["quick"], "/v1/completions") for place in range(40)] + ["{"]
+    options = {"batch_directory": tmp_path, "limits": {"batch_concurrency": 1}}
+    with background(engine, **options) as url:
+        client = client_of(url)
+        batch = run(client, *lines, endpoint="/v1/completions")
+        assert batch.expires_at == batch.created_at + 3
+        waiting = run(client, *lines[:3], endpoint="/v1/completions")
+        done = over(client, batch.id)
+        assert (done.status, done.completed_at) == ("expired", None)
+        assert done.created_at + 3 <= done.expired_at
+        counts = done.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (43, 1, 42)
+        assert [row["custom_id"] for row in rows(client, done.output_file_id)] == ["quick"]
+        failed = rows(client, done.error_file_id)
+        assert {row["error"]["code"] for row in failed} == {"batch_expired"}
+        assert [row["response"] for row in failed] == [None] * 42
+        asked = ["slow", *map(str, range(40)), None]
+        assert sorted(row["custom_id"] or "" for row in failed) == sorted(
+            one or "" for one in asked
+        )
+        assert len(engine.requests) == 2
+        assert len(engine.aborted) == 1
+        # It waited behind the other for all of its time.
+        after = over(client, waiting.id)
+        assert (after.status, after.request_counts.failed) == ("expired", 3)
+        assert after.output_file_id is None
+
+
+def test_a_batch_expires_while_nobody_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_store, "DAY", 1)
+    monkeypatch.setattr(batch_worker, "PATIENCE", 0.05)
+    engine = ScriptedEngine()
+    engine.is_sleeping = True
+    with background(engine, batch_directory=tmp_path) as url:
+        client = client_of(url)
+        done = over(client, run(client, line("a"), line("b")).id)
+        assert (done.status, done.output_file_id) == ("expired", None)
+        codes = [row["error"]["code"] for row in rows(client, done.error_file_id)]
+        assert codes == ["batch_expired"] * 2
 
 
 def test_a_file_is_answered_in_order():

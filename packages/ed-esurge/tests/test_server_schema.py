@@ -24,21 +24,33 @@ def root(tmp_path_factory):
         yield url.removesuffix("/v1")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("path", BODIES)
-def test_no_request_is_too_much(root, path):
+def ask(root, path, examples):
+    """Ask so often with bodies as the document says, and with others."""
     schema = schemathesis.openapi.from_url(f"{root}/openapi.json")
     operation = schema[path]["POST"]
     for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
 
         @settings(
-            max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
         )
         @given(operation.as_strategy(generation_mode=mode))
-        def ask(case):
+        def once(case):
             answer = case.call(base_url=root, timeout=20)
             assert answer.status_code in (200, 400, 403, 404), answer.text
             if answer.status_code != 200:
                 assert answer.json()["error"]["message"]
 
-        ask()
+        once()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", BODIES)
+def test_no_request_is_too_much(root, path):
+    ask(root, path, examples=40)
+
+
+def test_completions_stand_what_comes(root):
+    ask(root, "/v1/completions", examples=8)

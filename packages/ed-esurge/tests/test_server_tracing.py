@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import sys
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -130,12 +135,50 @@ def test_a_client_that_leaves_ends_the_span(spans):
     assert 0 < span.attributes["gen_ai.usage.completion_tokens"] < 200
 
 
-def test_without_the_extra_it_is_said():
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"ed-esurge\[otel\]"):
-            provider_for("http://127.0.0.1:1/v1/traces")
-    else:
-        assert opentelemetry.exporter
-        provider_for("http://127.0.0.1:1/v1/traces").shutdown()
+class Collector(BaseHTTPRequestHandler):
+    """Takes what an exporter sends."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        packed = self.headers.get("content-encoding") == "gzip"
+        self.bodies.append(gzip.decompress(body) if packed else body)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format, *args):
+        pass
+
+
+def test_a_collector_gets_the_spans():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    Collector.bodies.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        Thread(target=collector.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        engine = ScriptedEngine(lambda prompt, choice: "abc")
+        with background(engine, otlp_traces_endpoint=endpoint) as url:
+            body = {"prompt": "a secret", "max_tokens": 2}
+            answer = httpx.post(f"{url}/completions", json=body, headers={"traceparent": PARENT})
+        collector.shutdown()
+    (sent,) = [ExportTraceServiceRequest.FromString(body) for body in Collector.bodies]
+    (of_service,) = sent.resource_spans
+    names = {a.key: a.value.string_value for a in of_service.resource.attributes}
+    assert names["service.name"] == "ed-esurge"
+    (span,) = of_service.scope_spans[0].spans
+    attributes = {a.key: a.value for a in span.attributes}
+    assert span.name == "llm_request"
+    assert span.trace_id.hex() == PARENT.split("-")[1]
+    assert span.parent_span_id.hex() == PARENT.split("-")[2]
+    assert attributes["gen_ai.request.id"].string_value == f"{answer.json()['id']}-0"
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 2
+    assert b"secret" not in Collector.bodies[0]
+
+
+def test_without_the_extra_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"ed-esurge\[otel\]"):
+        provider_for("http://127.0.0.1:1/v1/traces")

@@ -208,5 +208,12 @@ def test_a_process_gives_its_own_rows(config):
     own = sharding.make_global({"ids": rows}, where, rows=8)["ids"]
     np.testing.assert_array_equal(own, rows)
     assert own.sharding == sharding.make_global(rows, where).sharding
+    stacked = rows.reshape(2, 4, 6)
+    where = NamedSharding(config.mesh, P(None, ("fsdp", "dp"), "sp"))
+    assert sharding.local_rows(where, 4, axis=1) == slice(0, 4)
+    own = sharding.make_global(stacked, where, rows=4, axis=1)
+    np.testing.assert_array_equal(own, stacked)
+    assert own.sharding == sharding.make_global(stacked, where).sharding
+    where = NamedSharding(config.mesh, P(("fsdp", "dp"), "sp"))
     with pytest.raises(ConfigError, match=r"shape \(4, 6\) .* give these 8 rows"):
         sharding.make_global(rows[:4], where, rows=8)

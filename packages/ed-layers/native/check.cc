@@ -68,8 +68,15 @@ bool product(const ed::Level& level) {
     for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
   }
   auto compute = whole ? level.whole : p.transposed ? level.rows : level.columns;
-  for (int64_t first = 0; first < outputs; first += 2 * ed::kTile)
-    compute(p, first, std::min(outputs, first + 2 * ed::kTile));
+  int64_t share = whole ? 2 * ed::kTile : ed::kUnit * draw(1, 9);
+  auto up = floats(p.rows * outputs);
+  ed::Product second = p;
+  second.y = up.data();
+  for (int64_t first = 0; first < outputs; first += share) {
+    int64_t last = std::min(outputs, first + share);
+    compute(p, first, last);
+    level.gate(static_cast<ed::Gate>(draw(1, 2)), p, second, first, last);
+  }
   return finite(y);
 }
 

@@ -32,12 +32,12 @@ struct Weights {
   const float* table;
   const float* zero;
 
-  // kVectors vectors of input i, whose parity is known.
-  template <int parity>
+  // V vectors of input i, whose parity is known.
+  template <int parity, int V>
   ED_INLINE void get(int64_t i, Vec* row, bool far) const {
     int64_t at = (format == Format::kFourBits ? i / 2 : i) * stride;
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c, at += kLanes) {
+    for (int c = 0; c < V; ++c, at += kLanes) {
       if constexpr (format == Format::kFloat32) {
         auto* from = static_cast<const float*>(w) + at;
         row[c] = load(from);
@@ -64,25 +64,26 @@ struct Weights {
   }
 };
 
-// sums [R, kBlock] += x [R, k] * w [k, kBlock], times the scales [kBlock] if there are any.
-template <int R, typename W>
+// sums [R, V vectors] += x [R, k] * w [k, V vectors], times the scales of the columns if there are
+// any.
+template <int R, int V, typename W>
 void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const float* scale,
               float* sums, int64_t sums_stride, bool far) {
-  Vec acc[R][kVectors] = {};
+  Vec acc[R][V] = {};
   if (scale == nullptr) {
     ED_UNROLL
     for (int r = 0; r < R; ++r)
       ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) acc[r][c] = load(sums + r * sums_stride + c * kLanes);
+      for (int c = 0; c < V; ++c) acc[r][c] = load(sums + r * sums_stride + c * kLanes);
   }
   auto add = [&](auto parity, int64_t i) __attribute__((always_inline)) {
-    Vec row[kVectors];
-    w.template get<decltype(parity)::value>(i, row, far);
+    Vec row[V];
+    w.template get<decltype(parity)::value, V>(i, row, far);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       Vec number = broadcast(x[r * x_stride + i]);
       ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) acc[r][c] += number * row[c];
+      for (int c = 0; c < V; ++c) acc[r][c] += number * row[c];
     }
   };
   int64_t i = 0;
@@ -91,7 +92,7 @@ void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const floa
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) {
+    for (int c = 0; c < V; ++c) {
       float* to = sums + r * sums_stride + c * kLanes;
       if (scale != nullptr) acc[r][c] = load(to) + acc[r][c] * load(scale + c * kLanes);
       store(to, acc[r][c]);
@@ -178,6 +179,14 @@ void unpack_tail(const Product& p, int64_t i, int64_t k, int64_t column, int64_t
   }
 }
 
+// Call `f(Count<vectors>, first column)` for blocks of `count` columns, which are whole vectors.
+template <typename F>
+ED_INLINE void over_blocks(int64_t count, const F& f) {
+  int64_t c = 0;
+  for (; c + kBlock <= count; c += kBlock) f(Count<kVectors>(), c);
+  for (; c < count; c += kLanes) f(Count<1>(), c);
+}
+
 // Rows and columns of a task, and inputs of a block: few rows stream long runs of each row of the
 // matrix; many rows keep sums and panels in the second level cache.
 constexpr int64_t kMostRows = 192;
@@ -210,29 +219,32 @@ struct Part {
           scale = of_scale.get(p, p.scale, i / p.group, column, count);
           zero = of_zero.get(p, p.zero, i / p.group, column, count);
         }
-        auto by = [&](auto weights, bool far) __attribute__((always_inline)) {
+        // Blocks of `all` columns, the last of them narrow.
+        auto by = [&](auto weights, int64_t all, bool far) __attribute__((always_inline)) {
           row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-            for (int64_t c = 0; c < count; c += kBlock) {
-              auto w = weights(c);
-              multiply<decltype(r)::value>(numbers + at * p.inputs, p.inputs, w, k,
-                                           scale ? scale + c : scale, tile + at * width + c, width,
-                                           far && at == 0);
-            }
+            auto block = [&](auto v, int64_t c) {
+              multiply<decltype(r)::value, decltype(v)::value>(
+                  numbers + at * p.inputs, p.inputs, weights(c), k, scale ? scale + c : scale,
+                  tile + at * width + c, width, far && at == 0);
+            };
+            over_blocks(all, block);
           });
         };
         auto where_it_lies = [&](int64_t c) {
           return Weights<format, has_zero>{at_input(p, i, column + c), p.outputs, p.table,
                                            zero ? zero + c : zero};
         };
-        if (count < kTile) {
+        if (count % kLanes != 0) {
           unpack_tail(p, i, k, column, count, panel);
           by([&](int64_t c) { return Panel{panel + c, kTile, nullptr, zero ? zero + c : zero}; },
-             false);
+             kTile, false);
         } else if (rows <= kRows || format == Format::kFloat32) {
-          by(where_it_lies, true);
+          by(where_it_lies, count, true);
         } else {
-          for (int64_t c = 0; c < kTile; c += kBlock) unpack(where_it_lies(c), k, panel + c);
-          by([&](int64_t c) { return Plain{panel + c, kTile, nullptr, nullptr}; }, false);
+          over_blocks(count, [&](auto v, int64_t c) {
+            unpack<decltype(v)::value>(where_it_lies(c), k, panel + c);
+          });
+          by([&](int64_t c) { return Plain{panel + c, kTile, nullptr, nullptr}; }, count, false);
         }
       }
     }
@@ -244,19 +256,20 @@ struct Part {
     return static_cast<const char*>(p.w) + at * size;
   }
 
-  // A block of columns as plain numbers.
+  // V vectors of columns as plain numbers.
+  template <int V>
   static void unpack(const Weights<format, has_zero> w, int64_t k, float* panel) {
-    Vec row[kVectors];
+    Vec row[V];
     auto keep = [&](int64_t i) __attribute__((always_inline)) {
       ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) store(panel + i * kTile + c * kLanes, row[c]);
+      for (int c = 0; c < V; ++c) store(panel + i * kTile + c * kLanes, row[c]);
     };
     int64_t i = 0;
     for (; i + 1 < k; i += 2) {
-      w.template get<0>(i, row, true), keep(i);
-      w.template get<1>(i + 1, row, true), keep(i + 1);
+      w.template get<0, V>(i, row, true), keep(i);
+      w.template get<1, V>(i + 1, row, true), keep(i + 1);
     }
-    if (i < k) w.template get<0>(i, row, true), keep(i);
+    if (i < k) w.template get<0, V>(i, row, true), keep(i);
   }
 };
 

@@ -45,9 +45,13 @@ struct TileNumbers {
   const float* get(const Product& p, const OfGroups& numbers, int64_t group, int64_t column,
                    int64_t count) {
     if (numbers.data == nullptr) return nullptr;
-    if (numbers.kind == Small::kFloat32 && !p.transposed && count == kTile)
-      return static_cast<const float*>(numbers.data) + group * p.outputs + column;
-    for (int64_t c = 0; c < count; ++c) copy[c] = of_group(p, numbers, group, column + c);
+    if (numbers.kind == Small::kFloat32 && !p.transposed) {
+      const float* from = static_cast<const float*>(numbers.data) + group * p.outputs + column;
+      if (count == kTile) return from;
+      std::memcpy(copy, from, count * sizeof(float));
+    } else {
+      for (int64_t c = 0; c < count; ++c) copy[c] = of_group(p, numbers, group, column + c);
+    }
     for (int64_t c = count; c < kTile; ++c) copy[c] = 0;
     return copy;
   }

@@ -2,12 +2,13 @@
 // ED_LEVEL_NAME and the compiler's flags of that level.
 #include "attention.h"
 #include "columns.h"
+#include "gate.h"
 #include "rows.h"
 #include "whole.h"
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME, columns,   rows,          whole,
-                        whole_sizes,   round_row, attention_of};
+const Level ED_LEVEL = {ED_LEVEL_NAME, columns,     rows,      whole,
+                        gate,          whole_sizes, round_row, attention_of};
 
 }  // namespace ed

@@ -9,25 +9,21 @@ using ed::wrong;
 using Vector = ffi::Buffer<ffi::F32, 1>;
 using Index = ffi::Buffer<ffi::S32, 1>;
 
-// Outputs of a task: long runs for few rows, and as many tasks as even out busy threads.
-int64_t outputs_of_task(const ed::Product& p, int64_t threads) {
-  int64_t tiles = (p.outputs + ed::kTile - 1) / ed::kTile;
-  int64_t most = p.rows <= 8 ? 16 : p.rows <= 64 ? 4 : 2;
-  int64_t share = (tiles + 2 * threads - 1) / (2 * threads);
-  return std::max<int64_t>(1, std::min(most, share)) * ed::kTile;
-}
+// Products of one x that a call computes together; the first becomes act(first) * second if gated.
+struct Call {
+  std::vector<ed::Product> products;
+  ed::Gate act = ed::Gate::kNone;
+  bool whole = false;  // x in 8 bits
+};
 
-// Compute a product; x rounded to 8 bits if `whole`.
-ffi::Error run(ffi::ThreadPool pool, ed::Product p, bool whole = false) {
-  if (p.rows == 0 || p.outputs == 0) return ffi::Error::Success();
-  int64_t share = outputs_of_task(p, std::max<int64_t>(1, pool.num_threads()));
-  int64_t tasks = (p.outputs + share - 1) / share;
-  const ed::Level& level = ed::level();
-  ed::ProductOfOutputs compute = p.transposed ? level.rows : level.columns;
+// x in 8 bits, which products share whose codes have groups of one size and kind.
+struct Rounded {
   std::vector<int8_t> numbers;
   std::vector<int32_t> sums;
   std::vector<float> scales;
-  if (whole) {
+
+  void make(ffi::ThreadPool& pool, ed::Product& p) {
+    const ed::Level& level = ed::level();
     ed::WholeSizes of_row = level.whole_sizes(p);
     numbers.resize(p.rows * of_row.numbers), sums.resize(p.rows * of_row.sums);
     scales.resize(p.rows * (p.inputs / p.group));
@@ -37,45 +33,127 @@ ffi::Error run(ffi::ThreadPool pool, ed::Product p, bool whole = false) {
       for (int64_t row = 0; row < p.rows; ++row) round(row);
     else
       ed::parallel(pool, p.rows, round);
-    compute = level.whole;
   }
-  ed::parallel(pool, tasks, [&](int64_t task) {
-    compute(p, task * share, std::min(p.outputs, (task + 1) * share));
+};
+
+// Tasks are even parts of the outputs of all products, one product behind the other: long runs for
+// few rows, and as many as even out busy threads.
+struct Parts {
+  Parts(const Call& call, int64_t threads) : unit(call.whole ? ed::kTile : ed::kUnit) {
+    for (const ed::Product& p : call.products) {
+      int64_t last = ends.empty() ? 0 : ends.back();
+      ends.push_back(last + (p.outputs + unit - 1) / unit);
+      if (call.act != ed::Gate::kNone) break;  // the second has the outputs of the first
+    }
+    int64_t rows = call.products[0].rows, all = ends.back();
+    int64_t most = (rows <= 8 ? 16 : rows <= 64 ? 4 : 2) * ed::kTile / unit;
+    tasks = std::min(all, std::max(2 * threads, (all + most - 1) / most));
+  }
+
+  // Call `f(product, first output, last output)` for what belongs to a task.
+  template <typename F>
+  void of_task(const Call& call, int64_t task, const F& f) const {
+    int64_t all = ends.back(), from = all * task / tasks, to = all * (task + 1) / tasks;
+    for (size_t i = 0; i < ends.size(); ++i) {
+      int64_t begin = i ? ends[i - 1] : 0;
+      int64_t first = std::max(from, begin) - begin, last = std::min(to, ends[i]) - begin;
+      if (first < last) f(i, first * unit, std::min(call.products[i].outputs, last * unit));
+    }
+  }
+
+  int64_t unit, tasks;
+  std::vector<int64_t> ends;
+};
+
+ffi::Error run(ffi::ThreadPool pool, Call call) {
+  if (call.products[0].rows == 0) return ffi::Error::Success();
+  std::vector<Rounded> rounded(call.whole ? call.products.size() : 0);
+  for (size_t i = 0; i < rounded.size(); ++i) {
+    ed::Product &p = call.products[i], &before = call.products[i ? i - 1 : 0];
+    if (i && p.group == before.group && p.format == before.format)
+      p.numbers = before.numbers, p.row_sums = before.row_sums, p.row_scale = before.row_scale;
+    else
+      rounded[i].make(pool, p);
+  }
+  const ed::Level& level = ed::level();
+  auto compute = [&](const ed::Product& p, int64_t first, int64_t last) {
+    (call.whole ? level.whole : p.transposed ? level.rows : level.columns)(p, first, last);
+  };
+  std::vector<char> up;
+  if (call.act != ed::Gate::kNone) {
+    ed::Product& p = call.products[1];
+    up.resize(p.rows * p.outputs * (p.x_is_bfloat16 ? 2 : 4));
+    p.y = up.data();
+  }
+  Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
+  ed::parallel(pool, parts.tasks, [&](int64_t task) {
+    parts.of_task(call, task, [&](size_t i, int64_t first, int64_t last) {
+      compute(call.products[i], first, last);
+      if (call.act == ed::Gate::kNone) return;
+      compute(call.products[1], first, last);
+      level.gate(call.act, call.products[0], call.products[1], first, last);
+    });
   });
   return ffi::Error::Success();
 }
 
 bool is_number(ffi::DataType t) { return t == ffi::F32 || t == ffi::BF16; }
 
-// What both products share: x [rows, inputs], w [.., outputs], y.
-ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer y,
-                bool transposed) {
-  if (x.dimensions().size() != 2 || w.dimensions().size() != 2 || y.dimensions().size() != 2)
+// What both kinds of products share: x [rows, inputs], w [.., outputs].
+ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
+  if (x.dimensions().size() != 2 || w.dimensions().size() != 2)
     return wrong("product: arrays should have two axes");
-  if (!is_number(x.element_type()) || y.element_type() != x.element_type())
-    return wrong("product: x and y should be both float32, or both bfloat16");
+  if (!is_number(x.element_type())) return wrong("product: x should be float32 or bfloat16");
   p.x = x.untyped_data();
-  p.y = y.untyped_data();
   p.x_is_bfloat16 = x.element_type() == ffi::BF16;
   p.rows = x.dimensions()[0];
   p.inputs = x.dimensions()[1];
   p.w = w.untyped_data();
   p.transposed = transposed;
   p.outputs = w.dimensions()[transposed ? 0 : 1];
-  if (y.dimensions()[0] != p.rows || y.dimensions()[1] != p.outputs)
-    return wrong("product: the shapes of x, w and y do not fit");
   return ffi::Error::Success();
 }
 
-// x [rows, inputs] times w [inputs, outputs], or [outputs, inputs] if transposed.
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y, bool transposed) {
-  ed::Product p{};
-  if (ffi::Error error = fill(p, x, w, *y, transposed); error.failure()) return error;
-  if (!is_number(w.element_type()) || w.dimensions()[transposed ? 1 : 0] != p.inputs)
-    return wrong("product: w should be float32 or bfloat16, with the inputs of x");
-  p.format = w.element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
-  return run(pool, p);
+// Give the products their results, one each; one for both that are gated.
+ffi::Error finish(Call& call, ffi::DataType dtype, ffi::RemainingRets results, int64_t act) {
+  if (act < 0 || act > static_cast<int64_t>(ed::Gate::kGeluTanh))
+    return wrong("product: the activation is unknown");
+  call.act = static_cast<ed::Gate>(act);
+  bool gated = call.act != ed::Gate::kNone;
+  if (gated && (call.products.size() != 2 || call.products[0].outputs != call.products[1].outputs))
+    return wrong("product: an activation stands between two products of one size");
+  if (results.size() != (gated ? 1 : call.products.size()))
+    return wrong("product: there should be a result for each product");
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto y = results.get<ffi::AnyBuffer>(i);
+    if (!y.has_value()) return y.error();
+    ed::Product& p = call.products[i];
+    if ((*y)->element_type() != dtype || (*y)->dimensions().size() != 2 ||
+        (*y)->dimensions()[0] != p.rows || (*y)->dimensions()[1] != p.outputs)
+      return wrong("product: y should be [rows, outputs], in the type of x");
+    p.y = (*y)->untyped_data();
+  }
+  return ffi::Error::Success();
+}
+
+// x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed.
+ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices,
+                    ffi::RemainingRets results, bool transposed, int64_t act) {
+  Call call;
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    auto w = matrices.get<ffi::AnyBuffer>(i);
+    if (!w.has_value()) return w.error();
+    ed::Product p{};
+    if (ffi::Error error = fill(p, x, *w, transposed); error.failure()) return error;
+    if (!is_number(w->element_type()) || w->dimensions()[transposed ? 1 : 0] != p.inputs)
+      return wrong("product: w should be float32 or bfloat16, with the inputs of x");
+    p.format = w->element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
+    call.products.push_back(p);
+  }
+  if (call.products.empty()) return wrong("product: there is no matrix");
+  if (ffi::Error error = finish(call, x.element_type(), results, act); error.failure())
+    return error;
+  return run(pool, call);
 }
 
 // What `scale` and `zero` are: [groups, outputs], or [outputs, groups] if the codes are transposed.
@@ -90,13 +168,11 @@ ffi::Error small(ed::OfGroups& numbers, ffi::AnyBuffer from) {
   return ffi::Error::Success();
 }
 
-// x times codes: int8 or float8_e4m3fn [inputs, outputs], or four bits, [inputs / 2, outputs] bytes,
-// by a table [16]; or the transpose. A zero without numbers is none. `whole`: x in 8 bits.
-ffi::Error product_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
-                            ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table,
-                            ffi::Result<ffi::AnyBuffer> y, bool transposed, bool whole) {
-  ed::Product p{};
-  if (ffi::Error error = fill(p, x, codes, *y, transposed); error.failure()) return error;
+// A matrix of codes: int8 or float8_e4m3fn [inputs, outputs], or four bits, [inputs / 2, outputs]
+// bytes, by a table [16]; or the transpose. A zero without numbers is none.
+ffi::Error fill_codes(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                      ffi::AnyBuffer zero, Vector table, bool transposed, bool whole) {
+  if (ffi::Error error = fill(p, x, codes, transposed); error.failure()) return error;
   switch (codes.element_type()) {
     case ffi::S8: p.format = ed::Format::kInt8; break;
     case ffi::F8E4M3FN: p.format = ed::Format::kFp8; break;
@@ -122,7 +198,31 @@ ffi::Error product_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   if (zero.element_count() == 0) p.zero.data = nullptr;
   p.table = table.typed_data();
   p.group = inputs / groups;
-  return run(pool, p, whole);
+  return ffi::Error::Success();
+}
+
+// x times each matrix of codes, which is four arrays. `whole`: x in 8 bits.
+ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices,
+                             ffi::RemainingRets results, bool transposed, bool whole, int64_t act) {
+  Call call;
+  call.whole = whole;
+  if (matrices.size() == 0 || matrices.size() % 4)
+    return wrong("product of codes: a matrix is codes, scale, zero and table");
+  for (size_t i = 0; i < matrices.size(); i += 4) {
+    auto codes = matrices.get<ffi::AnyBuffer>(i), scale = matrices.get<ffi::AnyBuffer>(i + 1);
+    auto zero = matrices.get<ffi::AnyBuffer>(i + 2);
+    auto table = matrices.get<Vector>(i + 3);
+    if (!codes.has_value() || !scale.has_value() || !zero.has_value() || !table.has_value())
+      return wrong("product of codes: a matrix is codes, scale, zero and table");
+    ed::Product p{};
+    if (ffi::Error error = fill_codes(p, x, *codes, *scale, *zero, *table, transposed, whole);
+        error.failure())
+      return error;
+    call.products.push_back(p);
+  }
+  if (ffi::Error error = finish(call, x.element_type(), results, act); error.failure())
+    return error;
+  return run(pool, call);
 }
 
 // Put rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows, and which is
@@ -154,25 +254,24 @@ ffi::Error put(ffi::AnyBuffer array, Index index, ffi::AnyBuffer rows,
 // What the library exports.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product, product,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product, products,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("transposed"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, product_of_codes,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Vector>()
-                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
                                   .Attr<bool>("transposed")
-                                  .Attr<bool>("whole"));
+                                  .Attr<int64_t>("act"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, products_of_codes,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<bool>("transposed")
+                                  .Attr<bool>("whole")
+                                  .Attr<int64_t>("act"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_put, put,
                               ffi::Ffi::Bind()

@@ -43,13 +43,21 @@ struct Product {
   int32_t* row_sums;
 };
 
-// Outputs that are computed together: a task is a whole number of them.
-constexpr int64_t kTile = 64;
+// Outputs that are computed together, and the least number of them that tasks are cut by: a
+// narrower tile costs little where it is a multiple of kUnit, but with 8-bit activations.
+constexpr int64_t kTile = 64, kUnit = 16;
 
-// The product of all rows with the outputs [first, last). `first` is a multiple of kTile.
+// The product of all rows with the outputs [first, last). `first` is a multiple of kUnit.
 //
 // Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.
 using ProductOfOutputs = void (*)(const Product&, int64_t first, int64_t last);
+
+// What is done to the first of two products before it is multiplied by the second.
+enum class Gate { kNone, kSilu, kGeluTanh };
+
+// y of `gate` becomes act(y) times y of `up`, at the outputs [first, last).
+using GateOfOutputs = void (*)(Gate, const Product& gate, const Product& up, int64_t first,
+                               int64_t last);
 
 // Bytes that the whole numbers of one row take, and how many sums of them there are.
 struct WholeSizes {
@@ -61,6 +69,7 @@ struct Level {
   const char* name;
   ProductOfOutputs columns, rows;  // the latter where w lies transposed
   ProductOfOutputs whole;          // where x is multiplied in 8 bits
+  GateOfOutputs gate;
   WholeSizes (*whole_sizes)(const Product&);
   void (*round_row)(const Product&, int64_t row);  // x in 8 bits
   Attention attention;

@@ -33,20 +33,19 @@ void dots(const float* x, const W* w, int64_t inputs, float* sums) {
     }
   }
   ED_UNROLL
-  for (int r = 0; r < R; ++r)
-    ED_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      float sum = total(acc[r][q]);
-      for (int64_t j = i; j < inputs; ++j) sum += x[r * inputs + j] * number(w[q * inputs + j]);
-      sums[r * kTile + q] = sum;
-    }
+  for (int r = 0; r < R; ++r) {
+    float* to = sums + r * kTile;
+    totals<Q>(acc[r], to);
+    for (int64_t j = i; j < inputs; ++j)
+      for (int q = 0; q < Q; ++q) to[q] += x[r * inputs + j] * number(w[q * inputs + j]);
+  }
 }
 
 #if defined(__AVX512BF16__)
 // The same of bfloat16 numbers.
 template <int R, int Q, typename W>
 void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums) {
-  __m512 acc[R][Q] = {};
+  Vec acc[R][Q] = {};
   auto add = [&](int64_t i, __mmask32 mask) __attribute__((always_inline)) {
     __m512i right[Q];
     ED_UNROLL
@@ -56,21 +55,20 @@ void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums) {
       __m512i left = _mm512_maskz_loadu_epi16(mask, x + r * inputs + i);
       ED_UNROLL
       for (int q = 0; q < Q; ++q)
-        acc[r][q] = _mm512_dpbf16_ps(acc[r][q], (__m512bh)left, (__m512bh)right[q]);
+        acc[r][q] =
+            (Vec)_mm512_dpbf16_ps((__m512)acc[r][q], (__m512bh)left, (__m512bh)right[q]);
     }
   };
   int64_t i = 0;
   for (; i + 32 <= inputs; i += 32) add(i, ~0u);
   if (i < inputs) add(i, (1u << (inputs - i)) - 1);
   ED_UNROLL
-  for (int r = 0; r < R; ++r)
-    ED_UNROLL
-    for (int q = 0; q < Q; ++q) sums[r * kTile + q] = _mm512_reduce_add_ps(acc[r][q]);
+  for (int r = 0; r < R; ++r) totals<Q>(acc[r], sums + r * kTile);
 }
 #endif
 
-// All rows of x with the rows [first, last) of the matrix, which begin at w. Sums of a tile are kept together: rows of y may
-// be so far apart that they fall on the same places of a cache.
+// All rows of x with the rows [first, last) of the matrix, which begin at w. Sums of a tile are kept
+// together: rows of y may be so far apart that they fall on the same places of a cache.
 template <typename X, typename W>
 void with_rows(const Product& p, const X* x, const W* w, int64_t first, int64_t last) {
   Scratch tile(p.rows * kTile);

@@ -164,6 +164,34 @@ inline float total(Vec v) {
 #endif
 }
 
+// The totals of Q vectors, each as `total` has it. Eight at once take a third of the instructions.
+template <int Q>
+ED_INLINE void totals(const Vec* v, float* to) {
+#if defined(__AVX512F__)
+  if constexpr (Q == 8) {
+    __m512 half[4], quarter[2];
+    ED_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
+      half[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+    }
+    ED_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      __m512 a = half[2 * i], b = half[2 * i + 1];
+      quarter[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    }
+    __m512 pairs = _mm512_shuffle_ps(quarter[0], quarter[1], 0x44) +
+                   _mm512_shuffle_ps(quarter[0], quarter[1], 0xee);
+    // Of each four lanes: total i, total 4 + i.
+    __m512 all = _mm512_shuffle_ps(pairs, pairs, 0x88) + _mm512_shuffle_ps(pairs, pairs, 0xdd);
+    __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all)));
+    return;
+  }
+#endif
+  for (int q = 0; q < Q; ++q) to[q] = total(v[q]);
+}
+
 // Lanes: sum += the four bytes of w times the four bytes of x; whole numbers of 8 bits with a sign,
 // to which kBias was added where the instruction wants w without one.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)

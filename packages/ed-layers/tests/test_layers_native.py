@@ -229,7 +229,9 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
         "library.level(); r = np.random.default_rng(0);"
         "x, w = (jnp.asarray(r.normal(size=s), 'float32') for s in ((9, 300), (300, 700)));"
         "y = np.asarray(products.product(x, w)); z = np.asarray(x, float) @ np.asarray(w, float);"
-        "print(json.dumps([library.level(), float(abs(y - z).max()), y.tobytes().hex()[:4000]]))"
+        "both = products.products(x, (w, w), act='silu')[0];"
+        "bits = y.tobytes().hex()[:4000] + np.asarray(both).tobytes().hex()[:4000];"
+        "print(json.dumps([library.level(), float(abs(y - z).max()), bits]))"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -237,8 +239,9 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
     assert apart <= 1e-4
     if "threads" in setting:
         x, w = (jnp.asarray(r, jnp.float32) for r in _same_arrays())
-        here = np.asarray(products.product(x, w)).tobytes().hex()[:4000]
-        assert (name, bits) == (library.level(), here)
+        y, (both,) = products.product(x, w), products.products(x, (w, w), act="silu")
+        here = [np.asarray(a).tobytes().hex()[:4000] for a in (y, both)]
+        assert (name, bits) == (library.level(), "".join(here))
     else:
         assert name == setting.get("ED_LAYERS_NATIVE_LEVEL", library.level())
 

@@ -246,9 +246,9 @@ def test_quantized_activations_multiply_whole_numbers(name, group):
     text = jax.jit(dot).lower(x, w).as_text()
     assert "xi8>" in text and "xi32>" in text, "8 bits by 8 bits, summed in 32"
     dx = jax.grad(lambda x: dot(x, w).sum())(x)
-    np.testing.assert_allclose(
-        dx, np.ones((3, OUT)) @ np.asarray(w.dense()).T, rtol=1e-4, atol=1e-4
-    )
+    # Activations are rounded in the product alone: its gradient is that of the matrix, in float32.
+    terms = np.asarray(w.dense(), np.float64)
+    assert (np.abs(dx - terms.sum(1)) <= 1e-6 * np.abs(terms).sum(1)).all()
 
 
 @pytest.mark.parametrize("block", [10**9, 7 * IN])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import depth_case as case
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_layers.remat import BY_NAME, FIXED, Remat
+from ed_layers.norms import LayerNorm, RMSNorm
+from ed_layers.remat import BY_NAME, FIXED, Remat, recomputed
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
@@ -37,6 +40,35 @@ def kept(capsys, policy: str, targets=()) -> set[str]:
 
     print_saved_residuals(Remat(policy, tuple(targets)).wrap(layer), state, jnp.asarray(case.X))
     return set(re.findall(r"named '(\w+)'", capsys.readouterr().out))
+
+
+def test_what_norms_and_activations_make_on_the_way_is_not_kept():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 16)), jnp.float32)
+
+    def kept_by(module: nnx.Module, *arguments) -> list[int]:
+        """Widths of the activations."""
+        graphdef, state = nnx.split(module)
+        run = lambda state, x: nnx.merge(graphdef, state)(x, *arguments)  # noqa: E731
+        pull = jax.vjp(run, state, x)[1]
+        shapes = (leaf.shape for leaf in jax.tree.leaves(pull))
+        return [shape[2] for shape in shapes if shape[:2] == (2, 12)]
+
+    layer = case.Layer(nnx.Rngs(0))
+    assert kept_by(layer.mlp, case.context()).count(32) == 3  # gate, up and their product
+    assert kept_by(RMSNorm(16)) == kept_by(LayerNorm(16)) == [16]
+
+
+def test_gradients_of_what_is_computed_again():
+    draw = np.random.default_rng(0).normal
+    x, weight = (jnp.asarray(draw(size=shape), jnp.float32) for shape in ((3, 16), (16,)))
+    norm = RMSNorm(16).of_arrays()
+
+    def gradients(run):
+        return jax.grad(lambda x, weight: jnp.sum(jnp.sin(run(x, weight))), argnums=(0, 1))
+
+    got = jax.jit(gradients(partial(recomputed, norm)))(x, weight)
+    for found, expected in zip(got, gradients(norm)(x, weight), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture(

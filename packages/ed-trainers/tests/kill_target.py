@@ -1,6 +1,6 @@
 """A training run in a process of its own, to be killed. Run by test_trainers_kill.py.
 
-Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo]
+Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo [--sync]]
                              [--die-while-saving STEP [--phase PHASE]]
 
 With `--die-while-saving`, the process kills itself (SIGKILL) as soon as the checkpoint of that step
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--phase", choices=["begun", "written", "sealed"], default="begun")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--dpo", action="store_true", help="pairs, and the first weights beside")
+    parser.add_argument("--sync", action="store_true", help="these follow the learner")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -116,6 +117,7 @@ def main() -> None:
         save_steps=4,
         save_total_limit=3,
         evaluation_steps=5,
+        **({"sync_ref_model": True, "ref_model_sync_steps": 3} if given.sync else {}),
     )
     callbacks = []
     if given.die_while_saving is not None and given.phase == "begun":

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from ed_trainers import arguments_class, trainer_class
+from ed_trainers import Callback, arguments_class, trainer_class
+from ed_trainers.figures.metrics import CLOCKED, read_rows
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import build_train_step
 
 LENGTH, PROMPT = 24, 2
+
+
+class StopAt(Callback):
+    """Ends a run after a step, as a signal does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, trainer, row):
+        if row["step"] == self.step:
+            trainer.stop("the test")
+
+
+def rows_of(directory):
+    """The rows of a run's record, without what a clock says."""
+    rows = read_rows(directory / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
 def documents(random, count, *, good):

@@ -30,6 +30,18 @@ def test_defaults_are_easydels():
     assert (base.log_steps, base.report_steps, base.save_steps) == (10, 5, None)
     assert base.save_directory == "EasyDeL-Checkpoints"
     assert SFTArguments().learning_rate == 2e-5
+    assert arguments_class("dpo")().learning_rate == arguments_class("orpo")().learning_rate == 1e-6
+    moves = arguments_class("dpo")()
+    assert (moves.ref_model_mixup_alpha, moves.ref_model_sync_steps) == (0.9, 64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_default_is_that_of_the_nearest_class(method):
+    """pydantic takes a field of the first base, although the second may say it more nearly."""
+    kind = METHODS[method].arguments
+    for name, field in kind.model_fields.items():
+        nearest = next(cls for cls in kind.__mro__ if name in vars(cls).get("__annotations__", {}))
+        assert field.default == nearest.model_fields[name].default, (name, nearest)
 
 
 @pytest.mark.parametrize(

@@ -71,20 +71,20 @@ def whole(directory: Path, *extra: str) -> list[dict]:
     return rows
 
 
-def killed_and_resumed(directory: Path, kills: list[int]) -> list[dict]:
+def killed_and_resumed(directory: Path, kills: list[int], *extra: str) -> list[dict]:
     """Kill after each of the steps, then while the checkpoint of step 20 is written, then end."""
     resumed_from = None
     for step in kills:
-        kill_after(start(directory), directory, step)
+        kill_after(start(directory, *extra), directory, step)
         resumed_from = newest(directory)
-    process = start(directory, "--die-while-saving", "20")
+    process = start(directory, "--die-while-saving", "20", *extra)
     out, err = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL, err
     assert resumed_from == 0 or f"resumed from step {resumed_from} of {STEPS}" in out
     # Torn (under another name) or, if the disk was faster than the signal, complete.
     assert any(p.name.startswith("20") for p in (directory / "checkpoints").iterdir())
     before = newest(directory)
-    assert f"resumed from step {before} of {STEPS}" in finish(start(directory))
+    assert f"resumed from step {before} of {STEPS}" in finish(start(directory, *extra))
     return exact(directory)
 
 
@@ -99,6 +99,15 @@ def test_killed_once_and_while_saving(tmp_path, monkeypatch):
 def test_killed_many_times_on_eight_devices(tmp_path, seed):
     kills = sorted(random.Random(seed).sample(range(5, 20), 3))
     assert killed_and_resumed(tmp_path / "killed", kills) == whole(tmp_path / "whole")
+
+
+@pytest.mark.nightly
+def test_a_reference_that_follows_the_learner_survives_kills(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    sync = ("--dpo", "--sync")
+    made = killed_and_resumed(tmp_path / "killed", [7, 14], *sync)
+    assert made == whole(tmp_path / "whole", *sync)
+    assert made != whole(tmp_path / "still", "--dpo"), "or the reference stayed"
 
 
 @pytest.mark.nightly

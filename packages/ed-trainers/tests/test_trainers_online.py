@@ -8,28 +8,12 @@ import jax
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_trainers import Callback
 from ed_trainers.arguments import arguments_class
-from ed_trainers.figures.metrics import CLOCKED, read_rows
 from ed_trainers.rewards import RewardError
-from method_runs import near, near_reports
+from method_runs import StopAt, near, near_reports, rows_of
 from online_runs import Prompts, even, one_step, online
 
-GROUPS = ("grpo", "rloo")
-
-
-def rows_of(directory):
-    rows = read_rows(directory / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
-
-
-class StopAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_log(self, trainer, row):
-        if row["step"] == self.step:
-            trainer.stop("the test")
+GROUPS = ("grpo", "rloo", "rlvr")
 
 
 @pytest.fixture(scope="module")

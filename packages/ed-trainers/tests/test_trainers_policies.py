@@ -9,16 +9,15 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.testing import tiny_llama
 from ed_models.adapters import has_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import Callback, Models
+from ed_trainers import Models
 from ed_trainers.arguments import arguments_class
-from ed_trainers.figures.metrics import CLOCKED, read_rows
 from ed_trainers.methods.nash_md import NashMDTrainer
 from ed_trainers.online.models import ModelRollout
 from ed_trainers.online.trainer import OnlineTrainer
 from ed_trainers.rollout import Weights
 from ed_trainers.value_head import FILE, NAME, value_head
 from flax import nnx
-from method_runs import near, near_reports
+from method_runs import StopAt, near, near_reports, rows_of
 from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online
 from pydantic import ValidationError
 
@@ -96,20 +95,6 @@ def test_chunks_equal_the_whole(toy, method):
 
 
 # PPO and its value head.
-
-
-class StopAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_log(self, trainer, row):
-        if row["step"] == self.step:
-            trainer.stop("the test")
-
-
-def rows_of(directory):
-    rows = read_rows(directory / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
 def test_the_value_head_learns_and_resumes_and_stays_beside_the_model(toy, tmp_path):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ed_data.errors import DataError, did_you_mean
 
 IntArray = NDArray[np.int64]
-_ALIKE = 18  # pieces of each length, on average, from which on they are placed together
+_ALIKE = 20  # rows for each length, on average, from which on equal rows are taken together
 _ENTRY = 2**40 - 1  # the part of an entry that is not its room
 _OPEN = 256  # rows that first-fit looks at before it forgets the full ones
 
@@ -99,12 +99,14 @@ def pack(
             f"(known: {', '.join(STRATEGIES)})"
         )
     # Number the rows by their first piece, then bring the pieces of a row together.
-    _, first, inverse = np.unique(row, return_index=True, return_inverse=True)
+    counts = np.bincount(row)
+    first = np.empty(len(counts), np.int64)
+    first[row[::-1]] = np.arange(len(row))[::-1]  # the last that is written stands
+    by_first = np.argsort(first)
     rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
-    row = rank[inverse]
-    order = np.argsort(row, kind="stable")
-    counts = np.bincount(row, minlength=len(first))
+    rank[by_first] = np.arange(len(first))
+    order = _sorted(rank[row], len(first))
+    counts = counts[by_first]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return Packing(offsets, document[order], start[order], length[order])
 
@@ -122,37 +124,60 @@ def split_pieces(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, 
     return document, start, np.minimum(lengths[document] - start, capacity)
 
 
+def _sorted(keys: IntArray, limit: int) -> IntArray:
+    """Order of keys from 0 to `limit`, equal ones as they stand; short integers sort quicker."""
+    return np.argsort(keys.astype(np.uint16) if limit < 2**16 else keys, kind="stable")
+
+
 def _best_fit_decreasing(lengths: IntArray, capacity: int) -> IntArray:
     """Row of each piece. Longest pieces first, each to the fullest row that has room."""
-    distinct = len(np.unique(lengths))
-    if len(lengths) < _ALIKE * distinct:
-        return best_fit_one_by_one(lengths, capacity)
+    counts = np.bincount(lengths)
+    distinct = np.flatnonzero(counts)
+    rows = -(-counts[distinct] // (capacity // distinct))
+    if rows.sum() < _ALIKE * len(distinct):
+        return best_fit_by_row(lengths, capacity)
     return best_fit_by_length(lengths, capacity)
 
 
-def best_fit_one_by_one(lengths: IntArray, capacity: int) -> IntArray:
-    """Best-fit decreasing, piece after piece: quicker where few pieces are equally long."""
+def best_fit_by_row(lengths: IntArray, capacity: int) -> IntArray:
+    """Best-fit decreasing, one row at a time: quicker where few rows are alike.
+
+    The fullest row with room takes as many pieces of one length as it can: it only becomes the
+    fuller.
+    """
     row = np.empty(len(lengths), np.int64)
-    order = np.argsort(-lengths, kind="stable")
+    if not len(lengths):
+        return row
+    order = _sorted(capacity - lengths, capacity)
+    counts = np.bincount(lengths)
+    distinct = np.flatnonzero(counts)
+    shortest = int(distinct[0])  # a row with less room than that will not be needed again
     # Rows with room, sorted by it, and of equal room the one that came first: one integer each,
     # room * 2^40 + how-manieth entry; `row_of` has the row of an entry.
     rooms: list[int] = []
     row_of: list[int] = []
     opened = 0
     chosen: list[int] = []
-    for length in lengths[order].tolist():
-        at = bisect_left(rooms, length << 40)
-        if at < len(rooms):
-            entry = rooms.pop(at)
-            room, number = entry >> 40, row_of[entry & _ENTRY]
-        else:
-            room, number = capacity, opened
-            opened += 1
-        chosen.append(number)
-        if room > length:
-            insort(rooms, (room - length) << 40 | len(row_of))
-            row_of.append(number)
-    row[order] = chosen
+    pieces: list[int] = []  # that each of the chosen rows takes
+    for length, count in zip(distinct[::-1].tolist(), counts[distinct][::-1].tolist(), strict=True):
+        least, left = length << 40, count
+        while left:
+            at = bisect_left(rooms, least)
+            if at < len(rooms):
+                entry = rooms.pop(at)
+                room, number = entry >> 40, row_of[entry & _ENTRY]
+            else:
+                room, number = capacity, opened
+                opened += 1
+            taken = min(room // length, left)
+            left -= taken
+            chosen.append(number)
+            pieces.append(taken)
+            room -= taken * length
+            if room >= shortest:
+                insort(rooms, room << 40 | len(row_of))
+                row_of.append(number)
+    row[order] = np.repeat(chosen, pieces)
     return row
 
 
@@ -163,7 +188,7 @@ def best_fit_by_length(lengths: IntArray, capacity: int) -> IntArray:
     fuller), and rows of equal room are alike.
     """
     row = np.empty(len(lengths), np.int64)
-    order = np.argsort(-lengths, kind="stable")
+    order = _sorted(capacity - lengths, capacity)
     distinct, counts = np.unique(lengths, return_counts=True)
     rooms: dict[int, list[IntArray]] = {}  # room left -> rows with that room
     present = 0  # bit r is set where rooms[r] is not empty: finds the least room in one step

@@ -123,6 +123,8 @@ class ServeOptions(Options):
     no batches."""
     otlp_traces_endpoint: Name | None = None
     """URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP (`ed-esurge[otel]`)."""
+    enable_sleep_mode: bool = False
+    """Clients may lend the memory of the device to others (`POST /sleep`, `/wake_up`)."""
     limits: ServerLimits = ServerLimits()
     """How much clients may ask for."""
     drain_seconds: NotNegative = 30

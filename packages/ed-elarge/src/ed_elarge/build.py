@@ -13,7 +13,6 @@ from ed_data.config import Mixture
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.fields import canonical_field
-from ed_trainers.options.online import OnlineArguments
 
 from ed_elarge.adaptation import WeightFormat
 from ed_elarge.errors import Problem
@@ -345,14 +344,11 @@ def trainer(elm: eLargeModel) -> Trainer:
 
 def rollout(elm: eLargeModel) -> EngineRollout:
     """Completions for a method that learns from its own, by an engine of the section `esurge`."""
+    from ed_elarge.lent_engine import engine_of_run
     from ed_elarge.rollout import EngineRollout
 
-    run, arguments = elm.config, elm.build_training_arguments()
-    assert isinstance(arguments, OnlineArguments), "the part is asked for by such methods"
-    with run.blame("trainer", "max_completion_length"):
-        return EngineRollout.of(
-            elm.part("model"), elm.part("tokenizer"), run.esurge, length=arguments.row_length
-        )
+    with elm.config.blame("trainer", "max_completion_length"):
+        return EngineRollout(engine_of_run(elm, elm.part("model")))
 
 
 # Serving.

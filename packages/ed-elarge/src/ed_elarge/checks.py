@@ -247,6 +247,16 @@ def one_says_what_learns(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def a_base_does_not_move(run: RunConfig) -> Iterator[Problem]:
+    """A reference that is the base under adapters cannot follow the learner."""
+    if run.adapters is not None and getattr(run.trainer, "sync_ref_model", False):
+        yield Problem(
+            ("trainer", "sync_ref_model"),
+            "the reference of a model with adapters is the base under them, which stays: leave "
+            "sync_ref_model out, or train without the sections lora and quantization.model",
+        )
+
+
 def other_models(run: RunConfig) -> Iterator[Problem]:
     """The models beside the learner are those that the method reads."""
     if run.trainer is None:

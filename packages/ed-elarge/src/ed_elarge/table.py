@@ -154,7 +154,7 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
-        checks=(checks.other_models, checks.benchmarks),
+        checks=(checks.other_models, checks.benchmarks, checks.a_base_does_not_move),
         looks=(surroundings.save_directory, surroundings.reward_functions),
         idle=idle.trainer,
         builds={"trainer": "ed_elarge.build:trainer"},

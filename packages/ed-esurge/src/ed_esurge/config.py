@@ -102,11 +102,14 @@ class EngineConfig(Options):
     cpu_cache_gib: Annotated[float, Field(gt=0, le=2**20)] = 1.0
     """Upper bound of the page pool on the CPU backend, GiB. Grown, if need be, to hold one sequence
     of `max_model_len`."""
+    kv_offloading_size: Annotated[float, Field(gt=0, le=2**20)] | None = None
+    """GiB of host memory, over all devices, for pages that the prefix cache gives up. They are
+    copied back for a later request with that prefix. None: they are computed anew."""
 
     data_parallelism_axis: str | None = "dp"
     """Axis of the model's mesh along which replicas lie: each has its own weights, pages and
     prefix cache, and a request goes to the one that is soonest done with it. The sizes above are
-    of each replica (`cpu_cache_gib` of all together). None: one engine over the whole mesh, whose
+    of each replica (those in GiB of all together). None: one engine over the whole mesh, whose
     devices along `dp` all compute the same."""
 
     # What runs, and when.
@@ -212,6 +215,11 @@ class EngineConfig(Options):
                     f"{name} is for adapters that are loaded, and max_loras is 0: set it to how "
                     "many there can be"
                 )
+        if self.kv_offloading_size is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_offloading_size is for pages of the prefix cache, and enable_prefix_caching is "
+                "off: set it to true, or leave kv_offloading_size out"
+            )
         if (self.reserve_tokens or 0) >= self.max_model_len:
             raise ValueError(
                 f"reserve_tokens {self.reserve_tokens} leaves no room for a prompt "

@@ -103,6 +103,7 @@ class ScriptedEngine:
         self._delay = delay
         self._fail_after = fail_after
         self._running = 0
+        self.is_sleeping = False
         self._adapters = AdapterTable(self.config.max_loras)
 
     def check_structured(self, wanted: StructuredOutputs) -> None:
@@ -160,6 +161,14 @@ class ScriptedEngine:
             self._running -= 1
             if not done:
                 self.aborted.append(request_id)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Lend the device that there is not."""
+        self.is_sleeping = True
+
+    async def wake_up(self) -> None:
+        """Take it again."""
+        self.is_sleeping = False
 
     async def load_lora_adapter(self, name: str, source: Path) -> None:
         """Take a directory with an `adapter_config.json` for an adapter."""

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+#: When this process began to import what it runs, in seconds since the epoch.
+IMPORTED = time.time()
+_lock = threading.Lock()
 
 
 def keep_compiled_programs() -> None:
@@ -19,5 +27,42 @@ def keep_compiled_programs() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "easydel" / "jax"))
+        jax.config.update("jax_compilation_cache_dir", str(_home() / "jax"))
+
+
+def engines_folder() -> Path | None:
+    """Where engines keep what they have compiled; None where nothing is kept.
+
+    That is beside jax's cache where `keep_compiled_programs` chose it. Who chose a cache himself
+    has jax's alone.
+    """
+    import jax
+
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    kept = jax.config.values["jax_enable_compilation_cache"] and jax.process_count() == 1
+    return _home() / "engines" if kept and chosen == str(_home() / "jax") else None
+
+
+@contextmanager
+def compiled_afresh() -> Iterator[None]:
+    """Compile without jax's persistent cache inside.
+
+    What jax has read from its cache on a CPU lacks code, and cannot be written to another file.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    name = "jax_enable_compilation_cache"
+    with _lock:
+        before = jax.config.values[name]
+        jax.config.update(name, False)
+        compilation_cache.reset_cache()  # jax asks the setting once
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
+            compilation_cache.reset_cache()
+
+
+def _home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "easydel"

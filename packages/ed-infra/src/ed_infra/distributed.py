@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
 import numpy as np
 
 from ed_infra import logging as ed_logging
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, EasyDeLError
 
 T = TypeVar("T")
 logger = ed_logging.get_logger(__name__)
@@ -162,3 +163,39 @@ def gather_bytes(data: bytes) -> list[bytes]:
     buffer[: len(data)] = np.frombuffer(data, np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(buffer))
     return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """Call a function on process 0 alone, and return its value on every process; collective.
+
+    Args:
+        function: any, its answer may differ from call to call; what it returns must pickle.
+
+    Raises:
+        BaseException: on process 0, what the function raised.
+        EasyDeLError: on the other processes, with the message of it.
+    """
+    if jax.process_count() == 1:
+        return function()
+    if not is_main():
+        failure, value = pickle.loads(broadcast_bytes())
+        if failure is not None:
+            raise EasyDeLError(f"process 0 failed, so this one ends, too: {failure}")
+        return value
+    try:
+        value = function()
+        answer = pickle.dumps((None, value))
+    except BaseException as error:
+        broadcast_bytes(pickle.dumps((f"{type(error).__name__}: {error}", None)))
+        raise
+    broadcast_bytes(answer)
+    return value
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """Return the whole of an array; collective where other processes hold parts of it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

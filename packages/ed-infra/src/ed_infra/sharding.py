@@ -264,7 +264,7 @@ def constrain(
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
+def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int = 0) -> Any:
     """Turn a batch of numpy arrays on each process into global arrays.
 
     Each process copies to its devices only the parts that they hold.
@@ -274,7 +274,8 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
             processes. With `rows` they are the rows `local_rows(sharding, rows)` of it.
         sharding: one sharding for all arrays, or a pytree of them. Entries beyond an array's
             rank, and axes that do not divide its dimensions, are dropped.
-        rows: leading size of the whole batch, if a process has a part of it.
+        rows: size of the whole batch along `axis`, if a process has a part of it.
+        axis: the dimension of the rows; 1 where microbatches are stacked along dimension 0.
 
     Raises:
         ConfigError: a process gives a number of rows that is not the one it should.
@@ -284,9 +285,9 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
         array = np.asarray(array)
         first, shape = 0, array.shape
         if rows is not None:
-            own = local_rows(where, rows)
-            first, shape = own.start, (rows, *shape[1:])
-            if array.ndim == 0 or len(array) != own.stop - own.start:
+            own = local_rows(where, rows, axis)
+            first, shape = own.start, (*shape[:axis], rows, *shape[axis + 1 :])
+            if array.ndim <= axis or array.shape[axis] != own.stop - own.start:
                 raise ConfigError(
                     f"an array of shape {array.shape} from process {jax.process_index()}, which "
                     f"holds rows {own.start} to {own.stop} of {rows}: give these "
@@ -297,8 +298,9 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
         def part(index: Any) -> np.ndarray:
             if rows is None:
                 return array[index]
-            start, stop, _ = index[0].indices(rows)
-            return array[(slice(start - first, stop - first), *index[1:])]
+            start, stop, _ = index[axis].indices(rows)
+            own = slice(start - first, stop - first)
+            return array[(*index[:axis], own, *index[axis + 1 :])]
 
         return jax.make_array_from_callback(shape, fitted, part)
 
@@ -307,16 +309,18 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None) -> Any:
     return jax.tree.map(place, batch, sharding)
 
 
-def local_rows(sharding: NamedSharding, rows: int) -> slice:
+def local_rows(sharding: NamedSharding, rows: int, axis: int = 0) -> slice:
     """Return which rows of a global batch the devices of this process hold, as one range.
 
     Processes that hold the same rows (they differ along `tp` or `sp`) get the same range.
 
     Args:
-        sharding: of the batch; its first entry splits the rows.
+        sharding: of the batch; its entry `axis` splits the rows.
         rows: of the whole batch.
+        axis: see `make_global`.
     """
-    fitted = _fitted(sharding, (rows,))
+    of_rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[axis:]))
+    fitted = _fitted(of_rows, (rows,))
     held = fitted.addressable_devices_indices_map((rows,)).values()
     ranges = [index[0].indices(rows) for index in held if index is not None]
     return slice(min(r[0] for r in ranges), max(r[1] for r in ranges))

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers.activations import activation
 from ed_layers.attention.devices import platform_of
 from ed_layers.context import Ctx
 from ed_layers.expert_blocks import Network, Params, Product, blocks_of, over_blocks, product_of
 from ed_layers.expert_groups import over_groups
 from ed_layers.expert_mesh import ExpertMesh
 from ed_layers.linear import Axes
-from ed_layers.mlp import activation
 from ed_layers.parts import Parts
 
 

@@ -8,36 +8,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from ed_infra.errors import unknown_name
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
-
-# Hugging Face's names (transformers.activations.ACT2FN).
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-}
+from ed_layers.remat import recomputed
+from ed_layers.together import project_gated
 
 
-def activation(name: str) -> Callable[[Array], Array]:
-    """The activation of that Hugging Face name.
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
-    """
-    if name not in ACTIVATIONS:
-        raise unknown_name("activation (hidden_act)", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
+def gated(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """What a gated layer does between its projections."""
+    return activation(name)(gate) * up
 
 
 class GatedMLP(nnx.Module):
@@ -92,9 +75,12 @@ class GatedMLP(nnx.Module):
 
     def block(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """The layer itself, on all positions of `x`."""
-        gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
-        up = ctx.named(self.up_proj(x, ctx), "mlp_up")
-        out = self.down_proj(activation(self.hidden_act)(gate) * up, ctx)
+        inner = project_gated(self.gate_proj, self.up_proj, self.hidden_act, x)
+        if inner is None:
+            gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
+            up = ctx.named(self.up_proj(x, ctx), "mlp_up")
+            inner = recomputed(partial(gated, self.hidden_act), gate, up)
+        out = self.down_proj(inner, ctx)
         return ctx.named(out, "mlp_down")
 
 
@@ -132,8 +118,8 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
         name = self.hidden_act
-        act = self.act_fn if name is None else activation(name)
-        out = self.down_proj(act(up), ctx)
+        inner = self.act_fn(up) if name is None else recomputed(activation(name), up)
+        out = self.down_proj(inner, ctx)
         return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ed_layers.remat import recomputed
+
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019).
@@ -43,15 +45,24 @@ class RMSNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        if not self.has_weight:
-            return x.astype(self.dtype)
-        scale_dtype = jnp.float32 if self.scale_first else self.dtype
-        weight = self.weight.get_value().astype(scale_dtype)
-        if self.offset:
-            weight = weight + self.offset
-        return (x.astype(scale_dtype) * weight).astype(self.dtype)
+        return recomputed(self.of_arrays(), x, self.weight.get_value() if self.has_weight else None)
+
+    def of_arrays(self) -> Callable[..., Array]:
+        """The norm as a function of x and the weight."""
+        eps, offset, dtype = self.eps, self.offset, self.dtype
+        scale_dtype = jnp.float32 if self.scale_first else dtype
+
+        def normed(x: Float[Array, "*rows d"], weight: Float[Array, " d"] | None):
+            x = x.astype(jnp.float32)
+            x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+            if weight is None:
+                return x.astype(dtype)
+            weight = weight.astype(scale_dtype)
+            if offset:
+                weight = weight + offset
+            return (x.astype(scale_dtype) * weight).astype(dtype)
+
+        return normed
 
 
 class LayerNorm(nnx.Module):
@@ -83,14 +94,27 @@ class LayerNorm(nnx.Module):
         self.eps, self.offset, self.dtype = eps, offset, dtype
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-        x = x.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        if self.has_weight:
-            x = x * (self.weight.get_value().astype(jnp.float32) + self.offset)
-        if self.has_bias:
-            x = x + self.bias.get_value().astype(jnp.float32)
-        return x.astype(self.dtype)
+        weight = self.weight.get_value() if self.has_weight else None
+        bias = self.bias.get_value() if self.has_bias else None
+        return recomputed(self.of_arrays(), x, weight, bias)
+
+    def of_arrays(self) -> Callable[..., Array]:
+        """The norm as a function of x, the weight and the bias."""
+        eps, offset, dtype = self.eps, self.offset, self.dtype
+
+        def normed(
+            x: Float[Array, "*rows d"], weight: jax.Array | None, bias: jax.Array | None
+        ) -> Float[Array, "*rows d"]:
+            x = x.astype(jnp.float32)
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+            x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+            if weight is not None:
+                x = x * (weight.astype(jnp.float32) + offset)
+            if bias is not None:
+                x = x + bias.astype(jnp.float32)
+            return x.astype(dtype)
+
+        return normed
 
 
 class GatedRMSNorm(nnx.Module):

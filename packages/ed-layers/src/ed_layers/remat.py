@@ -3,12 +3,15 @@
 A layer is wrapped in `jax.checkpoint`: what its policy does not keep is computed again from the
 layer's input, which is always kept. Policies that take `gradient_checkpointing_targets` choose
 among the results that `ed_layers.named` gave a name.
+
+Under every policy, none included, what costs next to nothing is computed again: `recomputed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,6 +66,33 @@ KEEP = ("save_only_these_names", "save_from_both_policies")
 OUTSIDE = ("embeddings", "model_output", "lm_head_output")
 #: The input of the next layer: kept too, but it may be moved to the host.
 BETWEEN = "layer_output"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recomputed(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+    """`function(*arguments)`, of which the backward pass keeps the arguments alone.
+
+    For norms and activations: what they make on the way is as large as the results of the products
+    around them, and costs a pass over memory. Not `jax.checkpoint`, which would hide arguments that
+    have a name from the policy of the layer.
+
+    Args:
+        function: of arrays, and holds none itself.
+        arguments: trees of floating-point arrays.
+    """
+    return function(*arguments)
+
+
+def recomputed_forward(function: Callable[..., jax.Array], *arguments: Any):
+    return function(*arguments), arguments
+
+
+def recomputed_backward(function: Callable[..., jax.Array], arguments: Any, d_result: jax.Array):
+    # The barrier keeps the compiler from finding, and keeping, what the forward pass made.
+    return jax.vjp(function, *jax.lax.optimization_barrier(arguments))[1](d_result)
+
+
+recomputed.defvjp(recomputed_forward, recomputed_backward)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
 from ed_layers.rotary import apply_rotary
+from ed_layers.together import project
 
 
 class SelfAttention(nnx.Module):
@@ -168,7 +169,7 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx
     ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
         """Queries, keys and values by heads, normed where the family norms them."""
-        q, k, v = (project(x, ctx) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = project((self.q_proj, self.k_proj, self.v_proj), x, ctx)
         if self.normed == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:

@@ -28,6 +28,7 @@ from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx
 from ed_layers.named import STREAM, named
 from ed_layers.remat import BETWEEN, Remat, names_in
+from ed_layers.rngs import layer_rngs
 from ed_layers.runs import runs_of
 
 Layout = Literal["stacked", "leaves"]
@@ -79,8 +80,8 @@ class Stack(nnx.Module):
         key = rngs.params()
         if not scan:
             for i in range(num_layers):
-                layer_rngs = nnx.Rngs(params=jax.random.fold_in(key, i))
-                setattr(self, f"layer_{i}", make(i, layer_rngs))
+                rngs = layer_rngs(jax.random.fold_in(key, i))
+                setattr(self, f"layer_{i}", make(i, rngs))
             return
         for run in self.runs:
             units = [build_stacked(make, key, run, slot) for slot in range(run.period)]
@@ -255,7 +256,7 @@ def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.M
     graphdefs: list[nnx.GraphDef] = []
 
     def build(index: int, layer_key: jax.Array) -> nnx.State:
-        graphdef, state = nnx.split(make(index, nnx.Rngs(params=layer_key)))
+        graphdef, state = nnx.split(make(index, layer_rngs(layer_key)))
         graphdefs.append(graphdef)
         return state
 

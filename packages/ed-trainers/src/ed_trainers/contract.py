@@ -5,7 +5,7 @@ Legend: b rows of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
@@ -19,6 +19,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.feed import HostBatch
+from ed_trainers.following import Following
 from ed_trainers.state import EasyDeLState
 
 Batch = Mapping[str, jax.Array]
@@ -165,34 +166,59 @@ class Frozen:
         models: by name.
         learner: the model that is trained. Steps overwrite its arrays, so an array that a frozen
             model shares with it (a reference that is the learner itself) is copied.
+        following: says which of them follows the learner, if one does. Its weights that move are
+            in the state, not here.
     """
 
     def __init__(
         self,
         models: Mapping[str, LanguageModel] | None = None,
         learner: LanguageModel | None = None,
+        following: Following | None = None,
     ):
+        self.following = following
         self._graphdefs: dict[str, nnx.GraphDef] = {}
         parts: dict[str, tuple[nnx.State, nnx.State]] = {}
         for name, model in (models or {}).items():
             self._graphdefs[name], params, other = model.split_module()
+            if following is not None and name == following.name:
+                params = _without(params, following.paths)
             parts[name] = (params, other)
         overwritten: set[int] = set()
         if parts and learner is not None:
             overwritten = _buffers(jax.tree.leaves(learner.split_module()[1:]))
         leaves, self._treedef = jax.tree.flatten(parts)
-        #: All arrays of the models, in the order that `merge` wants.
-        self.leaves: tuple[jax.Array, ...] = tuple(
+        #: The arrays of the models that no step changes.
+        self.fixed: tuple[jax.Array, ...] = tuple(
             jnp.copy(leaf) if overwritten and overwritten & _buffers([leaf]) else leaf
             for leaf in leaves
         )
 
+    @property
+    def leaves(self) -> tuple[jax.Array, ...]:
+        """All arrays of the models as they are now, in the order that `merge` wants."""
+        return self.joined(self.fixed, None if self.following is None else self.following.present())
+
+    def joined(
+        self, fixed: tuple[jax.Array, ...], reference: nnx.State | None
+    ) -> tuple[jax.Array, ...]:
+        """Return what `merge` wants, of `fixed` and of the weights that follow the learner."""
+        return (*fixed, *jax.tree.leaves(reference))
+
     def merge(self, leaves: tuple[jax.Array, ...]) -> dict[str, LanguageModel]:
         """Return the models with these leaves; while tracing."""
-        parts = jax.tree.unflatten(self._treedef, leaves)
+        count = self._treedef.num_leaves
+        parts = jax.tree.unflatten(self._treedef, leaves[:count])
+        if self.following is not None:
+            parts[self.following.name] += (self.following.state_of(leaves[count:]),)
         return {
             name: nnx.merge(graphdef, *parts[name]) for name, graphdef in self._graphdefs.items()
         }
+
+
+def _without(params: nnx.State, paths: Container[object]) -> nnx.State:
+    kept = [(path, variable) for path, variable in nnx.to_flat_state(params) if path not in paths]
+    return nnx.from_flat_state(kept)
 
 
 def _buffers(leaves: list[jax.Array]) -> set[int]:
@@ -214,6 +240,7 @@ class Method:
         statistics: means over the whole step that the loss reads. They are in its batch by name;
             a batch without them is a whole step.
         held_out: `prepare` of held-out batches, where it reads the state that is evaluated.
+        whole_batches: whether `prepare` looks beyond a row, so that each process must read all.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
@@ -222,3 +249,4 @@ class Method:
     per_token: bool = True
     statistics: Statistics | None = None
     held_out: HeldOut | None = None
+    whole_batches: bool = False

@@ -11,7 +11,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import Metric
 
 from ed_trainers.contract import Method
-from ed_trainers.feed import Dataset, evaluation_batches
+from ed_trainers.feed import Dataset, Share, evaluation_batches
 from ed_trainers.placement import Placement, pad_rows
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import EvalStep, build_eval_step
@@ -42,8 +42,9 @@ class Evaluator:
     ):
         self._method = method
         self._placement = placement
-        self._dataset = dataset
-        self._rows = rows
+        whole = method.whole_batches
+        self._share = Share(dataset) if whole else Share.of(dataset, placement, rows)
+        self._rows = None if rows is None else rows // self._share.parts
         self._step: EvalStep | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
@@ -58,11 +59,12 @@ class Evaluator:
         """
         if self._step is None:
             self._step = build_eval_step(state, self._method)
-        leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother)))
+        leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother, state.reference)))
         sums: dict[str, list[float]] = {}
         pending: dict[str, Metric] | None = None
         for batch in self._batches(state, show):
-            result = self._step(leaves, self._placement.place(batch, stacked=False))
+            placed = self._placement.place(batch, stacked=False, parts=self._share.parts)
+            result = self._step(leaves, placed)
             if pending is not None:
                 _add(sums, pending)
             pending = result
@@ -79,8 +81,8 @@ class Evaluator:
         return means
 
     def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[dict[str, np.ndarray]]:
-        """Prepared batches of one constant number of rows; the last ones are padded."""
-        batches, count = evaluation_batches(self._dataset)
+        """What is read of prepared batches of one number of rows; the last ones are padded."""
+        batches, count = evaluation_batches(self._share.dataset)
         rows = self._rows
         for index, batch in enumerate(batches):
             if show is not None:

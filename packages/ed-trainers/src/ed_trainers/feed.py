@@ -6,11 +6,13 @@ A batch is a dict of numpy arrays, as `docs/data.md` describes: `input_ids`, `la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
+
+from ed_trainers.placement import Placement
 
 HostBatch = Mapping[str, np.ndarray]
 
@@ -40,19 +42,64 @@ class Resumable(Protocol):
 Dataset = Loader | Iterable[HostBatch]
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """Data of which a process can read some rows alone, as it can of ed-data's loaders."""
+
+    batch_size: int
+
+    def for_rows(self, rows: Sequence[int]) -> Dataset:
+        """Return the same batches, with these rows of each alone."""
+        ...
+
+
+class Share(NamedTuple):
+    """What a process reads of a dataset: all of it, or its own rows of each batch.
+
+    Attributes:
+        dataset: gives what is read.
+        parts: so many of these make a whole batch.
+    """
+
+    dataset: Dataset
+    parts: int = 1
+
+    @classmethod
+    def of(cls, dataset: Dataset, placement: Placement, rows: int | None = None) -> Share:
+        """Return the rows that this process's devices hold, where the dataset can be divided.
+
+        Args:
+            dataset: training or held-out batches.
+            placement: says which rows these are.
+            rows: of a microbatch; a batch is several of them, one after the other. None: the batch
+                is one.
+        """
+        if not isinstance(dataset, Divisible):
+            return cls(dataset)
+        height = dataset.batch_size
+        rows = rows or height
+        own = placement.own_rows(rows)
+        if len(own) == rows or rows % len(own) or height % rows:
+            return cls(dataset)
+        numbers = [begin + row for begin in range(0, height, rows) for row in own]
+        return cls(dataset.for_rows(numbers), rows // len(own))
+
+
 class Feed:
     """The training batches in order, beginning after any step.
 
     Args:
         dataset: either has `batch_at(step)`, a pure function of the step, or is an iterable of
             batches with `state_dict()` and `load_state_dict(state)`.
+        share: what this process reads of it; None is all.
 
     Raises:
         ConfigError: it is neither.
     """
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset, share: Share | None = None):
         self.dataset = dataset
+        self._read, self.parts = share or Share(dataset)
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
         #: Figures of the newest batch, for the log.
         self.figures: Mapping[str, float] = {}
@@ -72,19 +119,19 @@ class Feed:
         return None if steps is None else int(steps)
 
     def batch(self, step: int) -> HostBatch:
-        """Return the batch of update `step` (from 0); iterators are asked in order.
+        """Return what is read of the batch of update `step` (from 0); iterators go in order.
 
         Raises:
             ConfigError: an iterator came to its end twice in a row.
         """
-        if isinstance(self.dataset, Loader):
-            return self.dataset.batch_at(step)
+        if isinstance(self._read, Loader):
+            return self._read.batch_at(step)
         if self._iterator is None:
-            self._iterator = iter(self.dataset)
+            self._iterator = iter(self._read)
         try:
             return next(self._iterator)
         except StopIteration:
-            self._iterator = iter(self.dataset)
+            self._iterator = iter(self._read)
         try:
             return next(self._iterator)
         except StopIteration:
@@ -92,7 +139,7 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the dataset says about itself and its position, for a checkpoint."""
-        return dict(self.dataset.state_dict()) if isinstance(self.dataset, Resumable) else {}
+        return dict(self._read.state_dict()) if isinstance(self._read, Resumable) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; for a function of the step there is nothing to do.
@@ -100,21 +147,21 @@ class Feed:
         Raises:
             CheckpointError: the dataset is an iterator that cannot be moved.
         """
-        if isinstance(self.dataset, Loader):
+        if isinstance(self._read, Loader):
             return
-        if not isinstance(self.dataset, Resumable):
+        if not isinstance(self._read, Resumable):
             raise CheckpointError(
-                f"{type(self.dataset).__name__} has no load_state_dict(state): training on it "
+                f"{type(self._read).__name__} has no load_state_dict(state): training on it "
                 "cannot go on where it stopped; give a loader, or set resume_if_possible=False"
             )
         self._iterator = None
-        self.dataset.load_state_dict(dict(state))
+        self._read.load_state_dict(dict(state))
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """Return the dataset's own words for how it differs from the one of a checkpoint."""
-        if isinstance(self.dataset, Resumable):
+        if isinstance(self._read, Resumable):
             try:
-                self.dataset.load_state_dict(dict(state))
+                self._read.load_state_dict(dict(state))
             except Exception as error:  # the dataset's own kind: it refuses, and says why
                 return str(error)
         return "the data, or their order, are not the same"
@@ -140,10 +187,3 @@ def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | Non
         f"eval_dataset {type(dataset).__name__} gives no batches: it needs batch_at(step) with "
         "steps_per_epoch, or to be iterable"
     )
-
-
-def count_tokens(prepared: HostBatch) -> int:
-    """Number of tokens of a prepared batch that are not padding."""
-    if "segment_ids" in prepared:
-        return int(np.count_nonzero(prepared["segment_ids"]))
-    return int(prepared["input_ids"].size) if "input_ids" in prepared else 0

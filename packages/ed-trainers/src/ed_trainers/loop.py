@@ -16,7 +16,6 @@ from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run, move_aside
 from ed_trainers.contract import Batch
 from ed_trainers.diverged import Divergence
-from ed_trainers.feed import count_tokens
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
@@ -67,8 +66,8 @@ class TrainingLoop:
         self.meter = Meter()
         self._profile = ProfileWindow(self.arguments, self._say)
         self.progress: Progress | None = None
-        # What is still on the device: (step, report, tokens of the step, figures of its batch).
-        self._pending: tuple[int, dict[str, jax.Array], int, Mapping[str, float]] | None = None
+        # What is still on the device: (step, report, figures of its batch).
+        self._pending: tuple[int, dict[str, jax.Array], Mapping[str, float]] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
         self._lent: list[Weights] = []
@@ -194,21 +193,21 @@ class TrainingLoop:
     def _one_step(self) -> None:
         self._profile.before(self.step + 1)
         with self.meter.fetching(self._devices_are_idle):
-            prepared = self.job.method.prepare(self.job.feed.batch(self.step))
-            height = next(iter(prepared.values())).shape[0]
+            feed = self.job.feed
+            prepared = self.job.method.prepare(feed.batch(self.step))
+            height = next(iter(prepared.values())).shape[0] * feed.parts
             if height != self.arguments.total_batch_size:
                 raise ConfigError(
                     f"train_dataset gives batches of {height} sequences, but total_batch_size is "
                     f"{self.arguments.total_batch_size}: an optimizer step takes one batch"
                 )
             parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
-            placed = self.job.placement.place(parts, stacked=True)
+            placed = self.job.placement.place(parts, stacked=True, parts=feed.parts)
         while self._lent:
             self._lent.pop().end()
         self._leaves, report = self._call(placed)
         self.step += 1
-        of_batch = count_tokens(prepared), self.job.feed.figures
-        previous, self._pending = self._pending, (self.step, report, *of_batch)
+        previous, self._pending = self._pending, (self.step, report, feed.figures)
         if previous is not None:
             self._finish(*previous)
 
@@ -240,14 +239,11 @@ class TrainingLoop:
             self._finish(*pending)
 
     def _finish(
-        self,
-        step: int,
-        report: Mapping[str, jax.Array],
-        tokens: int,
-        of_batch: Mapping[str, float],
+        self, step: int, report: Mapping[str, jax.Array], of_batch: Mapping[str, float]
     ) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
+        tokens = int(figures.pop("tokens"))
         self._divergence.check(step, figures, self.checkpoints.steps)
         self.meter.stepped(tokens)
         rate = self.meter.tokens_per_second

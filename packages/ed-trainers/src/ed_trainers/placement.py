@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.paths import normalize
-from ed_infra.sharding import make_global
+from ed_infra.sharding import local_rows, make_global
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -105,9 +105,28 @@ class Placement:
             sharding = self._known[shape, stacked] = NamedSharding(self._mesh, spec)
         return sharding
 
-    def place(self, batch: Mapping[str, np.ndarray], *, stacked: bool) -> dict[str, jax.Array]:
-        """Return the arrays on the devices; every process gives the same global batch."""
-        return {
-            name: make_global(array, self.sharding(array.shape, stacked=stacked))
-            for name, array in batch.items()
-        }
+    def own_rows(self, rows: int) -> range:
+        """Return which rows of a microbatch [rows, ...] the devices of this process hold."""
+        own = local_rows(self.sharding((rows,), stacked=False), rows)
+        return range(own.start, own.stop)
+
+    def place(
+        self, batch: Mapping[str, np.ndarray], *, stacked: bool, parts: int = 1
+    ) -> dict[str, jax.Array]:
+        """Return the arrays on the devices.
+
+        Args:
+            batch: the whole batch, the same on every process; or this process's `own_rows` of each
+                microbatch, which are one of so many `parts` of it.
+            stacked: whether the arrays are [a, b, ...], not [b, ...].
+            parts: see `batch`.
+        """
+        axis = int(stacked)
+
+        def placed(array: np.ndarray) -> jax.Array:
+            rows = array.shape[axis] * parts
+            shape = (*array.shape[:axis], rows, *array.shape[axis + 1 :])
+            where = self.sharding(shape, stacked=stacked)
+            return make_global(array, where, rows=rows if parts > 1 else None, axis=axis)
+
+        return {name: placed(array) for name, array in batch.items()}

@@ -31,6 +31,7 @@ class EasyDeLState(struct.PyTreeNode):
         opt_state: state of `tx` for `graphstate`; None before `init_tx`.
         graphdef: structure of the model (static).
         tx: the optimizer (static).
+        reference: weights of a reference that follows the parameters; see `following`.
     """
 
     step: jax.Array
@@ -39,6 +40,7 @@ class EasyDeLState(struct.PyTreeNode):
     opt_state: optax.OptState | None
     graphdef: nnx.GraphDef = struct.field(pytree_node=False)
     tx: optax.GradientTransformation | None = struct.field(pytree_node=False, default=None)
+    reference: nnx.State | None = None
 
     @classmethod
     def create(
@@ -220,14 +222,17 @@ class EasyDeLState(struct.PyTreeNode):
             )
 
         graphstate = of(self.graphstate)
-        opt_state = self.opt_state
+        opt_state, reference = self.opt_state, self.reference
         if opt_state is not None:
             opt_state = jax.device_put(opt_state, shardings_like(opt_state, graphstate))
+        if reference is not None:
+            reference = jax.device_put(reference, shardings_like(reference, graphstate))
         return self.replace(
             step=_scalar_like(graphstate, self.step),
             graphstate=graphstate,
             graphother=of(self.graphother),
             opt_state=opt_state,
+            reference=reference,
         )
 
     def gather_state(self) -> EasyDeLState:

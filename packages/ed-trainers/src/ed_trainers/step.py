@@ -99,6 +99,7 @@ def build_train_step(
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
     statistics_of = _function_of(state.graphdef, method.statistics, method.frozen)
+    following = method.frozen.following
 
     def numbered(batch: Batch) -> tuple[jax.Array, Batch]:
         """The microbatches, each with the number of its first row."""
@@ -116,6 +117,7 @@ def build_train_step(
         the compiler drops the forward pass. `statistics` of the method, where it has some.
         """
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
+        frozen = method.frozen.joined(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
 
         def weights(row: jax.Array, part: Batch) -> dict[str, jax.Array]:
@@ -140,12 +142,13 @@ def build_train_step(
 
     def step(leaves: Leaves, frozen: Leaves, batch: Batch, totals: Totals) -> tuple[Leaves, Report]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
+        frozen = method.frozen.joined(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
         parts = numbered(batch)
 
         # Jitted so that tracing it for shapes and tracing it in the scan is one trace.
         @partial(jax.jit, inline=True)
-        def gradient(row: jax.Array, part: Batch):
+        def gradient(row: jax.Array, part: Batch) -> tuple[nnx.State, Loss, jax.Array]:
             def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
                 own = jax.random.fold_in(key, row)
                 read = {**part, **totals.get("statistics", {})}
@@ -153,12 +156,12 @@ def build_train_step(
                 return _objective(loss.sums, totals.get("weights", {})), loss
 
             grads, loss = jax.grad(objective, has_aux=True)(current.gradient_point)
-            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, _tokens(part)
 
         if len(parts[0]) == 1:
-            grads, loss = gradient(*jax.tree.map(lambda x: x[0], parts))
+            grads, loss, tokens = gradient(*jax.tree.map(lambda x: x[0], parts))
         else:
-            grads, loss = _summed(gradient, parts)
+            grads, loss, tokens = _summed(gradient, parts)
 
         weight = loss.sums["loss"].weight
         scale = 1.0 / jnp.maximum(weight, _SMALLEST)
@@ -169,6 +172,7 @@ def build_train_step(
             "weight": weight,
             "learning_rate": schedule(current.step),
             "grad_norm": global_norm(grads),
+            "tokens": tokens,
         }
         new = current.apply_gradients(grads=grads, value=report["loss"])
         other = updated.apply_updates(new.graphother, loss.updates, trained=new.graphstate)
@@ -177,11 +181,14 @@ def build_train_step(
             report["skipped"] = skipped.astype(jnp.float32)
             other = jax.tree.map(partial(jnp.where, skipped), current.graphother, other)
         new = new.replace(graphother=other)
+        if following is not None and current.reference is not None:
+            moved = following.moved(current.reference, new.graphstate, new.step)
+            new = new.replace(reference=moved)
         return tuple(jax.tree.leaves(new)), report
 
     out = (shardings, replicated(shardings[0]))
     compiled = jax.jit(step, donate_argnums=0, out_shardings=out)
-    return Step(compiled, method.frozen.leaves, totals_of)
+    return Step(compiled, method.frozen.fixed, totals_of)
 
 
 def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
@@ -193,18 +200,20 @@ def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
 
     Returns:
         A function `(leaves, batch) -> metrics`. `leaves` are the leaves of `graphstate`, then of
-        `graphother`; the arrays of the batch are [b, s].
+        `graphother`, then of `reference`; the arrays of the batch are [b, s].
     """
-    treedef = jax.tree.structure((state.graphstate, state.graphother))
+    treedef = jax.tree.structure((state.graphstate, state.graphother, state.reference))
     # The structure alone: to hold the state's arrays would keep donated buffers.
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
     def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> dict[str, Metric]:
-        loss = loss_of(*jax.tree.unflatten(treedef, leaves), frozen, batch, None)
+        graphstate, graphother, reference = jax.tree.unflatten(treedef, leaves)
+        frozen = method.frozen.joined(frozen, reference)
+        loss = loss_of(graphstate, graphother, frozen, batch, None)
         return {**loss.sums, **loss.metrics}
 
     compiled = jax.jit(step, out_shardings=replicated(state.step.sharding))
-    return Step(compiled, method.frozen.leaves)
+    return Step(compiled, method.frozen.fixed)
 
 
 def _loss_of(graphdef: nnx.GraphDef, loss_fn: LossFn, frozen: Frozen) -> Callable[..., Loss]:
@@ -231,6 +240,13 @@ def _function_of(
         return function(Models(learner, frozen.merge(leaves)), batch, key)
 
     return of_arrays
+
+
+def _tokens(batch: Batch) -> jax.Array:
+    """Tokens of a batch that are not padding, over all processes."""
+    if "segment_ids" in batch:
+        return jnp.count_nonzero(batch["segment_ids"])
+    return jnp.asarray(batch["input_ids"].size if "input_ids" in batch else 0)
 
 
 def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Array:

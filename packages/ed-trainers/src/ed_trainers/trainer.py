@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ from flax import nnx
 from ed_trainers.callbacks import Callback
 from ed_trainers.contract import Batch, Frozen, HeldOut, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
-from ed_trainers.feed import Dataset, Feed, HostBatch
+from ed_trainers.feed import Dataset, Feed, HostBatch, Share
 from ed_trainers.figures.metrics import RECORD
 from ed_trainers.job import Job
 from ed_trainers.loop import TrainingLoop
@@ -30,22 +29,12 @@ from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, probes_of
 from ed_trainers.report import write_report
 from ed_trainers.rollout import Weights
+from ed_trainers.saveable import Saveable, with_length
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import disk
 
-# From here on a length is no length: transformers writes 1e30 for one that it does not know.
-_UNLIMITED = 1e20
-
 #: Folder of a run that holds the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"
-
-
-class Saveable(Protocol):
-    """What is saved beside the model: a tokenizer, or a processor."""
-
-    def save_pretrained(self, save_directory: str | Path) -> object:
-        """Write the files that `from_pretrained` reads."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -145,15 +134,20 @@ class Trainer(ABC):
                 "load_best_model_at_end and save_best_k compare evaluations: give an eval_dataset"
             )
         self._version = int(first.step)
-        self.feed = None if train_dataset is None else self.feed_of(train_dataset)
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
-        frozen_models = self._freeze(frozen or {})
         self.method = Method(
-            self.prepare, self.loss, frozen_models, self.per_token, self.statistics, self.held_out
+            self.prepare,
+            self.loss,
+            self._freeze(frozen or {}),
+            self.per_token,
+            self.statistics,
+            self.held_out,
+            self.whole_batches,
         )
+        self.feed = None if train_dataset is None else self.feed_of(train_dataset)
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
@@ -163,15 +157,29 @@ class Trainer(ABC):
 
     @abstractmethod
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        """Turn a loader's batch into the arrays that `loss` reads, each [b, ...]; numpy only."""
+        """Turn a loader's batch into the arrays that `loss` reads, each [b, ...]; numpy only.
+
+        Of several processes each prepares the rows of its own devices; see `whole_batches`.
+        """
 
     @abstractmethod
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `ed_trainers.contract.LossFn`."""
 
+    @property
+    def whole_batches(self) -> bool:
+        """Whether `prepare` looks beyond a row, or asks models: then each process reads all rows.
+
+        Also where shapes follow from what is in the rows.
+        """
+        return False
+
     def feed_of(self, dataset: Dataset) -> Feed:
         """Return the training batches of a dataset, by step."""
-        return Feed(dataset)
+        if self.whole_batches:
+            return Feed(dataset)
+        rows = self.arguments.total_batch_size // self.arguments.gradient_accumulation_steps
+        return Feed(dataset, Share.of(dataset, self.placement, rows))
 
     @property
     def model(self) -> LanguageModel:
@@ -299,16 +307,16 @@ class Trainer(ABC):
             model.save_pretrained(adapter)
             merges = self.arguments.merge_adapters
             if not (not is_quantized(model) if merges is None else merges):
-                return self._save_tokenizer(adapter)
+                return self._save_beside(adapter)
             if is_quantized(model):
                 model = dequantize(model)
             model = merge_lora(model)
         model.save_pretrained(directory)
-        self._save_tokenizer(directory)
+        self._save_beside(directory)
 
-    def _save_tokenizer(self, directory: Path) -> None:
+    def _save_beside(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
-            _with_length(self.processing_class, self._model).save_pretrained(directory)
+            with_length(self.processing_class, self._model).save_pretrained(directory)
 
     def _first_state(self) -> EasyDeLState:
         return self._state or EasyDeLState.create(
@@ -381,16 +389,3 @@ def _report(directory: Path) -> None:
             raise
         room = disk.room(directory, (directory / RECORD).stat().st_size)
         print(f"the report of {directory} could not be written: {room}", flush=True)
-
-
-def _with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
-    """Return a tokenizer that knows how many tokens the model takes.
-
-    One that was never told says 1e30, which whoever truncates by it takes at its word.
-    """
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is None or getattr(tokenizer, "model_max_length", 0) < _UNLIMITED:
-        return tokenizer
-    told = copy.copy(tokenizer)
-    told.model_max_length = longest  # type: ignore[attr-defined]
-    return told

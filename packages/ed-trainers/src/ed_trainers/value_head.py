@@ -16,6 +16,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.distributed import on_host
 from ed_infra.errors import CheckpointError
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -118,7 +119,7 @@ class PolicyWeights(Weights):
 def save_value_head(model: LanguageModel, directory: Path) -> None:
     """Write the head beside a saved model, as torch lays out a linear layer: weight [1, d]."""
     head = value_head(model)
-    weight, bias = (_on_host(variable[...]) for variable in (head.kernel, head.bias))
+    weight, bias = (on_host(variable[...]) for variable in (head.kernel, head.bias))
     if jax.process_index() == 0:
         tensors = {f"{NAME}.weight": np.ascontiguousarray(weight.T), f"{NAME}.bias": bias}
         save_file(tensors, directory / FILE)
@@ -139,11 +140,3 @@ def _read(head: ValueHead, file: Path) -> None:
         )
     head.kernel.set_value(jnp.asarray(weight))
     head.bias.set_value(jnp.asarray(saved[f"{NAME}.bias"]))
-
-
-def _on_host(array: jax.Array) -> np.ndarray:
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lora-directory", help="clients may load the LoRA adapters below it")
     group.add_argument("--batch-directory", help="where files and results of batches lie")
     group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
+    group.add_argument(
+        "--enable-sleep-mode", action="store_true", help="clients may lend the device to others"
+    )
     group.add_argument("--log-level", default="info", help="default: %(default)s")
     group.add_argument("--drain-seconds", type=int, default=30, help="default: %(default)s")
     group.add_argument("--ssl-keyfile", help="private key, PEM")
@@ -71,6 +74,8 @@ def engines_of(values: argparse.Namespace) -> Any:
             "hbm_utilization": str(options.hbm_utilization * place / len(models)),
             "cpu_cache_gib": str(options.cpu_cache_gib / len(models)),
         }
+        if options.kv_offloading_size is not None:
+            own["kv_offloading_size"] = str(options.kv_offloading_size / len(models))
         if place > 1:
             own |= {"tokenizer": None, "revision": None}
         engines[name] = engine_of(argparse.Namespace(**{**vars(values), **own}))
@@ -109,6 +114,7 @@ def run(values: argparse.Namespace) -> int:
         lora_directory=values.lora_directory,
         batch_directory=values.batch_directory,
         otlp_traces_endpoint=values.otlp_traces_endpoint,
+        enable_sleep_mode=values.enable_sleep_mode,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

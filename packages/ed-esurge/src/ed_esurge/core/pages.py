@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ed_esurge.core.page_pool import PagePool
+from ed_esurge.core.plan import Moves
 from ed_esurge.core.prefix_cache import PrefixCache
 from ed_esurge.core.request import Request
 
@@ -54,6 +55,7 @@ class PageTables:
         page_size: tokens of a page.
         at_once: most tokens of a sequence in one step.
         prefix_caching: whether equal prefixes share pages.
+        host_places: pages of each group that host memory holds, once the cache gives them up.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PageTables:
         at_once: int,
         *,
         prefix_caching: bool,
+        host_places: int = 0,
     ) -> None:
         self.page_size, self.at_once = page_size, at_once
         self.windows = {name: g.window for name, g in groups.items() if g.window is not None}
@@ -73,7 +76,7 @@ class PageTables:
                 name: None if g.window is None else -(-(g.window - 1) // page_size)
                 for name, g in groups.items()
             }
-            self.prefixes = PrefixCache(page_size, needed)
+            self.prefixes = PrefixCache(page_size, needed, host_places)
         prefixes = self.prefixes
         self.pools = {
             name: PagePool(
@@ -91,15 +94,56 @@ class PageTables:
         """Held part of the fullest pool, 0 … 1."""
         return max((pool.usage for pool in self.pools.values()), default=0.0)
 
-    def begin(self, request: Request) -> None:
-        """Give a request that holds nothing the pages of its longest known prefix."""
+    def begin(self, request: Request) -> int | None:
+        """Give a request that holds nothing the pages of its longest known prefix.
+
+        Returns:
+            how many of its tokens come from host memory; None if a pool has no pages for them.
+        """
         request.pages = {name: [] for name in self.pools}
         if self.prefixes is None or not request.reads_prefixes:
-            return
-        for name, pages in self.prefixes.match(request).items():
-            self.pools[name].hold(page for page in pages if page is not None)
-            request.pages[name] = [FREED if page is None else page for page in pages]
-            request.num_computed = len(pages) * self.page_size
+            return 0
+        matched = self.prefixes.match(request)
+        for name, known in matched.items():
+            there = [page for page in known if isinstance(page, int)]
+            self.pools[name].hold(there)
+            request.pages[name] = there
+        brought = 0
+        for name, known in matched.items():
+            keys = [key for key in known if isinstance(key, bytes)]
+            pages = self._bring_back(name, keys) if keys else {}
+            if pages is None:
+                return None
+            brought = max(brought, len(keys))
+            request.pages[name] = [
+                FREED if page is None else page if isinstance(page, int) else pages[page]
+                for page in known
+            ]
+            request.num_computed = len(known) * self.page_size
+        return brought * self.page_size
+
+    def _bring_back(self, group: str, keys: Sequence[bytes]) -> dict[bytes, int] | None:
+        """Key -> a new page, to which the one that lies in host memory will be copied."""
+        assert self.prefixes is not None, "nothing is known without it"
+        host = self.prefixes.host[group]
+        places = host.take(keys)
+        pages = self.pools[group].allocate(len(keys))
+        if pages is None:
+            host.put_back(keys, places)
+            return None
+        host.load(keys, places, pages)
+        for key, page in zip(keys, pages, strict=True):
+            self.prefixes.put(group, key, page)
+        return dict(zip(keys, pages, strict=True))
+
+    def take_moves(self) -> Moves:
+        """What must be copied before the next step; whoever asks sees to it."""
+        moves = {}
+        for name, host in self.prefixes.host.items() if self.prefixes is not None else ():
+            if host.saves or host.loads:
+                moves[name] = host.saves, host.loads
+                host.forget_moves()
+        return moves
 
     def hold_out(self, lengths: Sequence[tuple[Request, int]], others: Sequence[Request]) -> bool:
         """Whether the free pages, and those of `others`, are enough for these requests to grow to

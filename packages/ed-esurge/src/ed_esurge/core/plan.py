@@ -8,10 +8,13 @@ too. It tells what is new alone. A sequence comes with all of its data when it t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ed_esurge.sampling import PoolingParams, SamplingParams
+
+#: Group -> `(saves, loads)`: place in host memory -> page of the device, and page -> place.
+Moves = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,14 @@ class StepPlan:
         rows: at most `max_num_seqs`; their tokens are at most the token budget.
         started: sequences that have a row for the first time since they took their slot.
         preempted: requests that went back to the queue while this step was planned.
+        moves: what is copied between the device and host memory before; all saves come first.
     """
 
     step: int
     rows: tuple[PlanRow, ...]
     started: tuple[NewSequence, ...] = ()
     preempted: tuple[str, ...] = ()
+    moves: Moves = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> dict[str, int]:

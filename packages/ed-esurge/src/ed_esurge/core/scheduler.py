@@ -52,6 +52,7 @@ class Scheduler:
         page_size: tokens of a page.
         prefix_caching: whether equal prefixes share pages. A page does not restore the state of a
             recurrent layer: for a model with such layers, False.
+        host_places: pages of each group that host memory keeps when the prefix cache cannot.
         proposer: proposes tokens for sequences that decode; None = nobody does.
     """
 
@@ -62,6 +63,7 @@ class Scheduler:
         num_pages: int | Mapping[str, PageGroup],
         page_size: int,
         prefix_caching: bool = True,
+        host_places: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
@@ -81,7 +83,9 @@ class Scheduler:
                     "pages or lower max_model_len"
                 )
         self.limits = limits
-        self.pages = PageTables(groups, page_size, at_once, prefix_caching=prefix_caching)
+        self.pages = PageTables(
+            groups, page_size, at_once, prefix_caching=prefix_caching, host_places=host_places
+        )
         self.proposer = proposer
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -174,7 +178,8 @@ class Scheduler:
         if self.proposer is not None and not self.waiting:
             self._speculate(self.proposer, rows, budget)
         self._step += 1
-        return StepPlan(self._step, tuple(rows.values()), tuple(started), tuple(preempted))
+        moves = self.pages.take_moves()
+        return StepPlan(self._step, tuple(rows.values()), tuple(started), tuple(preempted), moves)
 
     def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Take the result of a step.
@@ -248,17 +253,20 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> PlanRow | None:
         """Start the head of the queue; None, and no change, if its pages are not there."""
-        self.pages.begin(request)
+        brought = self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
-        if not self._worthwhile(request) or self.pages.reserve(request, count) is None:
+        if (
+            brought is None
+            or not self._worthwhile(request)
+            or self.pages.reserve(request, count) is None
+        ):
             self.pages.release(request)
             return None
         if request.num_cached is None:
             request.num_cached = request.num_computed
             if self.pages.prefixes is not None:
-                self.pages.prefixes.queries += len(request.prompt)
-                self.pages.prefixes.hits += request.num_computed
+                self.pages.prefixes.count(len(request.prompt), request.num_computed, brought)
         self.waiting.pop(0)
         request.status = Status.RUNNING
         request.slot = self._slots.pop()

@@ -69,9 +69,18 @@ def loop_over(
             "a draft model cannot propose for replicas that lie on several processes, which would "
             "not see its proposals: use the method ngram, or data_parallelism_axis null"
         )
+    if shared and config.kv_offloading_size is not None:
+        raise ConfigError(
+            "kv_offloading_size is for an engine of one process, and the replicas of this one lie "
+            "on several: leave the option out"
+        )
     here = [mesh for mesh in meshes if jax.process_index() in processes_of(mesh)]
-    # On a CPU the replicas share the memory that the option bounds.
-    own = config.replace(cpu_cache_gib=config.cpu_cache_gib / len(here))
+    # The replicas share the host's memory, which these options bound.
+    offloaded = config.kv_offloading_size
+    own = config.replace(
+        cpu_cache_gib=config.cpu_cache_gib / len(here),
+        kv_offloading_size=offloaded and offloaded / len(here),
+    )
     setups = {
         mesh: Setup.resolve(
             with_places(_placed(model, mesh), own), own, draft and _placed(draft, mesh)

@@ -113,6 +113,7 @@ class AsyncEngine:
         self._stopping = False
         self._failure: BaseException | None = None
         self._beat = time.monotonic()
+        self._dozing = 0  # calls of `sleep` that are not done
 
     # ---- what a server shows
 
@@ -234,7 +235,17 @@ class AsyncEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """Give the memory of the device to others; see `eSurge.sleep`."""
-        await self._done(Sleep(keep_weights=check_level(level) == 1))
+        command = Sleep(keep_weights=check_level(level) == 1)
+        self._dozing += 1
+        try:
+            await self._done(command)
+        finally:
+            self._dozing -= 1
+
+    @property
+    def is_sleeping(self) -> bool:
+        """From the call of `sleep` to the end of `wake_up`."""
+        return self._dozing > 0 or self.engine.is_sleeping
 
     async def wake_up(self) -> None:
         """Go on after `sleep`; see `eSurge.wake_up`."""

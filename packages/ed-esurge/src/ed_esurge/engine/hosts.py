@@ -1,13 +1,17 @@
 """One engine over the devices of several processes, each of which runs all of it.
 
 The first process takes the requests. What its loop is told, it tells the others before it does so
-itself; they hold the same state, so they plan the same steps, and the device's work meets.
+itself; they hold the same state, so they plan the same steps, and the device's work meets. Where
+the processes make the same calls anyway, as a trainer's do, nothing is sent: see `together`.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
 
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
@@ -16,6 +20,7 @@ from jax.sharding import Mesh
 
 from ed_esurge.core.commands import Command
 from ed_esurge.engine.loop import EngineLoop, Role
+from ed_esurge.engine.replicas import Replicas
 from ed_esurge.outputs import RequestOutput
 
 STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
@@ -41,12 +46,17 @@ class Leading:
 
     _told = 0.0  # when, on the monotonic clock
 
+    #: Every process makes the same calls: nothing is sent, nobody follows.
+    together = False
+
     def execute(self, command: Command) -> None:
         """See `EngineLoop`.
 
         Raises:
             ConfigError: the command cannot be sent, or this is not the first process.
         """
+        if self.together:
+            return super().execute(command)  # type: ignore[misc]
         self._check_leads()
         try:
             message = pickle.dumps(command)
@@ -60,8 +70,9 @@ class Leading:
 
     def step(self) -> list[RequestOutput]:
         """See `EngineLoop`."""
-        self._check_leads()
-        self._tell(STEP)
+        if not self.together:
+            self._check_leads()
+            self._tell(STEP)
         return super().step()  # type: ignore[misc]
 
     def beat(self) -> None:
@@ -100,9 +111,48 @@ class Leading:
         if not distributed.is_main():
             raise ConfigError(
                 "this engine runs over several processes, and only the first one takes requests: "
-                "call follow() in the others"
+                "call follow() in the others, or make the same calls in all of them within "
+                "`with engine.together():`"
             )
 
 
 class LeadingLoop(Leading, EngineLoop):
     """The loop of one scheduler, in several processes."""
+
+
+class RunsOverProcesses:
+    """The methods of an engine whose model lies on devices of several processes."""
+
+    loop: EngineLoop | Replicas
+
+    @property
+    def role(self) -> Role:
+        """Among the processes on whose devices the model lies: `leads` takes requests."""
+        return self.loop.role
+
+    def follow(self) -> None:
+        """In each process but the first, take the steps of the first one, until its `terminate`.
+
+        Raises:
+            ConfigError: there are no other processes, or this is the first.
+        """
+        if not isinstance(self.loop, Leading):
+            raise ConfigError("the model lies on devices of this process alone: nobody to follow")
+        self.loop.follow()
+
+    @contextmanager
+    def together(self) -> Iterator[Self]:
+        """A block in which every process makes the same calls, and gets the same answers.
+
+        Nothing is sent, so weights may be lent that lie on the devices of all. Where the model lies
+        on devices of this process alone, the block changes nothing.
+        """
+        loop = self.loop
+        if not isinstance(loop, Leading):
+            yield self
+            return
+        loop.together = True
+        try:
+            yield self
+        finally:
+            loop.together = False

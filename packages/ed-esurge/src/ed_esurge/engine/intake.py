@@ -75,7 +75,8 @@ class Intake:
         self.eos_token_ids = eos_token_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
-        self.prompt_class = prompt_class
+        # Reading the rotary settings out of a configuration takes longer than all the rest.
+        self.prompt_class = lru_cache(4096)(prompt_class)
         self.grammars = grammars
         self.adapters = adapters or AdapterTable(0)
         # A request of many prompts brings the same words with each.

@@ -63,7 +63,7 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.adapters = AdapterTable(max_loras)
-        self.paused = False
+        self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` gives."""
         self._tokenizer, self._seed, self._overlap = tokenizer, seed, overlap
@@ -147,11 +147,11 @@ class EngineLoop:
     def _resume(self) -> None:
         if not self.runner.allocated:
             self._allocate()
-        self.paused = False
+        self.paused = self.asleep = False
 
     def _sleep(self, keep_weights: bool) -> None:
         self._settle()
-        self.paused = True
+        self.paused = self.asleep = True
         if self.runner.allocated:
             self._free()
         if not keep_weights:
@@ -371,6 +371,15 @@ class EngineLoop:
     def stats(self) -> dict[str, float]:
         """Current numbers, for metrics; counters count from the start."""
         scheduler, prefixes = self.scheduler, self.scheduler.pages.prefixes
+        offload: dict[str, float] = {}
+        if self.runner.host is not None and prefixes is not None:
+            offload = {
+                "external_prefix_cache_queries": prefixes.host_queries,
+                "external_prefix_cache_hits": prefixes.host_hits,
+                "kv_offload_store_bytes": self.runner.host.bytes_saved,
+                "kv_offload_load_bytes": self.runner.host.bytes_loaded,
+                "kv_offload_cpu_cache_usage": prefixes.host_usage,
+            }
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
@@ -380,5 +389,6 @@ class EngineLoop:
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": self._steps,
             "num_compiled": self.runner.num_traces,
+            **offload,
             **(scheduler.proposer.stats() if scheduler.proposer is not None else {}),
         }

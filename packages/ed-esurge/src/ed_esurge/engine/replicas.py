@@ -68,6 +68,10 @@ class Replicas:
     def paused(self) -> bool:
         return self.loops[0].paused
 
+    @property
+    def asleep(self) -> bool:
+        return self.loops[0].asleep
+
     # ---- requests
 
     @property

@@ -15,10 +15,12 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
+from ed_esurge.engine.hosts import over_processes
 from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import GROUP, DraftModel
 from ed_esurge.runner.guides import Grammars
+from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.model_runner import ModelRunner
 
 logger = get_logger(__name__)
@@ -72,13 +74,15 @@ class Setup:
                 f"using {positions}",
             )
             longest = int(positions)
-        for name in ("batch_invariant", "speculative_config"):
+        for name in ("batch_invariant", "speculative_config", "kv_offloading_size"):
             if getattr(config, name) not in (None, False) and is_recurrent(model):
                 raise ConfigError(
                     f"{name} is for models whose layers read keys and values: a recurrent layer "
                     "of this one has a state, which each token changes; leave the option out"
                 )
         platform = platform_of(model)
+        if config.kv_offloading_size is not None:
+            _check_offloading(model, draft)
         budget = config.max_num_batched_tokens or TOKEN_BUDGET.get(platform, 2048)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
@@ -111,7 +115,27 @@ class Setup:
         self, grammars: Grammars | None = None, sizes: dict[str, int] | None = None
     ) -> ModelRunner:
         """The runner, with pools of these sizes; None: by what memory is left."""
-        return self._runner(self.pool_sizes() if sizes is None else sizes, grammars)
+        places = self._host_places()
+        sizes = self.pool_sizes() if sizes is None else sizes
+        return self._runner(sizes, grammars, host_places=places)
+
+    def _host_places(self) -> int:
+        """Pages of each group that host memory holds.
+
+        Raises:
+            ConfigError: not one fits.
+        """
+        wanted = self.config.kv_offloading_size
+        if wanted is None:
+            return 0
+        cache = self.model.init_paged_cache(1, self.config.page_size)
+        one = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        if wanted * GIB < one:
+            raise ConfigError(
+                f"kv_offloading_size {wanted} GiB holds no page of {self.config.page_size} tokens, "
+                f"which takes {one / GIB:.3g} GiB: raise it, or leave it out"
+            )
+        return int(wanted * GIB) // one
 
     def scheduler(self, runner: ModelRunner) -> Scheduler:
         """The scheduler over the runner's pools."""
@@ -132,6 +156,7 @@ class Setup:
             num_pages=groups,
             page_size=self.config.page_size,
             prefix_caching=caching,
+            host_places=0 if runner.host is None else runner.host.places,
             proposer=self._proposer(runner),
         )
 
@@ -152,6 +177,7 @@ class Setup:
         grammars: Grammars | None = None,
         *,
         model: LanguageModel | None = None,
+        host_places: int = 0,
     ) -> ModelRunner:
         return ModelRunner(
             model or self.model,
@@ -162,6 +188,7 @@ class Setup:
             max_logprobs=self.config.max_logprobs,
             ahead_of_time=self.config.use_aot_forward,
             grammars=grammars,
+            host_places=host_places,
         )
 
     def pool_sizes(self) -> dict[str, int]:
@@ -224,11 +251,38 @@ class Setup:
 
     def _workspace(self, num_pages: dict[str, int]) -> int:
         """Bytes that a step needs besides weights and pages."""
-        trial = self._runner(num_pages)
+        trial, copies = self._runner(num_pages), 0
+        if self.config.kv_offloading_size is not None:
+            copied = [page_bytes(self.model, self.config.page_size, group) for group in num_pages]
+            copies = COPIES * PAGES_AT_ONCE * sum(copied)
         try:
-            return trial.workspace_bytes() + trial.state_bytes()
+            return trial.workspace_bytes() + trial.state_bytes() + copies
         finally:
             trial.free()
+
+
+def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None:
+    """Refuse what host memory cannot have pages of.
+
+    Raises:
+        ConfigError: see the messages.
+    """
+    if draft is not None:
+        raise ConfigError(
+            "kv_offloading_size keeps pages of the served model, and a draft model needs its own "
+            "beside them: use the method ngram, or leave kv_offloading_size out"
+        )
+    if over_processes(model):
+        raise ConfigError(
+            "kv_offloading_size keeps whole pages in the memory of one host, and devices of "
+            "several processes hold parts of this model's: leave the option out"
+        )
+    if platform_of(model) == "cpu":
+        once(
+            logger,
+            "kv_offloading_size is of no use on a CPU, whose pages are in host memory already: "
+            "raise cpu_cache_gib or num_pages instead",
+        )
 
 
 def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> None:

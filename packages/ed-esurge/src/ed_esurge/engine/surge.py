@@ -18,9 +18,8 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
 from ed_esurge.engine.assembly import loop_over
-from ed_esurge.engine.hosts import Leading
+from ed_esurge.engine.hosts import Leading, RunsOverProcesses
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
-from ed_esurge.engine.loop import Role
 from ed_esurge.engine.weights import ServesWeights
 from ed_esurge.model import eos_token_ids
 from ed_esurge.model import model_name as name_of
@@ -33,7 +32,7 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-class eSurge(ServesAdapters, ServesWeights):
+class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
     """A serving engine.
 
     Args:
@@ -353,27 +352,11 @@ class eSurge(ServesAdapters, ServesWeights):
             if isinstance(self.loop, Leading):
                 self.loop.end()
 
-    @property
-    def role(self) -> Role:
-        """Among the processes on whose devices the model lies: `leads` takes requests."""
-        return self.loop.role
-
     def beat(self) -> None:
         """Tell the other processes, where there are some, that this one is there. Whoever drives
         the engine calls it about each second in which there is nothing to step."""
         with self._lock:
             self.loop.beat()
-
-    def follow(self) -> None:
-        """Where the model lies on devices of several processes: in each but the first, take the
-        steps of the first one, until its `terminate`.
-
-        Raises:
-            ConfigError: there are no other processes, or this is the first.
-        """
-        if not isinstance(self.loop, Leading):
-            raise ConfigError("the model lies on devices of this process alone: nobody to follow")
-        self.loop.follow()
 
     def __enter__(self) -> Self:
         return self

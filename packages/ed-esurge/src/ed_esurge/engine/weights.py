@@ -94,6 +94,11 @@ class ServesWeights:
         """
         self.execute(Sleep(keep_weights=check_level(level) == 1))
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Between `sleep` and `wake_up`."""
+        return self.loop.asleep
+
     def wake_up(self) -> None:
         """Go on after `sleep`; nothing is compiled.
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.compile_cache import compiled_afresh
 from ed_layers.cache import Cache, HybridCache, PagedCache
 from ed_models.adapter_slots import slot_values
 from ed_models.adapter_values import Adapter
@@ -25,6 +27,8 @@ from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, Shape
 from ed_esurge.runner.guides import Grammars, Guides
 from ed_esurge.runner.hidden import pool, score
+from ed_esurge.runner.host_pages import HostMemory
+from ed_esurge.runner.programs import Programs
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.sampler import SamplerState, sample
 from ed_esurge.runner.slots import Slots
@@ -53,6 +57,7 @@ class ModelRunner:
         ahead_of_time: call compiled executables, which take exactly one shape; False: call through
             `jax.jit`.
         grammars: of structured outputs; None: there are none.
+        host_places: pages of each group that host memory holds.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ModelRunner:
         max_logprobs: int,
         ahead_of_time: bool = True,
         grammars: Grammars | None = None,
+        host_places: int = 0,
     ) -> None:
         self.buckets = buckets
         self.vocab_size = cast(int, model.config.vocab_size)
@@ -89,15 +95,19 @@ class ModelRunner:
             self._slots, page_size=page_size, num_pages=num_pages, apart=buckets.invariant
         )
         self._functions: dict[Name, Callable[..., Any]] = {}
+        # Functions of an earlier process are loaded while memory is made here.
+        self._kept = self._programs()
+        self._loading = self._kept.loading(self._names()) if self._kept else None
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self._cache: Cache | None = None
         self._state: SamplerState | None = None
         self._sums: jax.Array | None = None
-        self.allocate()
+        cache = self.allocate()
+        self.host = HostMemory(cache, host_places, self._traced) if host_places else None
 
     # ---- memory
 
-    def allocate(self) -> None:
+    def allocate(self) -> Cache:
         """Make empty pages and states."""
         sizes = [*self.num_pages.values()]
         # One pool needs no names: a cache of one kind is simpler than a hybrid one.
@@ -111,6 +121,7 @@ class ModelRunner:
         width = cast(int, self.model.config.hidden_size)
         self._sums = self._replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
         self._slots.forget_lines()
+        return self._cache
 
     def free(self) -> None:
         """Give the pages and states back to the device."""
@@ -147,6 +158,8 @@ class ModelRunner:
         """
         leaves, slots = self.weights.leaves, self._slots
         adjusted = slots.take(plan)
+        if self.host is not None and self._cache is not None:
+            self._cache = self.host.move(self._cache, plan.moves)
         for _, _, line in adjusted:
             if line is not None:
                 self._state = self._function(PUT)(self._state, *line)
@@ -208,23 +221,51 @@ class ModelRunner:
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile every function that serving can need, and show how many are ready."""
-        names: list[Name] = [*self.buckets.shapes, PUT]
-        names += [PLACE] if self.weights.places else []
-        for tokens in self.buckets.prefill_tokens:
-            names += [("score", tokens), ("pool", tokens)]
-        names = [name for name in names if name not in self._functions]
+        names = self._names()
         progress.reset(len(names))
+        if self.host is not None:
+            self.host.compile()
         if not self.ahead_of_time:
             for name in names:
                 self._warm(name)
                 progress.update()
             return
+        if self._loading is not None:  # each is there when a step first wants it
+            progress.update(len(names))
+            return
         # XLA compiles without holding the interpreter; tracing does not profit from threads.
-        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        count, kept = max(1, min(4, os.cpu_count() or 1)), self._kept
+        with compiled_afresh() if kept else nullcontext(), ThreadPoolExecutor(count) as threads:
             pending = {threads.submit(self._lower(name).compile): name for name in names}
             for future in as_completed(pending):
                 self._functions[pending[future]] = future.result()
                 progress.update()
+        if kept:
+            kept.write({name: self._functions[name] for name in names})
+
+    def load_all(self) -> None:
+        """Wait until every function of an earlier process is loaded."""
+        for name in self._names() if self._loading is not None else ():
+            self._function(name)
+
+    def _names(self) -> list[Name]:
+        """Every function that is not there yet, those that are needed first in front."""
+        shapes = self.buckets.shapes
+        names: list[Name] = sorted(
+            shapes, key=lambda s: s not in (self.buckets.prefill[0], shapes[0])
+        )
+        names += [PUT, PLACE] if self.weights.places else [PUT]
+        for tokens in self.buckets.prefill_tokens:
+            names += [("score", tokens), ("pool", tokens)]
+        return [name for name in names if name not in self._functions]
+
+    def _programs(self) -> Programs[Name] | None:
+        """What an earlier process has compiled, or a later one will want."""
+        if not self.ahead_of_time:
+            return None
+        sizes = (self.page_size, self.num_pages, self.max_num_seqs, self.max_logprobs)
+        parts = (self.weights.graphdefs, self.weights.like, self.buckets, sizes)
+        return Programs.of(self.model, *parts)
 
     def workspace_bytes(self) -> int:
         """Device memory that the largest step needs besides weights, pages and state."""
@@ -236,9 +277,22 @@ class ModelRunner:
 
     def _function(self, name: Name) -> Callable[..., Any]:
         if name not in self._functions:
-            lowered = self._lower(name) if self.ahead_of_time else None
-            self._functions[name] = lowered.compile() if lowered else self._jitted(name)
+            self._functions[name] = self._loaded(name) or self._made(name)
         return self._functions[name]
+
+    def _loaded(self, name: Name) -> Callable[..., Any] | None:
+        """The function of an earlier process; None where there is none."""
+        if self._loading is None or name not in self._loading:
+            return None
+        try:
+            return self._loading.take(name)
+        except Exception as error:  # the backend reads less than it writes
+            if self._kept is not None:
+                self._kept.give_up(error)
+            return None
+
+    def _made(self, name: Name) -> Callable[..., Any]:
+        return self._lower(name).compile() if self.ahead_of_time else self._jitted(name)
 
     def _jitted(self, name: Name) -> Any:
         """The function of that name."""

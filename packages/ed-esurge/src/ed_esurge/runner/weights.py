@@ -47,6 +47,11 @@ class Weights:
         return cast(LanguageModel, nnx.merge(self._graphdef, places, state))
 
     @property
+    def graphdefs(self) -> tuple[object, ...]:
+        """Everything of the model besides its arrays."""
+        return self._graphdef, self._treedef, self._treedef_of_places
+
+    @property
     def there(self) -> bool:
         """Whether there are weights on the device."""
         return self._own is not None

@@ -187,8 +187,14 @@ class Text(Answer):
 class State(Answer):
     """Answer of the health endpoints."""
 
-    status: Literal["ok", "down", "draining"]
+    status: Literal["ok", "down", "draining", "sleeping"]
     reason: str | None = None
+
+
+class Sleeping(Answer):
+    """Answer of `/sleep`, `/wake_up` and `/is_sleeping`."""
+
+    is_sleeping: bool
 
 
 class Version(Answer):

@@ -48,6 +48,7 @@ def create_app(
     lora_directory: str | Path | None = None,
     batch_directory: str | Path | None = None,
     otlp_traces_endpoint: str | None = None,
+    enable_sleep_mode: bool = False,
 ) -> FastAPI:
     """Build the application that serves one engine, or several.
 
@@ -75,6 +76,8 @@ def create_app(
             None: there are no batches.
         otlp_traces_endpoint: URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP;
             see `ed_esurge.server.tracing`. None: nothing is traced.
+        enable_sleep_mode: clients may let the engine sleep, and wake it up (`POST /sleep`,
+            `/wake_up`).
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
@@ -86,7 +89,7 @@ def create_app(
     tracing = None
     if otlp_traces_endpoint is not None:
         tracing = Tracing(provider_for(otlp_traces_endpoint))
-    state, metrics = ServerState(limits, tracing), ServerMetrics()
+    state, metrics = ServerState(limits, tracing, enable_sleep_mode), ServerMetrics()
 
     def model(engine: Any, names: str | Sequence[str] | None) -> Served:
         if not isinstance(engine, ServedEngine):

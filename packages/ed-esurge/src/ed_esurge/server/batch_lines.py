@@ -81,6 +81,17 @@ async def answer_line(
     return entry
 
 
+def expired_line(raw: bytes, name: str) -> dict[str, Any]:
+    """The entry of a line that was not answered in the time of its batch."""
+    try:
+        custom_id = Line.model_validate(from_json(raw)).custom_id
+    except ValueError:  # it is no line; nobody will know
+        custom_id = None
+    message = "this request could not be executed before the completion window expired"
+    error = {"code": "batch_expired", "message": message}
+    return {"id": name, "custom_id": custom_id, "response": None, "error": error}
+
+
 def succeeded(entry: dict[str, Any]) -> bool:
     """Whether an answered line has a result."""
     return entry["response"] is not None and entry["response"]["status_code"] == 200

@@ -7,12 +7,13 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ed_esurge.server.batch_lines import answer_line, succeeded
+from ed_esurge.server.batch_lines import answer_line, expired_line, succeeded
 from ed_esurge.server.batch_store import OPEN, BatchStore, Fields
 from ed_esurge.server.site import Site
 
@@ -90,7 +91,7 @@ class _Run:
         cancelled = batch["status"] == "cancelling"
         if self._unanswered and not cancelled:
             return
-        if not cancelled:
+        if batch["status"] == "in_progress":
             store.change(batch, "finalizing")
         files: dict[str, str | None] = {}
         for key, part, name in (
@@ -102,7 +103,14 @@ class _Run:
                 files[key] = store.add_file(title, "batch_output", part, batch["owner"])["id"]
             else:
                 part.unlink()
-        store.change(batch, "cancelled" if cancelled else "completed", **files)
+        expired = batch["expired_at"] is not None
+        end = "cancelled" if cancelled else "expired" if expired else "completed"
+        store.change(batch, end, **files)
+
+    @property
+    def _left(self) -> float:
+        """Seconds until the batch expires."""
+        return self._batch["expires_at"] - time.time()
 
     def _before(self, path: Path) -> int:
         """Count the whole lines of an earlier start; what was cut off is dropped."""
@@ -121,20 +129,27 @@ class _Run:
         gate = asyncio.Semaphore(self._store.limits.batch_concurrency)
 
         async def one(number: int, raw: bytes) -> None:
+            name = f"batch_req_{batch['id'].removeprefix('batch_')}_{number}"
             try:
-                name = f"batch_req_{batch['id'].removeprefix('batch_')}_{number}"
-                entry = await answer_line(
-                    self._site, raw, name, endpoint=batch["endpoint"], seen=seen
-                )
+                if self._left <= 0:
+                    raise TimeoutError
+                async with asyncio.timeout(self._left):
+                    entry = await answer_line(
+                        self._site, raw, name, endpoint=batch["endpoint"], seen=seen
+                    )
                 if (entry["response"] or {}).get("status_code") == 503:
                     self._unanswered = True
                     return
-                good = succeeded(entry)
-                files[good].write(json.dumps(entry).encode() + b"\n")
-                files[good].flush()
-                batch["request_counts"]["completed" if good else "failed"] += 1
+            except TimeoutError:
+                entry = expired_line(raw, name)
+                if batch["expired_at"] is None:
+                    self._store.change(batch, "finalizing", expired_at=int(time.time()))
             finally:
                 gate.release()
+            good = succeeded(entry)
+            files[good].write(json.dumps(entry).encode() + b"\n")
+            files[good].flush()
+            batch["request_counts"]["completed" if good else "failed"] += 1
 
         async with asyncio.TaskGroup() as group:
             for number, raw in _numbered(path):

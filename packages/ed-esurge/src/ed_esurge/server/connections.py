@@ -11,6 +11,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ed_esurge.config import ServerLimits
+from ed_esurge.server.asgi import WRITER, ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,24 @@ def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
         """
 
         _patience: asyncio.TimerHandle | None = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            app: ASGIApp = self.app
+
+            async def with_writer(scope: Scope, receive: Receive, send: Send) -> None:
+                if scope["http_version"] == "1.1":
+                    scope[WRITER] = self._write_chunk
+                await app(scope, receive, send)
+
+            self.app = with_writer
+
+        async def _write_chunk(self, data: bytes) -> None:
+            """Send a part of a body without length; between its head and its last part."""
+            if self.flow.write_paused:
+                await self.flow.drain()
+            if data and self.cycle is not None and not self.cycle.disconnected:
+                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

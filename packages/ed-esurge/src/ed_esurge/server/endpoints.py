@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server import adapters, answers, batches, health, models, protocol, tokens
+from ed_esurge.server import adapters, answers, batches, health, models, protocol, sleep, tokens
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
@@ -231,6 +231,29 @@ ENDPOINTS = (
         tokens.detokenize,
         protocol.DetokenizeRequest,
         answers.Text,
+    ),
+    Endpoint(
+        "/sleep",
+        "Lend the memory of the device to others; where the server does that.",
+        sleep.sleep,
+        answers.Sleeping,
+        refusals=(*READING, 400, 403, 404, 409, 503),
+        method="POST",
+    ),
+    Endpoint(
+        "/wake_up",
+        "Go on after that.",
+        sleep.wake_up,
+        answers.Sleeping,
+        refusals=(*READING, 400, 403, 404, 409, 503),
+        method="POST",
+    ),
+    Endpoint(
+        "/is_sleeping",
+        "Whether the memory of the device is lent.",
+        sleep.is_sleeping,
+        answers.Sleeping,
+        refusals=(*READING, 400, 403, 404),
     ),
     Endpoint(
         "/health", "Whether requests are taken.", health.ready, answers.State, refusals=(421, 503)

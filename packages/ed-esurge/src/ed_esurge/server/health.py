@@ -1,7 +1,8 @@
 """What orchestrators and monitors ask.
 
 `live` fails when only a restart helps: the engine's thread is dead, or stuck in a step. `ready` and
-`/health` fail then too, and while the server drains. `decode` fails where the model gives no token.
+`/health` fail then too, while the server drains, and while a model sleeps. `decode` fails where the
+model gives no token.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ async def ready(site: Site, request: Request) -> JSONResponse:
     """Whether requests are taken."""
     if _healthy(site) and site.state.draining:
         return _down("the server is stopping", "draining")
+    if _healthy(site) and any(served.engine.is_sleeping for served in site.models):
+        return _down("a model sleeps: POST /wake_up", "sleeping")
     return await live(site, request)
 
 

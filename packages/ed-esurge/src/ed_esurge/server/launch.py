@@ -118,6 +118,7 @@ def serve(
     lora_directory: str | Path | None = None,
     batch_directory: str | Path | None = None,
     otlp_traces_endpoint: str | None = None,
+    enable_sleep_mode: bool = False,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -168,6 +169,7 @@ def serve(
                     "lora_directory": lora_directory,
                     "batch_directory": batch_directory,
                     "otlp_traces_endpoint": otlp_traces_endpoint,
+                    "enable_sleep_mode": enable_sleep_mode,
                 },
             )
             if host not in LOOPBACK and not api_key:

@@ -6,12 +6,20 @@ Every application has a registry of its own: two in one process (tests, two mode
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.server.asgi import ASGIApp, Message, Receive, Scope, Send
@@ -36,12 +44,15 @@ class ServerMetrics:
     Attributes:
         engines: name of a model -> current numbers of its engine's replicas; see
             `EngineCollector`.
+        tokens: name of a model -> what is counted with every token of it.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.engines: dict[str, ReadStats] = {}
         self.registry.register(EngineCollector(self.engines))
+        self.tokens: dict[str, TokenCounts] = {}
+        self.registry.register(TokenCollector(self.tokens))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
@@ -50,10 +61,7 @@ class ServerMetrics:
             return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
         model = "model_name"
-        self.counters = {
-            "prompt_tokens": counter("vllm:prompt_tokens", "Prompt tokens processed.", model),
-            "generation_tokens": counter("vllm:generation_tokens", "Tokens generated.", model),
-        }
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.", model)
         self.success = counter(
             "vllm:request_success", "Completions by how they ended.", model, "finished_reason"
         )
@@ -89,11 +97,6 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         "From arrival to the first token.",
         _FIRST_TOKEN,
     ),
-    "between_tokens": (
-        "inter_token_latency_seconds",
-        "Between two outputs of a request.",
-        _BETWEEN_TOKENS,
-    ),
     "whole": ("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS),
     "queue": ("request_queue_time_seconds", "From arrival to the first step.", _SECONDS),
     "prefill": (
@@ -120,14 +123,14 @@ class Metrics:
     """
 
     def __init__(self, server: ServerMetrics, model_name: str) -> None:
-        self.prompt_tokens = server.counters["prompt_tokens"].labels(model_name)
-        self.generation_tokens = server.counters["generation_tokens"].labels(model_name)
+        self.prompt_tokens = server.prompt_tokens.labels(model_name)
+        self.tokens = server.tokens.setdefault(model_name, TokenCounts())
         self.success = {
             reason: server.success.labels(model_name, reason)
             for reason in ("stop", "length", "abort", "error")
         }
         bound = {key: one.labels(model_name) for key, one in server.histograms.items()}
-        self.first_token, self.between_tokens = bound["first_token"], bound["between_tokens"]
+        self.first_token = bound["first_token"]
         self.whole, self.queue = bound["whole"], bound["queue"]
         self.prefill, self.decode = bound["prefill"], bound["decode"]
         self.per_prompt, self.per_generation = bound["per_prompt"], bound["per_generation"]
@@ -172,10 +175,10 @@ class RequestTimer:
                 metrics.first_token.observe(now - self._start)
                 metrics.prompt_tokens.inc(self._prompt_tokens)
             else:
-                metrics.between_tokens.observe(now - self._last)
+                metrics.tokens.gap(now - self._last)
             self._last = now
             self._generated += new
-            metrics.generation_tokens.inc(new)
+            metrics.tokens.generated += new
         if delta.finished:
             self._finished(delta)
 
@@ -205,24 +208,98 @@ class RequestTimer:
             self._open = 0
 
 
+class TokenCounts:
+    """What is counted with every token: plain numbers, because a histogram of prometheus_client
+    takes locks and walks through its buckets. One thread counts, that of the server's loop.
+
+    Attributes:
+        generated: tokens.
+        gaps: times between outputs, as many as fall into each bucket; the last is beyond all.
+        seconds: their sum.
+    """
+
+    __slots__ = ("gaps", "generated", "seconds")
+
+    def __init__(self) -> None:
+        self.generated, self.seconds = 0, 0.0
+        self.gaps = [0] * (len(_BETWEEN_TOKENS) + 1)
+
+    def gap(self, seconds: float) -> None:
+        """Count the time between two outputs of a request."""
+        self.gaps[bisect_left(_BETWEEN_TOKENS, seconds)] += 1
+        self.seconds += seconds
+
+
+class TokenCollector(Collector):
+    """Exports `TokenCounts` by the name of the model."""
+
+    def __init__(self, counts: Mapping[str, TokenCounts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["model_name"]
+        generated = CounterMetricFamily(
+            "vllm:generation_tokens", "Tokens generated.", labels=labels
+        )
+        gaps = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two outputs of a request.", labels=labels
+        )
+        bounds = [*map(floatToGoString, _BETWEEN_TOKENS), "+Inf"]
+        for name, counts in self._counts.items():
+            generated.add_metric([name], counts.generated)
+            upto = accumulate(counts.gaps)
+            gaps.add_metric([name], [*zip(bounds, upto, strict=True)], counts.seconds)
+        yield from (generated, gaps)
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
 class EngineCollector(Collector):
     """Reads the engines at scrape time, so that an idle server spends nothing on its gauges.
 
     The numbers of a replica, whose label `engine` is its index, are a mapping with
     `num_requests_running`, `num_requests_waiting`, `kv_cache_usage` (0 … 1),
-    `prefix_cache_queries`, `prefix_cache_hits` (tokens), `num_preemptions` and, with proposals,
+    `prefix_cache_queries`, `prefix_cache_hits` (tokens), `num_preemptions`; with proposals,
     `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and `spec_decode_num_accepted_tokens`;
-    a number that is missing is not exported.
+    with pages in host memory, `external_prefix_cache_queries`, `external_prefix_cache_hits`
+    (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage`
+    (0 … 1). A number that is missing is not exported.
     """
 
     _GAUGES = (
         ("num_requests_running", "vllm:num_requests_running", "Requests in the running batch."),
         ("num_requests_waiting", "vllm:num_requests_waiting", "Requests that wait for pages."),
         ("kv_cache_usage", "vllm:kv_cache_usage_perc", "Part of the pages in use, 0 to 1."),
+        (
+            "kv_offload_cpu_cache_usage",
+            "vllm:kv_offload_cpu_cache_usage_perc",
+            "Part of the host memory for pages in use, 0 to 1.",
+        ),
     )
     _COUNTERS = (
         ("prefix_cache_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up."),
         ("prefix_cache_hits", "vllm:prefix_cache_hits", "Prompt tokens found."),
+        (
+            "external_prefix_cache_queries",
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens looked up in host memory.",
+        ),
+        (
+            "external_prefix_cache_hits",
+            "vllm:external_prefix_cache_hits",
+            "Prompt tokens found there.",
+        ),
+        (
+            "kv_offload_store_bytes",
+            "vllm:kv_offload_store_bytes",
+            "Bytes of pages copied to host memory.",
+        ),
+        (
+            "kv_offload_load_bytes",
+            "vllm:kv_offload_load_bytes",
+            "Bytes of pages copied back.",
+        ),
         ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
         ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Proposals of tokens."),
         (

@@ -192,14 +192,38 @@ class Prompts:
         return used, most
 
     async def chat(self, request: ChatRequest) -> list[int]:
-        """Token ids of a conversation, through the chat template."""
+        """Token ids of a conversation, through the chat template.
+
+        Raises:
+            APIError: 400, see `conversation`; an effort is asked for, and the template knows none.
+        """
+        variables = request.chat_template_kwargs or {}
+        if request.reasoning_effort is not None:
+            variables = {**self._thinking(request.reasoning_effort), **variables}
         return await self.conversation(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            variables=request.chat_template_kwargs,
+            variables=variables,
             tools=() if request.tool_choice == "none" else request.tools,
         )
+
+    def _thinking(self, effort: str) -> dict[str, Any]:
+        """The variables by which templates are told how much to think.
+
+        Raises:
+            APIError: 400, this one reads none of them.
+        """
+        known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        read = {name: value for name, value in known.items() if name in self.template_text}
+        if not read and effort != "none":
+            raise APIError(
+                f"this model's chat template cannot be told how much to think ({effort!r}): leave "
+                "it out",
+                param="reasoning_effort",
+                code="unsupported_value",
+            )
+        return read
 
     async def conversation(
         self,

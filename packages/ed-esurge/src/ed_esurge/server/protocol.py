@@ -24,6 +24,9 @@ from ed_esurge.server.tools import (
     Tools,
 )
 
+#: How much to think, as OpenAI and Anthropic say it.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 MAX_LOGPROBS = 20
 # Items of a request: each is looked at one by one. The length of a body is limited besides.
 MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
@@ -132,6 +135,7 @@ class GenerationRequest(Guided):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationRequest:
@@ -189,12 +193,27 @@ class TextPart(Options):
     text: str
 
 
+class RefusalPart(Options):
+    """What the assistant said when it refused, sent back."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The words."""
+        return self.refusal
+
+
+ContentParts = list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+
+
 def _content(value: object) -> object:
     """Teach about parts of content that are not text before pydantic lists them."""
     if isinstance(value, list):
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind is not None and kind != "text":
+            if kind is not None and kind not in ("text", "refusal"):
                 raise Refusal(f"content part of type {kind!r}: this model takes text only")
     return value
 
@@ -203,9 +222,7 @@ class Message(Options):
     """One chat message; an answer's message can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content), few(MAX_PARTS)] = (
-        None
-    )
+    content: Annotated[str | ContentParts | None, BeforeValidator(_content), few(MAX_PARTS)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
@@ -264,7 +281,8 @@ class ChatRequest(GenerationRequest):
     response_format: ResponseFormat | None = None
     modalities: unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
     audio: unsupported("audio output") = None  # type: ignore[valid-type]
-    reasoning_effort: unsupported("reasoning_effort", "none") = None  # type: ignore[valid-type]
+    reasoning_effort: Effort | None = None
+    moderation: unsupported("moderation") = None  # type: ignore[valid-type]
     verbosity: unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
     web_search_options: unsupported("web search") = None  # type: ignore[valid-type]
     # A hint about the expected answer that may only save time.

@@ -45,6 +45,19 @@ class ServedEngine(Protocol):
         """False when the engine's thread is dead or stuck in a step."""
         ...
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the device is lent to others, so that no request can be answered."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """Lend the device: 1 keeps the weights in host memory, 2 forgets them."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the device again."""
+        ...
+
     def generate(
         self,
         prompt_token_ids: list[int],
@@ -233,8 +246,7 @@ class Served:
             APIError: 400 when the engine cannot run the request as it is, 500 when it fails on it,
                 503 when it is down or gives the request up.
         """
-        if not self.engine.is_healthy:
-            raise engine_unavailable()
+        self._check_there()
         span = self._span(request_id, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
         with self._translated(timer):
@@ -248,6 +260,17 @@ class Served:
                     yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
+
+    def _check_there(self) -> None:
+        if not self.engine.is_healthy:
+            raise engine_unavailable()
+        if self.engine.is_sleeping:
+            raise APIError(
+                f"the model {self.name!r} sleeps, and its device is lent to others: POST /wake_up, "
+                "or try again later",
+                status=503,
+                code="engine_sleeping",
+            )
 
     def _span(
         self, request_id: str, prompt: list[int], params: SamplingParams | PoolingParams
@@ -302,8 +325,7 @@ class Served:
             assert output.pooled is not None, "a pooled request ends with its vector"
             return output.pooled
 
-        if not self.engine.is_healthy:
-            raise engine_unavailable()
+        self._check_there()
         try:
             async with asyncio.TaskGroup() as group:
                 jobs = [group.create_task(one(*item)) for item in enumerate(prompts)]

@@ -15,6 +15,7 @@ class ServerState:
     Args:
         limits: what clients may ask for at once.
         tracing: where spans of requests go; None: there are none.
+        enable_sleep_mode: clients may let the engines sleep.
 
     Attributes:
         draining: the server was asked to stop.
@@ -22,8 +23,14 @@ class ServerState:
         responses: those that are kept.
     """
 
-    def __init__(self, limits: ServerLimits, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        limits: ServerLimits,
+        tracing: Tracing | None = None,
+        enable_sleep_mode: bool = False,
+    ) -> None:
         self.limits, self.tracing = limits, tracing
+        self.enable_sleep_mode = enable_sleep_mode
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)

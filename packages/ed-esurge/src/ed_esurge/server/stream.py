@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 
-from ed_esurge.server.asgi import Receive, Scope, Send
+from ed_esurge.server.asgi import WRITER, Receive, Scope, Send
 from ed_esurge.server.errors import APIError, client_gone
 from ed_esurge.server.watch import Watch
 
@@ -175,10 +175,15 @@ class EventStream(Response):
             message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
             await send(message)
 
+        write = scope.get(WRITER)
+
         async def everything() -> bool:
             await body(self._first)
             async for event in self._events:
-                await body(event)
+                if write is None:  # no connection of `ed_esurge.server.connections`
+                    await body(event)
+                else:
+                    await write(event.encode())
             return True
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

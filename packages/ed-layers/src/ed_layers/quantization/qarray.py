@@ -104,23 +104,25 @@ def _product(precision: Any, x: jax.Array, w: QArray | Turned) -> jax.Array:
 
 def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, "*rows o"]:
     """The product by the native library, which reads the codes as they are."""
-    stored = w.table if isinstance(w, Turned) else w
-    scale, zero, form = stored.scale, stored.zero, FORMATS[stored.format]
+    turned = isinstance(w, Turned)
+    stored = w.table if turned else w
+    rows = x.reshape(-1, x.shape[-1])
+    matrices = (codes_of(stored),)
+    whole = stored.activations
+    (y,) = native.products_of_codes(rows, matrices, transposed=turned, whole=whole)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def codes_of(w: QArray) -> native.Codes:
+    """A matrix as the native library takes it."""
+    scale, zero, form = w.scale, w.zero, FORMATS[w.format]
     if isinstance(scale, Scales):
         scale = scale.numbers()
     if zero is not None:
         zero = zero if zero.dtype == jnp.uint8 else zero.astype(jnp.float32)
         zero = jnp.broadcast_to(zero, scale.shape)
-    y = native.product_of_codes(
-        x.reshape(-1, x.shape[-1]),
-        stored.codes,
-        scale,
-        zero,
-        form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None,
-        transposed=isinstance(w, Turned),
-        whole=stored.activations,
-    )
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    table = form.level(jnp.arange(16, dtype=jnp.int32)) if form.packed else None
+    return native.Codes(w.codes, scale, zero, table)
 
 
 def _product_forward(

@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers.activations import activation
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.mlp import activation
 from ed_layers.parts import Parts
 from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows

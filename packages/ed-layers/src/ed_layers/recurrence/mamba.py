@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ed_layers.activations import activation
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.mlp import activation
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import Rows

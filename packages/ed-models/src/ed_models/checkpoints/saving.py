@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from ed_infra import paths
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.distributed import on_host
 from ed_infra.errors import CheckpointError
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
@@ -148,11 +149,7 @@ def _at(leaf: jax.Array, layer: tuple[int, ...], at: tuple[int, ...]) -> np.ndar
     """Bring one layer's tensor to the host, or one expert of it."""
     for entry in (*layer, *at):
         leaf = _take(leaf, np.int32(entry))
-    if leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return on_host(leaf)
 
 
 def _write_config(module: Saved, directory: Path, dtypes: list[np.dtype]) -> None:

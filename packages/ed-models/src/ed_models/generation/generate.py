@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.distributed import on_host
 from ed_infra.errors import ConfigError
 from flax import nnx
 from jaxtyping import Float, Int
@@ -240,8 +241,8 @@ def _generate(
         both = (leaves, helping, cache, helper_cache)
         finished, *_ = run(*both, logits, rows, draws, options.choice, drafts=options.drafts)
     n = int(finished.new)
-    new = np.asarray(finished.ids)[:, finished.ids.shape[1] - n :]
-    step = {name: np.asarray(x)[:n] for name, x in finished.kept.items()}
+    new = on_host(finished.ids)[:, finished.ids.shape[1] - n :]
+    step = {name: on_host(x)[:n] for name, x in finished.kept.items()}
     if "logprobs" in step:
         step["logprobs"] = step["logprobs"].T
     return GenerateOutput(
@@ -253,7 +254,7 @@ def _of_beams(found: Any, prompts: Prompts, options: GenerationOptions) -> Gener
     """The best beams of each prompt."""
     count = options.num_return_sequences
     scores, tokens, parents = (
-        np.asarray(x)[:, :count].reshape(len(prompts.ids) * count, *x.shape[2:])
+        on_host(x)[:, :count].reshape(len(prompts.ids) * count, *x.shape[2:])
         for x in (found.best.scores, found.best.tokens, found.best.parents)
     )
     n = int((parents >= 0).sum(axis=1).max())
@@ -263,7 +264,7 @@ def _of_beams(found: Any, prompts: Prompts, options: GenerationOptions) -> Gener
         sequences_scores=scores,
         beam_indices=parents[:, :n],
         steps=steps,
-        **{name: np.asarray(x)[: steps + 1] for name, x in found.kept.items()},
+        **{name: on_host(x)[: steps + 1] for name, x in found.kept.items()},
     )
 
 

@@ -22,6 +22,7 @@ MUST_MATCH = (
     "trainable_rules",
     "steps_per_generation",
     "num_iterations",
+    "sync_ref_model",
 )
 
 # Arguments that change what is computed, though a changed run can still go on from the checkpoint.
@@ -41,6 +42,8 @@ _CHANGE_THE_COURSE = (
     "label_smoothing_factor",
     "z_loss_coefficient",
     "neftune_noise_alpha",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
     "gradient_accumulation_steps",
 )
 

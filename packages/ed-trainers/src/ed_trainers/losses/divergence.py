@@ -3,6 +3,9 @@
 The logits of both exist for one chunk of tokens at a time; the backward pass makes them again. As
 in `token_loss`, each device walks over its own tokens; the vocabulary stays with the compiler.
 
+Memory beside hidden states and heads: a few arrays [c, v] in float32, and the gradient of the
+student's head, [d, v]; nothing grows with both the tokens of a batch and the vocabulary.
+
 Legend: b rows, s positions, d hidden of the student, t hidden of the teacher, c tokens of a chunk.
 """
 
@@ -97,6 +100,7 @@ def compared(
     beta: float,
     temperature: float,
     chunk: int | None,
+    noise: float | None = None,
     hidden_states: bool = False,
 ) -> tuple[CausalLMOutput, CausalLMOutput, Float[Array, "b s"], Float[Array, "b s"]]:
     """Run both models over a batch; see `token_divergences`.
@@ -105,6 +109,7 @@ def compared(
         batch: `input_ids`, `segment_ids`, `position_ids`, `targets` [b, s].
         key: dropout key of the student.
         placement: says which devices hold which tokens.
+        noise: on the student's embeddings alone; see `scoring.noise_of`.
         hidden_states: the outputs also have the input of every layer.
 
     Returns:
@@ -114,7 +119,7 @@ def compared(
     Raises:
         ConfigError: the vocabularies differ.
     """
-    output = forward(student, batch, key, hidden_states=hidden_states)
+    output = forward(student, batch, key, hidden_states=hidden_states, noise=noise)
     wanted = forward(teacher, batch, None, hidden_states=hidden_states)
     assert output.last_hidden_state is not None
     assert wanted.last_hidden_state is not None

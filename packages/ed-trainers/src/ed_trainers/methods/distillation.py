@@ -60,6 +60,7 @@ class DistillationTrainer(Trainer):
             beta=arguments.beta,
             temperature=arguments.temperature,
             chunk=arguments.lmhead_chunksize,
+            noise=arguments.neftune_noise_alpha,
             hidden_states=bool(shares),
         )
         scaled = arguments.temperature**2 * divergence

@@ -40,6 +40,11 @@ class EmbeddingTrainer(Trainer):
     per_token: ClassVar[bool] = False
     _pairs_of_a_row = 1
 
+    @property
+    def whole_batches(self) -> bool:
+        """The shape of `present` follows from all rows."""
+        return True
+
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Stack the pairs, [b, 2, s], with `present` [b, p]: 1 where a row has that pair.
 

@@ -123,6 +123,7 @@ class GKDTrainer(OnlineTrainer):
             beta=self.arguments.beta,
             temperature=1.0,
             chunk=self.arguments.lmhead_chunksize,
+            noise=self.arguments.neftune_noise_alpha,
         )
         weights = batch["weights"]
         count = jnp.sum(weights)

@@ -36,6 +36,11 @@ class KTOTrainer(LabelledTrainer):
     arguments_class: ClassVar[type[TrainingArguments]] = KTOArguments
     arguments: KTOArguments
 
+    @property
+    def whole_batches(self) -> bool:
+        """Answers go from row to row, where the loss has a reference point."""
+        return super().whole_batches or self.arguments.loss_type == "kto"
+
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Add `other_*`: the same prompts, each with the answer to another one."""
         made = super().prepare(batch)

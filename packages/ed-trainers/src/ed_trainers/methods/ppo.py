@@ -19,6 +19,7 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
+from flax import nnx
 
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch
@@ -39,6 +40,7 @@ from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.value_head import (
+    NAME,
     PolicyWeights,
     save_value_head,
     split_with_head,
@@ -69,17 +71,23 @@ class PPOTrainer(RewardedTrainer):
         """The causal model with its present weights; see `Trainer.model`."""
         return without_value_head(super().model)
 
-    def save_model(self, directory: str | Path) -> None:
-        """Write the causal model, and the value head beside it; see `Trainer.save_model`."""
-        super().save_model(directory)
-        save_value_head(super().model, Path(directory))
+    def _save_beside(self, directory: Path) -> None:
+        super()._save_beside(directory)
+        save_value_head(super().model, directory)
 
     def _first_state(self) -> EasyDeLState:
         rules = self.arguments.trainable_rules
         if rules:
-            return EasyDeLState.create(model=self._model, trainable=rules)
-        graphdef, params, other = split_with_head(self._model)
-        return EasyDeLState.create(graphdef=graphdef, graphstate=params, graphother=other)
+            state = EasyDeLState.create(model=self._model, trainable=rules)
+        else:
+            graphdef, params, other = split_with_head(self._model)
+            state = EasyDeLState.create(graphdef=graphdef, graphstate=params, graphother=other)
+        return self.beside_reference(state)
+
+    def learned(self) -> nnx.State:
+        """See `SyncedReference.learned`; the head is the learner's own."""
+        flat = nnx.to_flat_state(super().learned())
+        return nnx.from_flat_state([(path, x) for path, x in flat if path[0] != NAME])
 
     def complete(self, batch: HostBatch, weights: Weights, **settings: Any) -> Completions:
         """See `OnlineTrainer.complete`; whoever samples sees the causal model alone."""

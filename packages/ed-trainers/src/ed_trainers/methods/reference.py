@@ -25,10 +25,11 @@ from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import FILE, ReferenceLogps
 from ed_trainers.options.preference import ReferenceArguments
-from ed_trainers.trainer import Trainer, TrainerOutput
+from ed_trainers.synced import SyncedReference
+from ed_trainers.trainer import TrainerOutput
 
 
-class ReferenceTrainer(Trainer):
+class ReferenceTrainer(SyncedReference):
     """A trainer whose loss compares the learner's answers with a reference's."""
 
     frozen_models: ClassVar[tuple[str, ...]] = ("reference",)
@@ -62,6 +63,11 @@ class ReferenceTrainer(Trainer):
             rows=rows * self.rows_of_a_row,
         )
         return {}
+
+    @property
+    def whole_batches(self) -> bool:
+        """What is computed ahead, all processes compute together."""
+        return self._ahead is not None
 
     def with_reference(self, prepared: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Add `reference_logps`, shaped as `targets`, where they are computed ahead."""

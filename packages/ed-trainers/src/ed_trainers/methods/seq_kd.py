@@ -49,6 +49,11 @@ class SeqKDTrainer(SFTTrainer):
         self._answers: dict[tuple[int, ...], list[int]] = {}
         return {}
 
+    @property
+    def whole_batches(self) -> bool:
+        """All processes ask the teacher together."""
+        return True
+
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Let the teacher answer, and make rows [b, s] of prompts and answers.
 

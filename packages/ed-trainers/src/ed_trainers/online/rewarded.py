@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra import distributed
 from ed_infra.errors import ConfigError, unknown_name
 from ed_models.adapters import has_lora
 from ed_models.protocol import LanguageModel
@@ -27,6 +28,7 @@ from ed_trainers.online.trainer import OnlineTrainer
 from ed_trainers.options.online import RewardedArguments
 from ed_trainers.rewards import RewardFunction, Rewards
 from ed_trainers.rollout import Weights
+from ed_trainers.synced import SyncedReference
 
 REWARD = "reward"
 
@@ -56,7 +58,7 @@ class Scores(NamedTuple):
         return out
 
 
-class RewardedTrainer(OnlineTrainer):
+class RewardedTrainer(SyncedReference, OnlineTrainer):
     """An `OnlineTrainer` whose completions get rewards.
 
     Args:
@@ -134,7 +136,7 @@ class RewardedTrainer(OnlineTrainer):
             rows: `completions.rows(...)`, for the reward model.
             weights: the learner's, for `compute`.
         """
-        parts = [self.rewards(completions)]
+        parts = [asked_once(self.rewards, completions)]
         if self.has_reward_model:
             names = ("input_ids", "segment_ids", "position_ids")
             asked = {name: rows[name] for name in names}
@@ -154,6 +156,14 @@ class RewardedTrainer(OnlineTrainer):
                 "learner's ids, so take one that was trained with the same tokenizer, or score "
                 "text in a reward function"
             )
+
+
+def asked_once(rewards: Rewards, completions: Completions) -> np.ndarray:
+    """What reward functions say, float32 [n, k]; of several processes the first one asks.
+
+    A function may ask a server, or give another answer each time: the processes must not part.
+    """
+    return distributed.from_main(lambda: rewards(completions))
 
 
 def _reward_of(models: Models, rows: Batch) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ from ed_models.protocol import LanguageModel
 
 from ed_trainers.contract import Models
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.rewarded import RewardedTrainer
+from ed_trainers.online.rewarded import RewardedTrainer, asked_once
 from ed_trainers.options.self_play import SelfPlayArguments
 from ed_trainers.rewards import Rewards
 from ed_trainers.rollout import Weights
@@ -83,7 +83,7 @@ class SelfPlayTrainer(RewardedTrainer):
         rows = own.rows(length), others.rows(length)
         if self._judge is not None:
             compared = replace(own, fields={**own.fields, "others": others.completions})
-            wins = self._judge(compared)[:, 0]
+            wins = asked_once(self._judge, compared)[:, 0]
             figures: dict[str, float] = {}
             scored: dict[str, np.ndarray] = {}
         else:

@@ -33,8 +33,9 @@ from ed_trainers.options.online import OnlineArguments
 from ed_trainers.placement import pad_rows
 from ed_trainers.probes import Benchmark
 from ed_trainers.rollout import Rollout, Sampled, Weights
+from ed_trainers.saveable import Saveable
 from ed_trainers.state import EasyDeLState
-from ed_trainers.trainer import Saveable, Trainer
+from ed_trainers.trainer import Trainer
 
 #: What a model says of rows: arrays [n, ...] by name.
 Scored = dict[str, np.ndarray]
@@ -279,6 +280,11 @@ class OnlineTrainer(Trainer):
         return jax.jit(run, out_shardings=whole)
 
     # --- for the loop and the evaluation ---
+
+    @property
+    def whole_batches(self) -> bool:
+        """All processes complete and score the same prompts together."""
+        return True
 
     def feed_of(self, dataset: Dataset) -> Feed:
         """See `RolloutFeed`."""

@@ -7,11 +7,12 @@ from typing import Literal
 from ed_infra.options import Count, Fraction, NotNegative, Positive
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import TrainingArguments, conflict
+from ed_trainers.options.base import conflict
 from ed_trainers.options.next_token import NextTokenArguments
+from ed_trainers.options.noise import NoiseArguments
 
 
-class DistillationArguments(TrainingArguments):
+class DistillationArguments(NoiseArguments):
     """Knowledge distillation (Hinton et al., arXiv:1503.02531) on given texts."""
 
     trainer_type: Literal["distillation"] = "distillation"

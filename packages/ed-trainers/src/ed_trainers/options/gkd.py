@@ -8,10 +8,11 @@ from ed_infra.options import Fraction, Positive
 from pydantic import ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, conflict
+from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.online import OnlineArguments
 
 
-class GKDArguments(OnlineArguments):
+class GKDArguments(OnlineArguments, NoiseArguments):
     """Generalized knowledge distillation (Agarwal et al., arXiv:2306.13649), on-policy or not."""
 
     trainer_type: Literal["gkd"] = "gkd"

@@ -129,7 +129,7 @@ class GRPOArguments(GroupArguments):
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
-        out = []
+        out = super().idle()
         if self.loss_type == "cispo":
             out.append(("epsilon", "cispo has no lower bound"))
         if not self.has_reference:

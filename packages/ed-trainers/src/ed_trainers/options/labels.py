@@ -12,7 +12,7 @@ from ed_trainers.options.preference import ReferenceArguments
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 
 
-class LabelledArguments(NoiseArguments, ReferenceArguments):
+class LabelledArguments(ReferenceArguments, NoiseArguments):
     """Options that `kto` and `bco` share."""
 
     desirable_weight: NotNegative = 1.0

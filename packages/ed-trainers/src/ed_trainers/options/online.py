@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import conflict
 from ed_trainers.options.preference import AnswerArguments
+from ed_trainers.options.sync import SyncArguments
 
 
 class OnlineArguments(AnswerArguments):
@@ -75,7 +76,7 @@ RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
-class RewardedArguments(OnlineArguments):
+class RewardedArguments(OnlineArguments, SyncArguments):
     """Options of the methods whose completions get rewards."""
 
     ALIASES: ClassVar[dict[str, str]] = {
@@ -97,6 +98,16 @@ class RewardedArguments(OnlineArguments):
     def has_reference(self) -> bool:
         """Whether the method reads a reference."""
         return self.beta > 0
+
+    @field_validator("beta")
+    @classmethod
+    def _something_can_move(cls, value: float, info: ValidationInfo) -> float:
+        if value == 0 and info.data.get("sync_ref_model"):
+            raise conflict(
+                "with beta 0 there is no reference that sync_ref_model could move: set beta above "
+                "0, or leave sync_ref_model out"
+            )
+        return value
 
     @field_validator("reward_functions")
     @classmethod

@@ -12,6 +12,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import Flag, TrainingArguments, conflict
 from ed_trainers.options.noise import NoiseArguments
+from ed_trainers.options.optimizers import Steps
+from ed_trainers.options.sync import Mixup, SyncArguments
 
 #: Losses of `dpo`; the brief names are spellings of TRL's.
 DPO_LOSSES = (
@@ -45,11 +47,11 @@ class AnswerArguments(TrainingArguments):
     """Tokens whose logits exist at once; None lets the loss choose."""
 
 
-class PairArguments(NoiseArguments, AnswerArguments):
+class PairArguments(AnswerArguments, NoiseArguments):
     """Options of methods of given pairs."""
 
 
-class ReferenceArguments(AnswerArguments):
+class ReferenceArguments(AnswerArguments, SyncArguments):
     """Options of methods that compare answers with those of a reference."""
 
     beta: Positive = 0.1
@@ -57,6 +59,16 @@ class ReferenceArguments(AnswerArguments):
     precompute_ref_log_probs: Flag = False
     """Compute the reference's log-probabilities before training, keep them beside the checkpoints,
     and let go of the reference."""
+
+    @field_validator("precompute_ref_log_probs")
+    @classmethod
+    def _stays_as_it_is(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("sync_ref_model"):
+            raise conflict(
+                "sync_ref_model moves the reference, so nothing of it can be computed ahead: set "
+                "one of the two"
+            )
+        return value
 
     @property
     def has_reference(self) -> bool:
@@ -77,6 +89,8 @@ class DPOArguments(PairArguments, ReferenceArguments):
     """Temperature of the mixture in `discopop`."""
     reference_free: Flag = False
     """Compare with a uniform reference: no reference model is read."""
+    ref_model_mixup_alpha: Mixup = 0.9
+    ref_model_sync_steps: Steps = 64
 
     @field_validator("label_smoothing")
     @classmethod
@@ -96,6 +110,8 @@ class DPOArguments(PairArguments, ReferenceArguments):
     def _nothing_ahead(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("precompute_ref_log_probs"):
             raise conflict("with reference_free there is no reference to compute ahead: keep one")
+        if value and info.data.get("sync_ref_model"):
+            raise conflict("with reference_free there is no reference that could move: keep one")
         return value
 
     @property
@@ -106,8 +122,8 @@ class DPOArguments(PairArguments, ReferenceArguments):
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         if self.loss_type == "discopop":
-            return []
-        return [("discopop_tau", f"loss_type is {self.loss_type}")]
+            return super().idle()
+        return [*super().idle(), ("discopop_tau", f"loss_type is {self.loss_type}")]
 
     @property
     def smoothing(self) -> float:

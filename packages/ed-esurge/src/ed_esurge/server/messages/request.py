@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.options import Options
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
 from ed_esurge.server.fields import Schema, few, or_default
-from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
 
@@ -97,6 +97,8 @@ class AnthropicMessage(Options):
                     content = block.content or ""
                     if isinstance(content, list):
                         content = "".join(part.text for part in content)
+                    if block.is_error:  # templates have no word for it
+                        content = f"Error: {content}"
                     results.append(
                         {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
                     )
@@ -116,11 +118,16 @@ class AnthropicTool(Options):
     name: Name
     description: str | None = None
     input_schema: Schema
+    strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    """Input is always streamed while it is written."""
 
     def for_chat(self) -> dict[str, Any]:
         """The tool of a chat request."""
-        function = {"name": self.name, "parameters": self.input_schema}
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        if self.strict is not None:
+            function["strict"] = self.strict
         if self.description is not None:
             function["description"] = self.description
         return {"type": "function", "function": function}
@@ -135,9 +142,34 @@ class AnthropicChoice(Options):
 
 
 class Thoughts(Options):
-    """Whether to think: a variable of the chat template, `enable_thinking`."""
+    """Whether to think: a variable of the chat template, `enable_thinking`. The budget is a target,
+    as Anthropic has it; what bounds thoughts here is `max_tokens`."""
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["disabled", "adaptive", "enabled"]
+    budget_tokens: Annotated[int | None, Field(ge=1024, lt=2**31)] = None
+    display: Literal["summarized"] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Thoughts:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise Refusal("belongs to the type enabled, and to no other", "budget_tokens")
+        return self
+
+
+class OutputFormat(Options):
+    """What an answer must be."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+
+
+class OutputConfig(Options):
+    """How much to think, and what the answer must be."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(Options):
@@ -149,6 +181,10 @@ class CountRequest(Options):
     tools: Annotated[list[AnthropicTool], few(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: AnthropicChoice | None = None
     thinking: Thoughts | None = None
+    output_config: OutputConfig | None = None
+    # What may be cached, and how quickly to answer: there is one way here.
+    cache_control: dict[str, Any] | None = None
+    speed: Literal["standard"] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         """Fields of the chat request that it means."""
@@ -170,6 +206,12 @@ class CountRequest(Options):
         if self.thinking is not None:
             enabled = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": enabled}
+        wanted = self.output_config
+        if wanted is not None:
+            fields["reasoning_effort"] = wanted.effort
+            if wanted.format is not None:
+                schema = {"name": "answer", "schema": wanted.format.json_schema}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
 
@@ -185,6 +227,16 @@ class MessagesRequest(CountRequest):
     # Who is billed, and how.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _budget(self) -> MessagesRequest:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            raise Refusal(
+                f"{budget} must be below max_tokens, which is {self.max_tokens}",
+                "thinking.budget_tokens",
+            )
+        return self
 
     def chat(self) -> ChatRequest:
         """The chat request that it means."""

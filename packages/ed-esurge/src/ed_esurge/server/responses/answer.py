@@ -73,7 +73,7 @@ def base(turn: Turn, body: ResponseRequest) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "background": False,
         "store": body.store,
         "temperature": body.temperature,

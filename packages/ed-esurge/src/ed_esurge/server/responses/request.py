@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.errors import Refusal
 from ed_esurge.server.fields import Schema, few, or_default, unsupported
-from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
 Id = Annotated[str, Field(max_length=256)]
@@ -143,6 +143,16 @@ class TextOptions(Options):
     verbosity: unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
 
 
+class ReasoningOptions(Options):
+    """How much to think. The thoughts themselves come back, and no summary of them."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
 class ResponseRequest(Options):
     """Body of `POST /v1/responses`. What it leaves out is OpenAI's default."""
 
@@ -161,6 +171,7 @@ class ResponseRequest(Options):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
     text: Annotated[TextOptions, BeforeValidator(or_default({}))] = TextOptions()
+    reasoning: Annotated[ReasoningOptions, BeforeValidator(or_default({}))] = ReasoningOptions()
     metadata: Annotated[dict[str, str] | None, few(16)] = None
     user: str | None = None
 
@@ -171,16 +182,21 @@ class ResponseRequest(Options):
 
     background: unsupported("background; stream the answer", False) = None  # type: ignore[valid-type]
     conversation: unsupported("conversation; use previous_response_id") = None  # type: ignore[valid-type]
-    include: unsupported("include", []) = None  # type: ignore[valid-type]
-    max_tool_calls: unsupported("max_tool_calls: the client runs the tools") = None  # type: ignore[valid-type]
+    context_management: unsupported("context_management", []) = None  # type: ignore[valid-type]
+    moderation: unsupported("moderation") = None  # type: ignore[valid-type]
     prompt: unsupported("stored prompts; send instructions") = None  # type: ignore[valid-type]
-    reasoning: unsupported("reasoning; use chat_template_kwargs") = None  # type: ignore[valid-type]
     top_logprobs: unsupported("top_logprobs; use /v1/chat/completions", 0) = None  # type: ignore[valid-type]
     truncation: unsupported("truncation; see truncate_mode of the engine", "disabled") = None  # type: ignore[valid-type]
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, few(16)] = None
+    """Thoughts need no key to be sent back: their items hold them."""
+    max_tool_calls: Annotated[int | None, Field(ge=1)] = None
+    """Of tools that the server runs, which it has none of."""
     # Harmless to ignore: who is billed, and how.
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -240,6 +256,7 @@ class ResponseRequest(Options):
             top_k=self.top_k,
             seed=self.seed,
             chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning.effort,
         )
 
 

@@ -1,0 +1,199 @@
+"""Pages that the prefix cache gives up: they come back from host memory bit by bit as they were."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_esurge import EngineConfig, SamplingParams, eSurge
+from ed_esurge.runner.host_pages import PAGES_AT_ONCE, HostMemory
+from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
+from ed_layers.cache import Format, HybridCache, LayerCacheSpec, PagedCache
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from pydantic import ValidationError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+MIB = 2.0**-10
+
+
+def filled(cache, seed: int):
+    """The cache with random bits, of NaNs too."""
+    rng = np.random.default_rng(seed)
+
+    def bits(leaf):
+        raw = rng.integers(0, 256, size=leaf.nbytes, dtype=np.uint8)
+        return jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
+
+    return jax.tree.map(bits, cache)
+
+
+def bits_of(cache, page: int) -> list[bytes]:
+    leaves = jax.tree.leaves(cache)
+    return [np.take(np.asarray(x), page, x.ndim - 5).tobytes() for x in leaves]
+
+
+def paged(kind: str, layout: str, num_pages: int = 24) -> PagedCache:
+    form = Format(kind) if kind in ("int8", "fp8") else None
+    dtype = jnp.bfloat16 if form is not None else kind
+    spec = LayerCacheSpec(num_kv_heads=2, head_dim=8)
+    options = {"dtype": dtype, "layout": layout, "format": form}
+    return PagedCache.create([spec] * 2, num_pages=num_pages, page_size=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("bfloat16", "leaves"), ("int8", "stacked"), ("fp8", "leaves"), ("float32", "stacked")],
+)
+def test_copies_are_equal_to_the_last_bit(kind, layout):
+    cache = filled(paged(kind, layout), 0)
+    memory = HostMemory(cache, 40, lambda function: function)
+    pages = [*range(20)]
+    assert PAGES_AT_ONCE < len(pages) < 2 * PAGES_AT_ONCE, "a second copy, which is not full"
+    before = [bits_of(cache, page) for page in range(24)]
+    places = {39 - page: page for page in pages}
+    cache = memory.move(cache, {"full": (places, {})})
+    cache = filled(cache, 1)
+    others = [bits_of(cache, page) for page in range(24)]
+    assert all(a != b for a, b in zip(before, others, strict=True))
+    # Page 23 gives its contents up and takes those of page 0 in the same step.
+    cache = memory.move(cache, {"full": ({0: 23}, {23: 39, 5: 39 - 7})})
+    assert bits_of(cache, 23) == before[0]
+    assert bits_of(cache, 5) == before[7]
+    for page in {*range(23)} - {5}:
+        assert bits_of(cache, page) == others[page]
+    cache = memory.move(cache, {"full": ({}, {1: 0, **{page: 39 - page for page in range(2, 19)}})})
+    assert bits_of(cache, 1) == others[23]
+    assert [bits_of(cache, page) for page in range(2, 19)] == before[2:19]
+    of_page = sum(map(len, before[0]))
+    assert (memory.bytes_saved, memory.bytes_loaded) == (21 * of_page, 20 * of_page)
+
+
+def test_groups_are_kept_apart_and_shards_stay_where_they_are():
+    specs = [LayerCacheSpec(4, 8, window=None), LayerCacheSpec(4, 8, window=6, group="window")]
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "tp"))
+    pages = {"full": 4, "window": 3}
+    empty = HybridCache.create_paged(
+        specs, num_pages=pages, page_size=4, num_states=1, sharding=heads
+    )
+    cache = filled(empty, 0)
+    memory = HostMemory(cache, 2, lambda function: function)
+    before = {name: bits_of(part, 1) for name, part in cache.caches.items()}
+    cache = memory.move(cache, {"full": ({1: 1}, {}), "window": ({1: 1}, {2: 1})})
+    cache = memory.move(cache, {"full": ({}, {3: 1})})
+    assert bits_of(cache.caches["full"], 3) == before["full"]
+    assert bits_of(cache.caches["window"], 2) == before["window"]
+    for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(empty), strict=True):
+        assert one.sharding == other.sharding
+        assert len({str(shard.index) for shard in one.addressable_shards}) == 4
+
+
+OPTIONS = {
+    "max_num_seqs": 4,
+    "page_size": 4,
+    "num_pages": 16,
+    "max_model_len": 64,
+    "silent_mode": True,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(llama):
+    """One whose numbers are the same to the last bit in any company, and in any chunks."""
+    return eSurge(llama, batch_invariant=True, kv_offloading_size=MIB, **OPTIONS)
+
+
+def lines_of(output):
+    one = output.outputs[0]
+    return one.token_ids, [{k: v.logprob for k, v in line.items()} for line in one.logprobs]
+
+
+@pytest.mark.proves("kv_offloading_size")
+def test_a_prefix_comes_back_to_the_last_bit(engine):
+    """Four prompts of twelve pages in turn, in a pool of sixteen."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 250, size=49).tolist() for _ in range(4)]
+    compiled, expected = engine.stats()["num_compiled"], []
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            (output,) = engine.generate(prompt, GREEDY)
+            if not turn:  # computed, every token of it
+                expected.append(lines_of(output))
+            assert lines_of(output) == expected[number]
+    stats = engine.stats()
+    assert stats["num_compiled"] == compiled
+    assert stats["prefix_cache_hits"] == 0
+    assert stats["external_prefix_cache_hits"] == 8 * 48
+    assert stats["external_prefix_cache_queries"] == 12 * 49
+    of_page = 2 * 2 * 4 * 4 * 8 * 4  # layers, keys and values, tokens, heads, numbers, float32
+    assert stats["kv_offload_load_bytes"] == 8 * 12 * of_page
+    assert 0 < stats["kv_offload_store_bytes"] <= 4 * 13 * of_page  # each page once
+    places = engine.loop.runner.host.places
+    assert places == int(MIB * 2**30) // of_page
+    assert 0 < stats["kv_offload_cpu_cache_usage"] <= 1
+    # All at once, so that they push one another out in the middle.
+    for output, lines in zip(engine.generate(prompts * 2, GREEDY), expected * 2, strict=True):
+        assert lines_of(output) == lines
+    assert engine.stats()["num_compiled"] == compiled
+    assert engine.stats()["kv_cache_usage"] == 0
+
+
+def test_salts_and_other_weights(engine, make_llama):
+    prompt, other = [7] * 49, [9] * 49
+    engine.loop.scheduler.pages.forget_prefixes()
+
+    def hits(prompt: list[int], salt: str | None) -> int:
+        before = engine.stats()["external_prefix_cache_hits"]
+        engine.add_request("x", prompt, GREEDY, cache_salt=salt)
+        while engine.has_unfinished_requests:
+            engine.step()
+        return int(engine.stats()["external_prefix_cache_hits"] - before)
+
+    asked = [(prompt, "a"), (other, "a"), (prompt, "b"), (other, None), (prompt, "a")]
+    assert [hits(*one) for one in asked] == [0, 0, 0, 0, 48]
+    hits(other, None)
+    engine.update_model_weights(make_llama(seed=2))
+    assert hits(prompt, "a") == 0
+
+
+@pytest.mark.nightly
+def test_windows_and_preemption():
+    """Layers with a window need their own pages alone; whoever is preempted finds its pages."""
+    from test_esurge_kinds import engine_of, toy
+
+    model = toy("window,full")
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 60, size=n).tolist() for n in (29, 21, 33, 26, 17)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    tokens = [o.outputs[0].token_ids for o in engine_of(model).generate(prompts, params)]
+    engine = engine_of(model, num_pages=13, kv_offloading_size=MIB, overlap_execution=True)
+    for _ in range(2):
+        found = engine.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in found] == tokens
+    for prompt, expected in zip(prompts, tokens, strict=True):
+        assert engine.generate(prompt, params)[0].outputs[0].token_ids == expected
+    stats = engine.stats()
+    assert stats["external_prefix_cache_hits"] > 60
+    assert stats["kv_cache_usage"] == 0
+
+
+def test_what_cannot_be_is_refused(llama, caplog):
+    from test_esurge_kinds import toy
+
+    with pytest.raises(ValidationError, match="enable_prefix_caching is off: set it to true"):
+        EngineConfig(kv_offloading_size=1, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="kv_offloading_size is for models whose layers read"):
+        eSurge(toy("memory,full"), kv_offloading_size=1, **OPTIONS)
+    with pytest.raises(ConfigError, match=r"holds no page of 4 tokens, which takes 1\.9\de-06 GiB"):
+        eSurge(llama, kv_offloading_size=1e-6, **OPTIONS)
+    asked = {"method": "draft_model"}
+    with pytest.raises(ConfigError, match="a draft model needs its own"):
+        eSurge(llama, draft_model=llama, speculative_config=asked, kv_offloading_size=1, **OPTIONS)
+    forget_said()
+    with caplog.at_level(logging.WARNING):
+        eSurge(llama, kv_offloading_size=MIB, compile_runner=False, **OPTIONS)
+    assert "kv_offloading_size is of no use on a CPU" in caplog.text

@@ -1,0 +1,182 @@
+"""A second start neither traces nor compiles, and computes the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+from ed_esurge import SamplingParams, eSurge
+from ed_esurge.runner.programs import Loading
+from ed_infra.compile_cache import compiled_afresh, engines_folder
+from ed_infra.testing import tiny_llama
+
+PROMPTS = [[5, 6, 7], [9], [*range(3, 24)]]
+SMALL = {
+    "max_num_seqs": 2,
+    "max_num_seq_buckets": [2],
+    "max_num_batched_tokens": 16,
+    "page_size": 8,
+    "max_model_len": 64,
+    "silent_mode": True,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A cache folder as a command has it."""
+    folder = tmp_path_factory.mktemp("home")
+    name = "jax_compilation_cache_dir"
+    before, own = jax.config.values[name], os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    jax.config.update(name, str(folder / "easydel" / "jax"))
+    try:
+        yield engines_folder()
+    finally:
+        jax.config.update(name, before)
+        del os.environ["XDG_CACHE_HOME"]
+        if own is not None:
+            os.environ["XDG_CACHE_HOME"] = own
+
+
+def answers(engine):
+    """Tokens of all kinds of requests."""
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    other = SamplingParams(seed=3, max_tokens=4, repetition_penalty=1.2, prompt_logprobs=1)
+    params = [greedy, other, greedy]
+    return [o.outputs[0].token_ids for o in engine.generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def small(make_llama):
+    return make_llama(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def first(home, small):
+    """The engine that compiles."""
+    engine = eSurge(small, **SMALL)
+    assert engine.loop.runner.num_traces > 0
+    return engine
+
+
+def test_the_next_start_neither_traces_nor_compiles(first, small):
+    engine = eSurge(small, **SMALL)
+    runner = engine.loop.runner
+    pages = jax.tree.leaves(runner._cache)
+    assert answers(engine) == answers(first)
+    assert runner.num_traces == 0
+    assert all(leaf.is_deleted() for leaf in pages), "pages are donated"
+    assert {*first.loop.runner._functions} == {*runner._names(), *runner._functions}
+
+
+def test_an_engine_that_compiles_at_first_use_takes_what_is_there(first, small):
+    engine = eSurge(small, compile_runner=False, **SMALL)
+    assert answers(engine) == answers(first)
+    assert engine.loop.runner.num_traces == 0
+
+
+@pytest.mark.parametrize("change", [{"max_logprobs": 3}, {"page_size": 16}, {"max_num_seqs": 1}])
+def test_other_options_are_other_programs(first, small, change):
+    engine = eSurge(small, compile_runner=False, **{**SMALL, **change})
+    assert engine.loop.runner._loading is None
+    assert engine.loop.runner._kept.folder != first.loop.runner._kept.folder
+
+
+def test_another_model_has_other_programs(first, make_llama):
+    engine = eSurge(
+        make_llama(num_hidden_layers=1, rms_norm_eps=1e-3), compile_runner=False, **SMALL
+    )
+    assert engine.loop.runner._loading is None
+
+
+def test_a_damaged_file_is_not_read(first, small):
+    folder = first.loop.runner._kept.folder
+    file = next(folder.glob("Shape*"))
+    whole = file.read_bytes()
+    try:
+        for content in (whole[:-100], whole[:9999] + b"?" + whole[10000:], b""):
+            file.write_bytes(content)
+            assert first.loop.runner._kept.loading(first.loop.runner.buckets.shapes) is None
+    finally:
+        file.write_bytes(whole)
+
+
+def test_what_cannot_be_loaded_is_compiled_and_not_kept_again(first, small, monkeypatch):
+    engine = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
+    runner = engine.loop.runner
+
+    def broken(content):
+        raise RuntimeError("no such function")
+
+    runner._loading = Loading(dict.fromkeys(runner.buckets.shapes, b""), broken)
+    assert answers(engine) == answers(first)
+    assert runner.num_traces > 0
+    assert not runner._kept.usable
+    again = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
+    assert again.loop.runner._kept is None
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(first, tmp_path):
+    kept = first.loop.runner._kept
+    (tmp_path / "file").write_text("")
+    other = type(kept)(tmp_path / "file" / "folder", kept._devices)
+    other.write(dict(first.loop.runner._functions))
+    assert other.loading(first.loop.runner.buckets.shapes) is None
+
+
+def test_a_function_is_loaded_by_whoever_is_first():
+    loaded: list[bytes] = []
+    loading = Loading({i: bytes([i]) for i in range(50)}, lambda c: loaded.append(c) or len)
+    assert [loading.take(i) for i in reversed(range(50))] == [len] * 50
+    loading.close()
+    assert sorted(loaded) == [bytes([i]) for i in range(50)]
+    assert 3 not in loading
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("devices", [1, 4])
+def test_another_process_computes_the_same(tmp_path, devices):
+    """Also where jax's own cache has the programs: what jax reads from there lacks code."""
+    fields = {k: v for k, v in tiny_llama(vocab_size=260).items() if k != "model_type"}
+    code = f"""
+        from ed_infra.compile_cache import keep_compiled_programs
+        keep_compiled_programs()
+        from ed_esurge import SamplingParams, eSurge
+        from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+        config = LlamaConfig(**{fields!r}, sharding_axis_dims=(1, 1, 1, -1, 1))
+        engine = eSurge(LlamaForCausalLM.create(config, seed=1), **{SMALL!r})
+        params = SamplingParams(temperature=0, max_tokens=6)
+        outputs = engine.generate({PROMPTS!r}, params)
+        print([o.outputs[0].token_ids for o in outputs], engine.loop.runner.num_traces)
+    """
+    names = ("XLA_FLAGS", "XDG_CACHE_HOME")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment |= dict(zip(names, (flags, str(tmp_path)), strict=True), JAX_PLATFORMS="cpu")
+
+    def run():
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        tokens, _, traces = done.stdout.strip().rpartition(" ")
+        return tokens, int(traces)
+
+    tokens, traces = run()
+    assert traces > 0
+    assert run() == (tokens, 0)
+    for file in (tmp_path / "easydel" / "engines").glob("*/*"):
+        file.unlink()
+    assert run() == (tokens, traces)  # jax's cache knows some of it now
+    assert run() == (tokens, 0)
+
+
+def test_compiled_afresh_may_be_entered_by_several(home):
+    with compiled_afresh():
+        assert jax.config.values["jax_enable_compilation_cache"] is False
+    assert jax.config.values["jax_enable_compilation_cache"] is True

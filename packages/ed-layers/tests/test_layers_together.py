@@ -1,0 +1,206 @@
+"""Several products of one input in one call: exact, as each alone, with gradients, and one by one
+where the library does not take them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_infra.specs import LoraSpec
+from ed_layers.activations import activation
+from ed_layers.context import Ctx
+from ed_layers.linear import Linear
+from ed_layers.lora import LoRALinear
+from ed_layers.mlp import GatedMLP
+from ed_layers.native import library, products
+from ed_layers.parts import Parts
+from ed_layers.quantization import encode
+from ed_layers.together import project, project_gated
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+built = pytest.mark.skipif(
+    library.level() is None, reason="not built: python -m ed_layers.native build"
+)
+DTYPES = st.sampled_from(["float32", "bfloat16"])
+FORMS = st.sampled_from([None, "int8", "int4", "nf4", "w8a8", "w4a8"])
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' process has several devices."""
+    monkeypatch.setenv(library.VARIABLE, "1")
+
+
+def drawn(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def exact(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def layer(seed: int, i: int, o: int, *, dtype: str = "float32", bias: bool = False) -> Linear:
+    made = Linear(
+        i,
+        o,
+        axes=(None, None),
+        use_bias=bias,
+        dtype=jnp.dtype(dtype),
+        param_dtype=jnp.dtype(dtype),
+        kernel_init=jax.nn.initializers.normal(0.1),
+        rngs=nnx.Rngs(seed),
+    )
+    if bias:
+        made.bias.set_value(drawn(seed, o, dtype=dtype))
+    return made
+
+
+def calls(function, x: jax.Array) -> int:
+    """Calls of the library's products in a program."""
+    return jax.jit(function).lower(x).as_text().count("@ed_layers_")
+
+
+@built
+@settings(max_examples=10, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    i=st.integers(1, 150),
+    widths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    x_dtype=DTYPES,
+    w_dtype=DTYPES,
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_each_product_is_exact_and_as_alone(n, i, widths, x_dtype, w_dtype, transposed, seed):
+    x = drawn(seed, n, i, dtype=x_dtype)
+    matrices = [drawn(seed + o, i, o, dtype=w_dtype) for o in widths]
+    laid = [jnp.array(w.T) if transposed else w for w in matrices]
+    found = products.products(x, laid, transposed=transposed)
+    for y, w, as_it_lies in zip(found, matrices, laid, strict=True):
+        expected, sizes = exact(x) @ exact(w), np.abs(exact(x)) @ np.abs(exact(w))
+        rounded = 2**-8 * np.abs(expected) if x_dtype == "bfloat16" else 0
+        assert (np.abs(exact(y) - expected) <= rounded + 2e-6 * sizes).all()
+        alone = products.product(x, as_it_lies, transposed=transposed)
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(alone))
+
+
+@built
+@settings(max_examples=10, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    i=st.integers(1, 150),
+    o=st.integers(1, 300),
+    act=st.sampled_from(sorted(products.ACTS)),
+    x_dtype=DTYPES,
+    w_dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_what_stands_between_is_exact(n, i, o, act, x_dtype, w_dtype, seed) -> None:
+    """Against float64, from what the products are by themselves."""
+    x = drawn(seed, n, i, dtype=x_dtype)
+    gate, up = (drawn(seed + at, i, o, dtype=w_dtype) for at in (1, 2))
+    (y,) = products.products(x, (gate, up), act=act)
+    left, right = (exact(a) for a in products.products(x, (gate, up)))
+    z = left if products.ACTS[act] == 1 else np.sqrt(8 / np.pi) * (left + 0.044715 * left**3)
+    with np.errstate(over="ignore"):
+        expected = left / (1 + np.exp(-z)) * right
+    # Beside rounding of the result: the exponential's, and that of its argument.
+    slack = (2**-8 if x_dtype == "bfloat16" else 1e-6) + 2e-7 * np.abs(z)
+    assert (np.abs(exact(y) - expected) <= slack * np.abs(expected) + 1e-30).all()
+
+
+@built
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("form", [None, "int8", "w8a8", "w4a8"])
+def test_a_row_does_not_depend_on_its_company(form, act) -> None:
+    x = drawn(0, 40, 130)
+    layers = [layer(seed, 130, 330) for seed in (1, 2)]
+    if form is not None:
+        quantize(layers, form)
+
+    def both(x: jax.Array) -> np.ndarray:
+        found = project(layers, x) if act is None else [project_gated(layers[0], layers[1], act, x)]
+        return np.concatenate([np.asarray(y) for y in found], axis=1)
+
+    whole = both(x)
+    for first, last in ((0, 1), (3, 5), (7, 16), (20, 40)):
+        np.testing.assert_array_equal(both(x[first:last]), whole[first:last])
+
+
+def quantize(layers: list[Linear], form: str) -> None:
+    name = {"w8a8": "int8", "w4a8": "int4"}.get(form, form)
+    for of in layers:
+        w = encode(of.kernel.get_value(), name, 26, activations=name != form)
+        setattr(of, "kernel", nnx.Param(w, axes=(None, None)))  # noqa: B010 - as quantizing does
+
+
+@built
+@settings(max_examples=6, deadline=None)
+@given(form=FORMS, dtype=DTYPES, bias=st.booleans(), n=st.integers(1, 64), seed=st.integers(0, 99))
+def test_layers_together_are_the_layers(form, dtype, bias, n, seed) -> None:
+    """To the bit; several widths, matrices plain or quantized."""
+    layers = [layer(seed + o, 130, o, dtype=dtype, bias=bias) for o in (260, 130, 390)]
+    if form is not None:
+        quantize(layers, form)
+    x = drawn(seed, 1, n, 130, dtype=dtype)
+    assert calls(lambda x: project(layers, x), x) == 1
+    for y, of in zip(project(layers, x), layers, strict=True):
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(of(x)))
+
+
+@built
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("act", [None, "silu", "gelu_pytorch_tanh"])
+def test_gradients_are_those_of_plain_products(form, act, monkeypatch) -> None:
+    layers = [layer(seed, 130, 260) for seed in (1, 2)]
+    if form is not None:
+        quantize(layers, form)
+    graphdef, state = nnx.split(layers)
+
+    def loss(kernels, x):
+        own = nnx.merge(graphdef, kernels)
+        if act is None:
+            return sum(jnp.sum(jnp.sin(y)) for y in project(own, x))
+        inner = project_gated(own[0], own[1], act, x)
+        if inner is None:
+            inner = activation(act)(own[0](x)) * own[1](x)
+        return jnp.sum(jnp.sin(inner))
+
+    def gradients():
+        if form is not None:
+            return jax.grad(lambda x: loss(state, x))(drawn(3, 5, 130))
+        return jax.grad(loss, argnums=(0, 1))(state, drawn(3, 5, 130))
+
+    ours = gradients()
+    monkeypatch.setenv(library.VARIABLE, "0")
+    # Sums of 130 and of 260 terms of size 1, in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, gradients())
+
+
+@built
+def test_a_gated_layer_is_two_calls() -> None:
+    config = SimpleNamespace(hidden_size=130, hidden_act="silu", use_scan_mlp=False)
+    mlp = GatedMLP(Parts(config, nnx.Rngs(0)), 260)
+    x = drawn(0, 1, 3, 130)
+    ctx = Ctx(jnp.zeros((1, 3), jnp.int32), {})
+    assert calls(lambda x: mlp(x, ctx), x) == 2
+    inner = jax.nn.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    np.testing.assert_allclose(mlp(x, ctx), mlp.down_proj(inner), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reason", ["off", "adapter", "act", "bias", "rows"])
+def test_what_is_not_taken_runs_one_by_one(reason, monkeypatch) -> None:
+    gate, up = (layer(seed, 130, 260, bias=reason == "bias") for seed in (1, 2))
+    x = drawn(0, 300 if reason == "rows" else 3, 130)
+    if reason == "off":
+        monkeypatch.setenv(library.VARIABLE, "0")
+    if reason == "adapter":
+        gate = LoRALinear(gate, LoraSpec(rank=4), jax.random.key(0))
+    assert project_gated(gate, up, "gelu" if reason == "act" else "silu", x) is None
+    for y, of in zip(project((gate, up), x), (gate, up), strict=True):
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(of(x)))

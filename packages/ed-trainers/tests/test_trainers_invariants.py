@@ -1,0 +1,160 @@
+"""What holds for every method over a Llama: storage of layers, merged adapters, microbatches.
+
+Packing, meshes, chunks and microbatches of single methods are in the tests of their kind, over a
+model that compiles in a second; here each of them is a row of one table.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from ed_infra import registry
+from ed_infra.enums import TaskType
+from ed_infra.paths import canonical, is_stacked
+from ed_infra.specs import LoraSpec
+from ed_infra.testing import tiny_llama
+from ed_models.adapters import merge_lora
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_trainers.arguments import METHODS
+from ed_trainers.online.trainer import OnlineTrainer
+from ed_trainers.stored.arrays import flat_arrays
+from flax import nnx
+from method_runs import near_reports, one_step
+from online_runs import END, ToyRollout
+from online_runs import one_step as online_step
+from test_trainers_methods import BATCHES
+
+GIVEN = {
+    "distillation": {"beta": 0.3},
+    "gkd": {"rewards": (), "lmbda": 1.0},
+    "grpo": {"num_iterations": 2, "beta": 0.1},
+    "rloo": {"beta": 0.1},
+    "rlvr": {"num_iterations": 2, "beta": 0.1},
+    "ppo": {"num_iterations": 2, "beta": 0.1},
+    "xpo": {"alpha": 0.1},
+    "seq_kd": {"max_prompt_length": 4, "max_completion_length": 4},
+}
+# The head of a classifier and of an embedder has no adapter, the gradient of a language head none
+# to compare: what is compared are the figures of the step.
+CHANGES = {"grad_norm", "figures"}
+
+
+class Prompted(dict):
+    """Prompts, as a batch of rows for the tests' own step."""
+
+    input_ids = tuple(np.random.default_rng(4).integers(3, 32, (8, 3)).tolist())
+
+
+def llama(method="sft", scan=True, seed=0):
+    """The learner of a method."""
+    entry = METHODS[method]
+    fields = tiny_llama(
+        num_hidden_layers=2,
+        vocab_size=32,
+        initializer_range=0.2,
+        eos_token_id=END,
+        pad_token_id=0,
+        scan_layers=scan,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+        **({} if entry.labels is None else {"num_labels": entry.labels}),
+    )
+    del fields["model_type"]
+    config = LlamaConfig(**fields)
+    if entry.task == TaskType.CAUSAL_LM:
+        return LlamaForCausalLM.create(config, seed=seed)
+    return registry.get_module(entry.task, "llama").create(config, seed=seed)
+
+
+def adapted(method):
+    """A learner whose adapters change what it says."""
+    learner = llama(method).apply_lora(LoraSpec(rank=2), seed=1)
+    state = nnx.state(learner, nnx.LoRAParam)
+    learned = jax.tree.map(lambda x: x + 0.1 * np.cos(np.arange(x.size)).reshape(x.shape), state)
+    nnx.update(learner, learned)
+    return learner
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """`step(method, learner, accumulation)`: what moved, and the report."""
+    monkeypatch.setattr(OnlineTrainer, "rollout_of", lambda self, make: ToyRollout())
+
+    def step(method, learner, accumulation=1, **given):
+        entry = METHODS[method]
+        others = (*entry.needs, *(name for name in entry.may_read if name == "reference"))
+        frozen = {name: llama(seed=5) for name in others}
+        given = {**GIVEN.get(method, {}), **given}
+        if entry.samples:
+            return online_step(method, learner, accumulation, frozen=frozen, **given)
+        rows = Prompted(input_ids=np.zeros((8, 1))) if method == "seq_kd" else BATCHES[entry.rows]()
+        return one_step(method, learner, rows, accumulation, frozen, **given)
+
+    return step
+
+
+def by_layer(moved):
+    """Arrays by canonical name: each layer's own, whatever the storage."""
+    out = {}
+    for name, array in flat_arrays(moved).items():
+        path = name.split("/")
+        names = canonical(path)
+        out |= zip(names, array if is_stacked(path) else [array], strict=True)
+    return out
+
+
+def same(left, right, tolerance=2e-5):
+    left, right = by_layer(left), by_layer(right)
+    assert left.keys() == right.keys()
+    largest = max(np.abs(x).max() for x in right.values())
+    assert largest > 1e-4, "or nothing is tested"
+    for name, array in right.items():
+        assert np.abs(left[name] - array).max() <= tolerance * largest, name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS)
+def test_scanned_equals_unrolled(step, method):
+    moved, report = step(method, llama(method))
+    other, other_report = step(method, llama(method, scan=False))
+    same(other, moved)
+    near_reports(other_report, report, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_equals_the_model_that_it_is_merged_into(step, method):
+    _, plain = step(method, llama(method))
+    _, report = step(method, adapted(method))
+    _, merged = step(method, merge_lora(adapted(method)))
+    left, right = ({n: v for n, v in r.items() if n not in CHANGES} for r in (report, merged))
+    near_reports(left, right, 2e-5)
+    assert abs(left["loss"] - plain["loss"]) > 1e-4, "or the adapters change nothing"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "embedding"])
+def test_any_number_of_microbatches_is_one_step(step, method):
+    """1 x 8 = 4 x 2 = 8 x 1; of `embedding` a step has one, where all texts see each other."""
+    moved, report = step(method, llama(method))
+    for accumulation in (2, 8):
+        other, other_report = step(method, llama(method), accumulation)
+        same(other, moved)
+        near_reports(other_report, report, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "method", [n for n, e in METHODS.items() if "lmhead_chunksize" in e.arguments.model_fields]
+)
+def test_chunks_equal_the_whole(step, method):
+    moved, report = step(method, llama(method))
+    other, other_report = step(method, llama(method), lmhead_chunksize=7)
+    same(other, moved)
+    near_reports(other_report, report, 2e-5)
+
+
+def test_what_has_no_chunks_has_no_vocabulary():
+    """The methods without `lmhead_chunksize` train models that say a few numbers, not a token."""
+    without = {n for n, e in METHODS.items() if "lmhead_chunksize" not in e.arguments.model_fields}
+    assert without == {n for n, e in METHODS.items() if e.task != TaskType.CAUSAL_LM}

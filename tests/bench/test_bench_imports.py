@@ -1,0 +1,12 @@
+"""Memory of an import; seconds are for a quiet machine."""
+
+from __future__ import annotations
+
+from tools.bench import imports
+
+
+def test_what_importing_ed_data_takes() -> None:
+    assert imports.cost("import ed_data")[2] < 8 * 2**20
+    options = "from ed_data import Mixture; Mixture"
+    assert imports.cost(options)[2] < 48 * 2**20
+    assert imports.cost("import ed_data.worker")[2] < 16 * 2**20

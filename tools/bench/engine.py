@@ -1,0 +1,248 @@
+"""The engine by itself: its own Python, against `generate`, and what its options gain or cost.
+
+    python -m tools.bench.engine                        SmolLM2-135M's shape, random weights
+    python -m tools.bench.engine --layers 4 --rounds 2
+    python -m tools.bench.engine --only python generate
+
+python      CPU time of a step without the device, which answers at once
+generate    decoded tokens a second, over those of the model's own `generate`
+prefixes    prompts of 448 tokens that share all but 16, alone and after one another
+speculation proposals from the text itself, on greedy output that repeats itself
+invariant   `batch_invariant`, against the same requests without
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from ed_esurge import SamplingParams, eSurge
+from ed_esurge.outputs import RequestOutput
+from ed_esurge.runner.buckets import Shape
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_models.protocol import LanguageModel
+
+from tools.bench.measure import Run, machine, table, take_turns
+from tools.bench.serve import STREAMED, tokenizer
+
+PARTS = ("python", "generate", "prefixes", "speculation", "invariant")
+PROMPT, MODEL_LEN = 32, 512
+HEADERS = {
+    "python": ["sequences", "ms a step", "tokens/s without a device"],
+    "generate": ["model", "sequences", "engine, tokens/s", "generate, tokens/s", "ratio"],
+    "prefixes": ["prompts", "cold, ms", "warm, ms", "speed-up"],
+    "speculation": ["sequences", "without, tokens/s", "with, tokens/s", "speed-up", "accepted"],
+    "invariant": ["sequences", "without, tokens/s", "with, tokens/s", "cost"],
+}
+
+
+def build(name: str, layers: int | None) -> tuple[LanguageModel, Any]:
+    """A model with random weights and its tokenizer."""
+    shape, vocab = STREAMED[name]
+    if layers is not None:
+        shape = {**shape, "num_hidden_layers": layers}
+    layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": False}
+    config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None)
+    return LlamaForCausalLM.create(config, seed=0), tokenizer(vocab)
+
+
+def engine(model: LanguageModel, pieces: Any, seqs: int, **options: Any) -> eSurge:
+    """An engine for so many sequences, which compiles what it meets."""
+    sizes = {"max_num_seqs": seqs, "max_model_len": MODEL_LEN}
+    fields = {"enable_prefix_caching": False, **sizes, **options}
+    return eSurge(model, pieces, compile_runner=False, silent_mode=True, **fields)
+
+
+def greedy(tokens: int) -> SamplingParams:
+    """Exactly so many tokens, the most probable ones."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Random words, the same for the same seed."""
+    return np.random.default_rng(seed).integers(300, 2000, (count, length)).tolist()
+
+
+# ---- own Python
+
+
+def own_python(options: argparse.Namespace) -> list[list[str]]:
+    """Milliseconds of the scheduler, the batch and the text, at each number of sequences."""
+    model, pieces = build("quickstart's", 1)
+    rows = []
+    for seqs in options.python:
+        made = engine(model, pieces, seqs, max_num_seq_buckets=(seqs,))
+        without_device(made)
+        for number, prompt in enumerate(prompts(seqs, 4)):
+            made.add_request(str(number), prompt, greedy(400))
+        spent = []
+        for turn in range(8):
+            began = time.process_time()
+            for _ in range(40):
+                made.step()
+            if turn:
+                spent.append((time.process_time() - began) / 40)
+        made.terminate()
+        least = min(spent)
+        rows.append([str(seqs), f"{least * 1e3:.3f}", f"{seqs / least:.0f}"])
+    return rows
+
+
+def without_device(made: eSurge) -> None:
+    """Let every step give one token at once; the rest of the engine is as ever."""
+    runner = made.loop.runner
+    real: Callable[[Any], Callable[..., Any]] = runner._function
+    packed: dict[int, np.ndarray] = {}
+
+    def function(name: Any) -> Callable[..., Any]:
+        if not isinstance(name, Shape):
+            return real(name)
+        if name.seqs not in packed:
+            packed[name.seqs] = np.full((name.seqs, 3 + 2 * runner.max_logprobs), 300, np.int32)
+        return lambda leaves, cache, state, buffer, allowed: (packed[name.seqs], None, cache, state)
+
+    runner._function = function
+
+
+# ---- rates
+
+
+def against_generate(options: argparse.Namespace) -> list[list[str]]:
+    """Engine and `generate` in turns, tokens a second with the prompts' time."""
+    rows = []
+    for name in STREAMED:
+        model, pieces = build(name, options.layers if name == "135M" else None)
+        for seqs in options.sequences:
+            made, asked = engine(model, pieces, seqs), prompts(seqs, PROMPT)
+            ids, params = np.array(asked), greedy(options.tokens)
+            settings = {"max_new_tokens": options.tokens, "do_sample": False}
+
+            def whole(ids: np.ndarray = ids, model: Any = model, settings: Any = settings):
+                return np.asarray(model.generate(ids, **settings).sequences)
+
+            runs: dict[str, Run] = {"engine": answer(made, asked, params), "generate": whole}
+            rows.append([name, str(seqs), *_rates(runs, seqs, options)])
+            made.terminate()
+    return rows
+
+
+def answer(made: eSurge, asked: list[list[int]], params: SamplingParams) -> Run:
+    """A run of an engine."""
+    return lambda: made.generate(asked, params)
+
+
+def _rates(runs: dict[str, Run], seqs: int, options: argparse.Namespace) -> list[str]:
+    """Tokens a second of two contenders, and the first's over the second's."""
+    seconds = [*take_turns(runs, rounds=options.rounds).values()]
+    first, second = (seqs * options.tokens / value for value in seconds)
+    return [f"{first:.1f}", f"{second:.1f}", f"{first / second:.2f}"]
+
+
+def prefixes(options: argparse.Namespace) -> list[list[str]]:
+    """Time to the first token of prompts whose beginning was seen, and was not."""
+    model, pieces = build("135M", options.layers)
+    made = engine(model, pieces, 8, enable_prefix_caching=True)
+    rows = []
+    for count in (1, 8):
+        cold, warm = [], []
+        for turn in range(options.rounds + 1):
+            known = prompts(1, 432, seed=100 * count + turn)[0]
+            tails = [*prompts(2 * count, 16, seed=turn)]
+            alone = prompts(count, 448, seed=1000 + 100 * count + turn)
+            cold.append(_seconds(made, alone))
+            made.generate(known, greedy(1))
+            warm.append(_seconds(made, [known + tail for tail in tails[:count]]))
+        first, second = (statistics.median(values[1:]) for values in (cold, warm))
+        times = [f"{first * 1e3:.1f}", f"{second * 1e3:.1f}"]
+        rows.append([str(count), *times, f"{first / second:.1f}"])
+    return rows
+
+
+def _seconds(made: eSurge, asked: list[list[int]]) -> float:
+    began = time.perf_counter()
+    made.generate(asked, greedy(1))
+    return time.perf_counter() - began
+
+
+def speculation(options: argparse.Namespace) -> list[list[str]]:
+    """With proposals and without, on what this model repeats; the tokens are the same."""
+    model, pieces = build("135M", options.layers)
+    rows = []
+    for seqs in (1, 4):
+        plain = engine(model, pieces, 4 * seqs)
+        wanted = {"method": "ngram", "num_speculative_tokens": 3}
+        eager = engine(model, pieces, 4 * seqs, speculative_config=wanted)
+        asked = repeating(plain, seqs)
+        params = greedy(options.tokens)
+        _check_same(plain.generate(asked, params), eager.generate(asked, params))
+        runs = {"with": answer(eager, asked, params), "without": answer(plain, asked, params)}
+        fast, slow, ratio = _rates(runs, seqs, options)
+        stats = eager.stats()
+        share = stats["spec_decode_num_accepted_tokens"] / stats["spec_decode_num_draft_tokens"]
+        rows.append([str(seqs), slow, fast, ratio, f"{share:.0%}"])
+        for made in (plain, eager):
+            made.terminate()
+    return rows
+
+
+def repeating(made: eSurge, count: int) -> list[list[int]]:
+    """Prompts that end in the cycle that greedy decoding of random weights falls into."""
+    started = made.generate(prompts(count, 8), greedy(256))
+    return [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in started]
+
+
+def _check_same(one: Sequence[RequestOutput], other: Sequence[RequestOutput]) -> None:
+    for a, b in zip(one, other, strict=True):
+        if a.outputs[0].token_ids != b.outputs[0].token_ids:
+            raise RuntimeError("the two engines give different tokens")
+
+
+def invariant(options: argparse.Namespace) -> list[list[str]]:
+    """With one shape for every step, and with the usual ones."""
+    model, pieces = build("135M", options.layers)
+    rows = []
+    for seqs in (1, 8):
+        usual = engine(model, pieces, 8)
+        bitwise = engine(model, pieces, 8, batch_invariant=True)
+        asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
+        runs = {"without": answer(usual, asked, params), "with": answer(bitwise, asked, params)}
+        rows.append([str(seqs), *_rates(runs, seqs, options)])
+        for made in (usual, bitwise):
+            made.terminate()
+    return rows
+
+
+MEASURES = dict(
+    zip(PARTS, (own_python, against_generate, prefixes, speculation, invariant), strict=True)
+)
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=PARTS)
+    add("--python", type=int, nargs="+", default=[1, 8, 32, 64], metavar="SEQUENCES")
+    add("--sequences", type=int, nargs="+", default=[1, 8, 32], help="of `generate`")
+    add("--tokens", type=int, default=64)
+    add("--layers", type=int, help="of the 135M; default: 30")
+    add("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    print(machine())
+    for part in options.only:
+        rows = MEASURES[part](options)
+        print(f"\n{part} (load of the machine: {os.getloadavg()[0]:.1f})\n")
+        print(table(HEADERS[part], rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

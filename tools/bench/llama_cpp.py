@@ -1,0 +1,70 @@
+"""llama.cpp as a contender: its own `llama-batched-bench`, a process for each turn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from tools.bench.measure import Run, Told, cores
+
+#: Steps of decoding of a turn, whose mean it reports.
+STEPS = 8
+PROGRAM = "llama-batched-bench"
+
+
+class LlamaCpp:
+    """A checkpoint of Llama in one of llama.cpp's formats.
+
+    A process loads the file, warms up, computes a prompt of random tokens and decodes; it says how
+    long the last two took, so loading costs no contender anything. Its cache is float16, as ever.
+
+    Args:
+        checkpoint: as `gguf.write` takes it.
+        dtype: "f32", "bf16", "q8_0" or "q4_0".
+        llama_bin: where llama.cpp's programs are.
+    """
+
+    def __init__(self, checkpoint: Path, dtype: str, llama_bin: Path):
+        from tools.bench import gguf  # its package is not everywhere
+
+        self.program = llama_bin / PROGRAM
+        self.file = checkpoint / f"{dtype}.gguf"
+        if dtype in gguf.QUANTIZED:
+            wide = checkpoint / "f32.gguf"
+            if not wide.exists():
+                gguf.write(checkpoint, wide, "f32")
+            gguf.quantize(wide, self.file, dtype, llama_bin)
+        else:
+            gguf.write(checkpoint, self.file, dtype)
+        self.weight_bytes = self.file.stat().st_size
+
+    def decoder(self, tokens: np.ndarray) -> Run:
+        """A run that tells the seconds of one step of decoding after prompts of that shape."""
+        rows, length = tokens.shape
+        return lambda: Told(self.measured(rows, length, STEPS)["t_tg"] / STEPS)
+
+    def prefiller(self, tokens: np.ndarray) -> Run:
+        """A run that tells the seconds of prompts of that shape."""
+        rows, length = tokens.shape
+        return lambda: Told(self.measured(rows, length, 1)["t_pp"])
+
+    def measured(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """What the program prints of one setting."""
+        settings = {
+            "-m": self.file,
+            "-c": rows * (length + steps),
+            "-t": cores(),
+            "-npp": length,
+            "-ntg": steps,
+            "-npl": rows,
+            "--output-format": "jsonl",
+        }
+        words = [str(word) for pair in settings.items() for word in pair]
+        done = subprocess.run([self.program, *words], capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not lines:
+            raise RuntimeError(f"{PROGRAM} {' '.join(words)} failed:\n{done.stderr}")
+        return json.loads(lines[-1])

@@ -1,0 +1,289 @@
+"""Servers on the same checkpoint in one run: ours, `transformers serve` on torch, llama.cpp's.
+
+    python -m tools.bench.serve --llama-server build/bin/llama-server
+    python -m tools.bench.serve --clients 1 8 --layers 4 --tokens 16 --rounds 1
+    python -m tools.bench.serve --only ours --streams
+
+SmolLM2-135M's shape in float32 with random weights, greedy. The servers run at once and take turns;
+clients are one process of plain sockets, so that all servers pay the same for them. A cell is of
+all requests of all rounds. llama.cpp reads GGUF, which `tools.bench.gguf` makes of the checkpoint;
+without its server the contender is left out.
+
+`--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
+prompts, on this shape and on the quickstart's, which shows more of it: a step takes a millisecond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.decode import SHAPES, VOCAB
+from tools.bench.measure import cpu_name, table
+from tools.bench.sse import Load, load
+
+MODEL_LEN = 512
+#: The model of examples/quickstart.yaml.
+QUICKSTART: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
+STREAMED = {"135M": ({**SHAPES["llama"]}, VOCAB), "quickstart's": (QUICKSTART, 2048)}
+# Seconds that a server has to read the model and, ours, to compile.
+PATIENCE = 600
+
+
+def save(directory: Path, shape: dict[str, Any], vocab: int) -> None:
+    """A checkpoint with random weights and a tokenizer, as torch and `transformers` write it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    # Nobody stops before the last token that was asked for.
+    config = LlamaConfig(**shape, vocab_size=vocab, bos_token_id=None, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer(vocab).save_pretrained(directory)
+
+
+def tokenizer(vocab: int) -> Any:
+    """The tokenizer that `tools.bench.gguf` writes: a text is its bytes, other ids are words."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    bare = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [*bare, *(f"\u2581t{word}" for word in range(vocab - len(bare)))]
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
+    """A server in a process of its own, once it answers; gives its URL.
+
+    Raises:
+        RuntimeError: it does not answer.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not _answers(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{' '.join(command)} does not answer")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def commands(
+    options: argparse.Namespace, directory: Path, folder: Path
+) -> dict[str, tuple[list[str], int]]:
+    """The contenders: how each is started, and on which port."""
+    most, ports = max(options.clients), iter(free_port, None)
+    python, found = sys.executable, {}
+    local = ["--host", "127.0.0.1", "--port"]
+    if "ours" in options.only:
+        port = next(ports)
+        flags = ["--max-num-seqs", str(most), "--max-model-len", str(MODEL_LEN)]
+        ours = [python, "-m", "ed_esurge", "serve", str(directory), *local, str(port)]
+        found["ours"] = ([*ours, *flags, "--log-level", "warning"], port)
+    if "transformers" in options.only:
+        # Each request has the model for itself; or, with the option, all share its steps.
+        pages = ["--cb-block-size", "32", "--cb-num-blocks", str(most * MODEL_LEN // 32)]
+        batching = ["--continuous-batching", *pages, "--cb-max-batch-tokens", "512"]
+        for name, flags in (("", []), (", continuous batching", batching)):
+            port = next(ports)
+            theirs = [python, "-m", "transformers.cli.transformers", "serve", str(directory)]
+            theirs += [*local, str(port), "--device", "cpu", "--dtype", "float32", *flags]
+            found["transformers" + name] = (theirs, port)
+    if "llama.cpp" in options.only:
+        server = options.llama_server
+        if server is None or not server.exists():
+            print(f"llama.cpp is left out: --llama-server is {server}")
+            return found
+        gguf = options.gguf
+        if gguf is None:
+            from tools.bench.gguf import write
+
+            gguf = folder / "model.gguf"
+            write(directory, gguf, "f32")
+        port = next(ports)
+        cores = len(os.sched_getaffinity(0))
+        theirs = [str(server), "-m", str(gguf), *local, str(port), "-t", str(cores)]
+        theirs += ["-np", str(most), "-c", str(most * MODEL_LEN)]
+        found["llama.cpp"] = (theirs, port)
+    return found
+
+
+def bodies(
+    name: str, draw: random.Random, count: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Requests for a contender: prompts of so many bytes that share no beginning."""
+    body = {"max_tokens": options.tokens, "temperature": 0.0, "stream": True}
+    if not name.startswith("transformers"):  # which refuses fields that it does not know
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return [
+        {**body, "prompt": "".join(draw.choices(letters, k=options.prompt))} for _ in range(count)
+    ]
+
+
+def compare(options: argparse.Namespace) -> str:
+    """All servers under the same loads; a table."""
+    rows: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        directory = folder / "smol"
+        shape = {**SHAPES["llama"]}
+        shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
+        save(directory, shape, VOCAB)
+        urls: dict[str, str] = {}
+        for contender, (command, port) in commands(options, directory, folder).items():
+            log = folder / f"{len(urls)}.log"
+            try:
+                urls[contender] = stack.enter_context(running(command, port, log))
+                load(urls[contender], bodies(contender, random.Random(1), 2, options), 2)  # warm
+            except RuntimeError as error:
+                said = log.read_text(errors="replace")[-1500:]
+                print(f"{contender} is left out: {error}\n{said}", file=sys.stderr)
+                urls.pop(contender, None)
+        for clients in options.clients:
+            loads: dict[str, list[Load]] = {contender: [] for contender in urls}
+            for turn in range(options.rounds):
+                for contender, url in urls.items():
+                    draw = random.Random(1000 * clients + turn)
+                    asked = bodies(contender, draw, max(clients, options.requests), options)
+                    loads[contender].append(load(url, asked, clients))
+            rows += [_row(contender, clients, of) for contender, of in loads.items()]
+    header = ["", "clients", "tokens/s"]
+    header += ["first token, ms (p95)", "between tokens, ms (p95)"]
+    return table(header, rows)
+
+
+def _row(contender: str, clients: int, loads: list[Load]) -> list[str]:
+    answers = [answer for one in loads for answer in one.answers]
+    whole = Load(sum(one.seconds for one in loads), answers)
+    cells = [
+        f"{whole.percentile(part, 50):.1f} ({whole.percentile(part, 95):.1f})"
+        for part in ("first", "between")
+    ]
+    return [contender, str(clients), f"{whole.tokens_per_second:.1f}", *cells]
+
+
+def streams(options: argparse.Namespace) -> str:
+    """Streamed answers against `eSurge.generate`, in turns; a table."""
+    rows = []
+    for name, (shape, vocab) in STREAMED.items():
+        own, streamed = _streamed(shape, vocab, options)
+        per_step = [f"{value * 1e3 / options.tokens:.2f}" for value in (own, streamed)]
+        rows.append([name, str(options.streams), *per_step, f"{streamed / own:.2f}"])
+    header = ["model", "clients", "engine, ms a token", "streams, ms a token", "ratio"]
+    return table(header, rows)
+
+
+def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) -> list[float]:
+    """Seconds of the engine for some prompts, and of streams of the same: medians."""
+    from ed_esurge import SamplingParams, eSurge
+    from ed_esurge.server import background
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+    if options.layers is not None:
+        shape = {**shape, "num_hidden_layers": options.layers}
+    layout = {"sharding_axis_dims": (1, 1, 1, 1, 1), "scan_layers": False}
+    config = LlamaConfig(**shape, **layout, vocab_size=vocab, eos_token_id=None)
+    pieces = tokenizer(vocab)
+    engine = eSurge(
+        LlamaForCausalLM.create(config, seed=0),
+        pieces,
+        max_num_seqs=options.streams,
+        max_model_len=MODEL_LEN,
+        enable_prefix_caching=False,
+        compile_runner=False,
+        silent_mode=True,
+    )
+    asked = bodies("ours", random.Random(0), options.streams, options)
+    prompts = [pieces(body["prompt"])["input_ids"] for body in asked]
+    params = SamplingParams(temperature=0.0, max_tokens=options.tokens)
+    own, streamed = [], []
+    with background(engine) as url:
+        for _ in range(options.rounds + 1):
+            began = time.perf_counter()
+            engine.generate(prompts, params)
+            own.append(time.perf_counter() - began)
+            streamed.append(load(url, asked, options.streams).seconds)
+    return [statistics.median(seconds[1:]) for seconds in (own, streamed)]  # the first warms up
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, names = parser.add_argument, ["ours", "transformers", "llama.cpp"]
+    add("--only", nargs="+", choices=names, default=names)
+    add("--clients", type=int, nargs="+", default=[1, 8, 32])
+    add("--requests", type=int, default=4, help="in a round; each client has one at least")
+    add("--rounds", type=int, default=2)
+    add("--prompt", type=int, default=64, help="bytes, which are tokens")
+    add("--tokens", type=int, default=32)
+    add("--layers", type=int, help="default: 30")
+    add("--llama-server", type=Path, help="llama.cpp's program")
+    add("--gguf", type=Path, help="the checkpoint for llama.cpp; default: made of it")
+    add("--streams", type=int, nargs="?", const=16, help="so many; instead of the servers")
+    options = parser.parse_args()
+    print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f}\n")
+    print(streams(options) if options.streams else compare(options))
+
+
+if __name__ == "__main__":
+    main()
