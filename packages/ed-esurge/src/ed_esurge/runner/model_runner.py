@@ -114,9 +114,9 @@ class ModelRunner:
         pages = sizes[0] if len(sizes) == 1 else self.num_pages
         # A mesh of one device does not say where its arrays lie.
         with jax.default_device(self._mesh.local_devices[0]):
-            self._cache = self.model.init_paged_cache(
-                pages, self.page_size, num_states=self.max_num_seqs
-            )
+            cache = self.model.init_paged_cache(pages, self.page_size, num_states=self.max_num_seqs)
+        # Committed there, as a step's outputs are: jit traces again for one that is not.
+        self._cache = cache if self._mesh.size > 1 else self._replicated(cache)
         self._state = self._replicated(SamplerState.create(self.max_num_seqs, self.vocab_size))
         width = cast(int, self.model.config.hidden_size)
         self._sums = self._replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
