@@ -1,6 +1,6 @@
 """What each process of `test_multidevice_serving` runs: an engine over the devices of all.
 
-The first one's tokens go to `<folder>/tokens.json`.
+The first one's tokens go to `<folder>/tokens.json`, each one's sizes to `<folder>/sizes_<i>.json`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from ed_esurge import SamplingParams, eSurge
+from ed_esurge.core.request import RequestError
+from ed_esurge.engine import setup
+from ed_esurge.runner.model_runner import ModelRunner
 from ed_infra import distributed
 from ed_infra.errors import ConfigError
 from ed_infra.testing import tiny_llama
@@ -20,26 +24,42 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 PROMPTS = [np.random.default_rng(0).integers(3, 128, n).tolist() for n in (1, 19, 7, 30, 4)]
 
 
-def engine(dims: tuple[int, ...]) -> eSurge:
+def engine(dims: tuple[int, ...], **options: Any) -> eSurge:
     """A tiny one whose pages do not hold all requests at once."""
     fields = tiny_llama(vocab_size=128, num_hidden_layers=2, initializer_range=0.2)
     fields.pop("model_type")
     config = LlamaConfig(**fields, sharding_axis_dims=dims, scan_layers=False)
-    return eSurge(
-        LlamaForCausalLM.create(config, seed=1),
-        max_num_seqs=4,
-        page_size=8,
-        num_pages=8,
-        max_num_seq_buckets=(4,),
-        max_num_batched_tokens=16,
-        max_model_len=64,
-        compile_runner=False,
-        silent_mode=True,
-    )
+    known = {
+        "max_num_seqs": 4,
+        "page_size": 8,
+        "num_pages": 8,
+        "max_num_seq_buckets": (4,),
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "compile_runner": False,
+        "silent_mode": True,
+    }
+    return eSurge(LlamaForCausalLM.create(config, seed=1), **{**known, **options})
 
 
-def served(engine: eSurge) -> list[list[int]]:
-    """Tokens of greedy and of random requests; one was aborted, one was refused."""
+def break_requests(engine: eSurge) -> None:
+    """Let the runner fail on sequences whose request is called `bad`."""
+    for loop in getattr(engine.loop, "loops", (engine.loop,)):
+        if type(loop.runner) is not ModelRunner:
+            continue  # it is in another process
+        run = loop.runner.run
+
+        def fail(plan: Any, run: Any = run) -> Any:
+            for new in plan.started:
+                if new.request_id.startswith("bad"):
+                    raise RequestError(new.request_id) from RuntimeError("broken")
+            return run(plan)
+
+        loop.runner.run = fail
+
+
+def served(engine: eSurge) -> list[Any]:
+    """Tokens of greedy and of random requests; one was aborted, one refused, some have failed."""
     params = [
         SamplingParams(temperature=i % 2, seed=i, max_tokens=9, ignore_eos=True)
         for i in range(len(PROMPTS))
@@ -49,26 +69,51 @@ def served(engine: eSurge) -> list[list[int]]:
             engine.add_request("gone", PROMPTS[0], params[0])
         except ConfigError:
             continue
-    engine.step()
+    for i in range(4):
+        engine.add_request(f"bad{i}", PROMPTS[2], params[0])
+    ended = engine.step()
     engine.abort_request("gone")
     outputs = engine.generate(PROMPTS, params)
+    while engine.has_unfinished_requests:
+        ended += engine.step()
     engine.pause()
     engine.resume()
     outputs += engine.generate(PROMPTS[:1], params[0])
-    return [output.outputs[0].token_ids for output in outputs]
+    failed = sorted([out.request_id, out.error] for out in ended if out.error)
+    return [failed, *(output.outputs[0].token_ids for output in outputs)]
 
 
-def main(folder: Path) -> None:
+def sizes(dims: tuple[int, ...]) -> dict[str, Any]:
+    """Pages of engines where the second process has room for fewer, and for none."""
+    made: dict[str, Any] = {}
+    for name, pages in (("fewer", 12), ("none", 0)):
+        room = 1000 if distributed.is_main() else pages
+
+        def memory(model: Any, room: int = room) -> list[tuple[int, int]]:
+            return [(2**30, int(2**30 * 0.85) - room * setup.page_bytes(model, 8))]
+
+        setup.accelerator_memory = memory
+        setup.Setup._workspace = lambda self, pages: 0
+        try:
+            made[name] = engine(dims, num_pages=None).loop.runner.num_pages["full"]
+        except ConfigError as error:
+            made[name] = str(error)
+    return made
+
+
+def main(folder: Path, dims: tuple[int, ...], overlap: bool) -> None:
     assert distributed.initialize()
     assert jax.process_count() == 2
-    ours = engine((1, 2, 1, 2, 1))
-    if not distributed.is_main():
+    ours = engine(dims, overlap_execution=overlap)
+    break_requests(ours)
+    if distributed.is_main():
+        tokens = served(ours)
+        ours.terminate()
+        (folder / "tokens.json").write_text(json.dumps(tokens))
+    else:
         ours.follow()
-        return
-    tokens = served(ours)
-    ours.terminate()
-    (folder / "tokens.json").write_text(json.dumps(tokens))
+    (folder / f"sizes_{jax.process_index()}.json").write_text(json.dumps(sizes(dims)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), tuple(int(n) for n in sys.argv[2:7]), sys.argv[7:] == ["overlap"])

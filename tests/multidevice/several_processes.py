@@ -74,6 +74,7 @@ def main(folder: Path, dims: case.Dims) -> None:
     assert distributed.broadcast(mine)["line"].tolist() == [0, 0, 0]
     for message in (b"", "plan: å".encode()):
         assert distributed.broadcast_bytes(message if distributed.is_main() else None) == message
+    assert distributed.gather_bytes(b"xyz"[: 3 * jax.process_index()]) == [b"", b"xyz"]
     assert distributed.from_main(jax.process_index) == 0
     kind = ZeroDivisionError if distributed.is_main() else EasyDeLError
     with pytest.raises(kind, match="integer division"):

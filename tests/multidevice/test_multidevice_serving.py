@@ -3,23 +3,86 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from pathlib import Path
 
+import httpx
 import pytest
+from ed_esurge.testing import byte_tokenizer
 from ed_infra.errors import ConfigError
-from ed_infra.testing import run_processes
+from ed_infra.testing import run_processes, started_processes, tiny_llama
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
-from tests.multidevice.serving_processes import engine, served
+from tests.multidevice.serving_processes import break_requests, engine, served
 
-pytestmark = pytest.mark.xdist_group("several_processes")
+pytestmark = [pytest.mark.xdist_group("several_processes"), pytest.mark.nightly]
 
 
-@pytest.mark.nightly
-def test_two_processes_take_the_same_steps(tmp_path: Path) -> None:
-    command = ["-m", "tests.multidevice.serving_processes", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("dims", "more"),
+    [
+        pytest.param((1, 2, 1, 2, 1), [], id="one_over_both"),
+        pytest.param((2, 1, 1, 2, 1), [], id="a_replica_in_each"),
+        pytest.param((2, 1, 1, 2, 1), ["overlap"], id="a_replica_in_each_overlapped"),
+        pytest.param((4, 1, 1, 1, 1), [], id="two_replicas_in_each"),
+    ],
+)
+def test_two_processes_take_the_same_steps(
+    tmp_path: Path, dims: tuple[int, ...], more: list[str]
+) -> None:
+    arguments = [str(tmp_path), *map(str, dims), *more]
+    command = ["-m", "tests.multidevice.serving_processes", *arguments]
     run_processes(command, tmp_path, processes=2, devices=2)
     alone = engine((1, 1, 1, 1, 1))
-    assert json.loads((tmp_path / "tokens.json").read_text()) == served(alone)
+    break_requests(alone)
+    expected = served(alone)
+    assert len(expected[0]) == 4  # requests that failed
+    assert json.loads((tmp_path / "tokens.json").read_text()) == expected
     assert alone.stats()["num_preemptions"] > 0
     with pytest.raises(ConfigError, match="nobody to follow"):
         alone.follow()
+    # Pages are as many as the process with the least room has, in both.
+    first, second = (json.loads((tmp_path / f"sizes_{i}.json").read_text()) for i in range(2))
+    assert first == second
+    assert first["fewer"] == 12
+    assert "hbm_utilization 0.85 of 1.0 GiB leaves 0.00 GiB" in first["none"]
+
+
+@pytest.mark.parametrize("dims", ["1,1,1,-1,1", "-1,1,1,1,1"])
+def test_the_first_process_serves_and_the_others_end_with_it(tmp_path: Path, dims: str) -> None:
+    fields = tiny_llama(vocab_size=260, num_hidden_layers=2)
+    fields.pop("model_type")
+    LlamaForCausalLM.create(LlamaConfig(**fields), seed=1).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    flags = {
+        "--port": "0",
+        "--sharding-axis-dims": dims,
+        "--max-model-len": "64",
+        "--max-num-seqs": "2",
+        "--max-num-seq-buckets": "[2]",
+        "--max-num-batched-tokens": "16",
+        "--page-size": "16",
+        "--compile-runner": "false",
+    }
+    command = ["-m", "ed_esurge", "serve", str(tmp_path / "model")]
+    command += ["=".join(flag) for flag in flags.items()]
+    with started_processes(command, tmp_path, processes=2, devices=1) as both:
+        url = None
+        deadline = time.monotonic() + 300
+        while url is None:
+            logs = [(tmp_path / f"process_{i}.log").read_text() for i in range(2)]
+            assert time.monotonic() < deadline and not any(p.poll() for p in both), logs
+            url = re.search(r"serving at (\S+)", logs[0])
+            time.sleep(0.1)
+        for prompt in ("The cat", "A dog"):
+            body = {"model": "model", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+            reply = httpx.post(f"{url[1]}/completions", json=body, timeout=300)
+            assert reply.json()["usage"]["completion_tokens"] == 3, reply.text
+        both[1].send_signal(signal.SIGTERM)  # who stops a run signals all of it, in some order
+        time.sleep(1)
+        assert both[1].poll() is None
+        assert httpx.post(f"{url[1]}/completions", json=body, timeout=300).status_code == 200
+        both[0].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in both] == [0, 0]

@@ -154,7 +154,7 @@ def test_several_models_behind_one_server(folder):
         assert http.get(f"responses/{kept['id']}").json() == kept
         text = http.get("/../metrics").text
         assert 'vllm:generation_tokens_total{model_name="a"} 8.0' in text
-        assert 'vllm:num_requests_running{model_name="b"} 0.0' in text
+        assert 'vllm:num_requests_running{engine="0",model_name="b"} 0.0' in text
         root = url.removesuffix("/v1")
         assert httpx.get(f"{root}/health/decode").status_code == 200
         second.is_healthy = False

@@ -153,7 +153,7 @@ def test_metrics_show_the_engine(client, url):
         "vllm:prefix_cache_queries_total",
         "vllm:prefix_cache_hits_total",
     ):
-        assert f'{name}{{model_name="tiny"}}' in text
+        assert f'{name}{{engine="0",model_name="tiny"}}' in text
 
 
 def test_health_follows_the_engines_thread(model):

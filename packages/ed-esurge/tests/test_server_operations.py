@@ -159,7 +159,7 @@ def test_metrics_have_vllms_names_and_exact_counts():
     ):
         assert grew(f"{name}_count") == 3
     assert grew("vllm:inter_token_latency_seconds_count") == 7 + 7 + 1
-    assert grew("vllm:num_requests_running") == 0
+    assert grew("vllm:num_requests_running", engine="0") == 0
     key = 'http_requests_total{handler="/v1/completions",method="POST",status="200"}'
     assert float(after[key]) == 2
 

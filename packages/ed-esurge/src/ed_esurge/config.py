@@ -106,6 +106,12 @@ class EngineConfig(Options):
     """GiB of host memory, over all devices, for pages that the prefix cache gives up. They are
     copied back for a later request with that prefix. None: they are computed anew."""
 
+    data_parallelism_axis: str | None = "dp"
+    """Axis of the model's mesh along which replicas lie: each has its own weights, pages and
+    prefix cache, and a request goes to the one that is soonest done with it. The sizes above are
+    of each replica (those in GiB of all together). None: one engine over the whole mesh, whose
+    devices along `dp` all compute the same."""
+
     # What runs, and when.
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts and reuse those with an equal prefix."""

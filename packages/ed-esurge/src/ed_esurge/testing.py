@@ -116,6 +116,10 @@ class ScriptedEngine:
         """The engine's numbers for `/metrics`."""
         return {"num_requests_running": self._running, "num_requests_waiting": 0}
 
+    def replica_stats(self) -> list[dict[str, float]]:
+        """The same of each replica: there is one."""
+        return [self.stats()]
+
     async def generate(
         self,
         prompt_token_ids: list[int],

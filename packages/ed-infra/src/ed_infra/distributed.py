@@ -152,6 +152,19 @@ def broadcast_bytes(data: bytes | None = None) -> bytes:
     return broadcast(buffer).tobytes() if size else b""
 
 
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of every process, in their order, on each of them; collective."""
+    if jax.process_count() == 1:
+        return [data]
+    from jax.experimental import multihost_utils
+
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    buffer = np.zeros(max(int(sizes.max()), 1), np.uint8)
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(buffer))
+    return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
 def from_main(function: Callable[[], T]) -> T:
     """Call a function on process 0 alone, and return its value on every process; collective.
 

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 #: A Llama that is built and compiled in seconds; grouped-query attention, dimensions that divide
@@ -120,19 +121,48 @@ def run_processes(
 ) -> None:
     """Run a Python program as the processes of one run, each with simulated CPU devices.
 
-    `ed_infra.distributed.initialize()` joins them. They answer through files: collectives of the
-    CPU print on stdout.
+    They answer through files: collectives of the CPU print on stdout.
 
     Args:
-        command: arguments of `python`: `["-c", code, ...]`, `["-m", module, ...]`, or a file.
-        logs: directory for what they print, `process_<i>.log`; made if missing.
-        processes: how many.
-        devices: of each.
+        command, logs, processes, devices: see `started_processes`.
         timeout: seconds, for all.
 
     Raises:
         AssertionError: a process failed or did not end, with the end of its log. The others, which
             would wait for it, are ended.
+    """
+    deadline = time.monotonic() + timeout
+    with started_processes(command, logs, processes=processes, devices=devices) as running:
+        while any(process.poll() is None for process in running):
+            if any(process.poll() for process in running) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        ended = [process.poll() for process in running]
+    for index, code in enumerate(ended):
+        if code:
+            text = (pathlib.Path(logs) / f"process_{index}.log").read_text(errors="replace")
+            raise AssertionError(f"process {index} ended with {code}:\n{text[-4000:]}")
+    if None in ended:
+        raise AssertionError(f"processes did not end in {timeout} s (exit codes so far: {ended})")
+
+
+@contextmanager
+def started_processes(
+    command: Sequence[str | os.PathLike[str]],
+    logs: str | os.PathLike[str],
+    *,
+    processes: int = 2,
+    devices: int = 4,
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start a Python program as the processes of one run; after the block none of them is left.
+
+    `ed_infra.distributed.initialize()` joins them.
+
+    Args:
+        command: arguments of `python`: `["-c", code, ...]`, `["-m", module, ...]`, or a file.
+        logs: directory for what they print, `process_<i>.log`; made if missing.
+        processes: how many.
+        devices: simulated CPU devices of each.
     """
     folder = pathlib.Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,31 +178,20 @@ def run_processes(
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(processes),
     }
-    running = []
-    for index in range(processes):
-        with open(folder / f"process_{index}.log", "wb") as log:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, *map(str, command)],
-                    env={**environment, "JAX_PROCESS_ID": str(index)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    deadline = time.monotonic() + timeout
+    running: list[subprocess.Popen[bytes]] = []
     try:
-        while any(process.poll() is None for process in running):
-            if any(process.poll() for process in running) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+        for index in range(processes):
+            with open(folder / f"process_{index}.log", "wb") as log:
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, *map(str, command)],
+                        env={**environment, "JAX_PROCESS_ID": str(index)},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield running
     finally:
-        ended = [process.poll() for process in running]
         for process in running:
             process.kill()
             process.wait()
-    for index, code in enumerate(ended):
-        if code:
-            text = (folder / f"process_{index}.log").read_text(errors="replace")
-            raise AssertionError(f"process {index} ended with {code}:\n{text[-4000:]}")
-    if None in ended:
-        raise AssertionError(f"processes did not end in {timeout} s (exit codes so far: {ended})")

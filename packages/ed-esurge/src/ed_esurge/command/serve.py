@@ -83,7 +83,9 @@ def engines_of(values: argparse.Namespace) -> Any:
 
 
 def run(values: argparse.Namespace) -> int:
-    """Load the model and serve it."""
+    """Load the model and serve it; one of several processes joins the others before."""
+    from ed_infra import distributed
+
     from ed_esurge.server import serve
     from ed_esurge.server.auth import read_keys
 
@@ -96,6 +98,7 @@ def run(values: argparse.Namespace) -> int:
     if values.chat_template is not None:
         with open(values.chat_template, encoding="utf-8") as file:
             template = file.read()
+    distributed.initialize()
     serve(
         engines_of(values),
         values.host,

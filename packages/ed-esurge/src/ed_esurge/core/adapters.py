@@ -78,6 +78,7 @@ class AdapterTable:
             ConfigError: the name is taken, or no place is free.
         """
         self.check_new(name)
+        self._numbers += 1  # of each attempt: tables that are told the same count the same
         names = {loaded.place for loaded in self._loaded.values()}
         held = {place for place, number in self._held.items() if number in used}
         place = next((p for p in range(1, self.places + 1) if p not in names | held), None)
@@ -88,7 +89,6 @@ class AdapterTable:
                 f"max_loras {self.places} adapters are loaded ({', '.join(self._loaded)}){still}: "
                 "unload one, or build the engine with more"
             )
-        self._numbers += 1
         loaded = LoadedAdapter(name, self._numbers, place, rank, source)
         self._loaded[name], self._held[place] = loaded, loaded.number
         return loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ed_esurge.core.host_pages import HostPages
 from ed_esurge.core.request import Request
@@ -59,6 +59,20 @@ class PrefixCache:
         most = (request.num_tokens - 1) // self.page_size
         self._extend_keys(request, most)
         keys = request.page_keys[:most]
+        best = self.known(keys)
+        matched: dict[str, list[int | bytes | None]] = {}
+        for group, pages in self._page_of.items():
+            needed = self.needed[group]
+            first = 0 if needed is None else max(best - needed, 0)
+            matched[group] = [*(None,) * first, *(pages.get(key, key) for key in keys[first:best])]
+        return matched
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's first pages need not be computed.
+
+        Args:
+            keys: of its full pages, from the first.
+        """
         best, run = 0, dict.fromkeys(self.needed, 0)  # run: known pages up to here, in a row
         for count, key in enumerate(keys, 1):
             for group, pages in self._page_of.items():
@@ -68,12 +82,7 @@ class PrefixCache:
                 best = count
             elif any(run[g] < count for g, n in self.needed.items() if n is None):
                 break
-        matched: dict[str, list[int | bytes | None]] = {}
-        for group, pages in self._page_of.items():
-            needed = self.needed[group]
-            first = 0 if needed is None else max(best - needed, 0)
-            matched[group] = [*(None,) * first, *(pages.get(key, key) for key in keys[first:best])]
-        return matched
+        return best
 
     def put(self, group: str, key: bytes, page: int) -> None:
         """Let a page be known under a key that no other page has."""
@@ -120,6 +129,18 @@ class PrefixCache:
         keys = request.page_keys
         while len(keys) < count:
             start = len(keys) * self.page_size
-            tokens = array("q", request.tokens(start, start + self.page_size))
-            before = keys[-1] if keys else request.salt
-            keys.append(hashlib.blake2b(before + tokens.tobytes(), digest_size=16).digest())
+            tokens = request.tokens(start, start + self.page_size)
+            keys.append(page_key(keys[-1] if keys else request.salt, tokens))
+
+
+def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a full page, after the key of the page before it (or the request's salt)."""
+    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def prompt_keys(tokens: Sequence[int], salt: bytes, page_size: int) -> list[bytes]:
+    """The keys of the pages of a prompt that may be known: all but what its last token needs."""
+    keys: list[bytes] = []
+    for end in range(page_size, len(tokens), page_size):
+        keys.append(page_key(keys[-1] if keys else salt, tokens[end - page_size : end]))
+    return keys

@@ -111,9 +111,7 @@ class Request:
     @property
     def reads_prefixes(self) -> bool:
         """Whether pages of others may stand for its beginning, which is then not computed."""
-        if isinstance(self.params, PoolingParams):
-            return self.params.pooling == "last"
-        return not self.scored
+        return reads_prefixes(self.params)
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Token ids of the positions `start` … `stop - 1`, over prompt and output."""
@@ -152,6 +150,13 @@ class Request:
         if not isinstance(self.params, SamplingParams):
             return ()
         return tuple(sorted(self.eos_token_ids.union(self.params.stop_token_ids)))
+
+
+def reads_prefixes(params: SamplingParams | PoolingParams) -> bool:
+    """Whether a request may leave out what others have computed of its prompt."""
+    if isinstance(params, PoolingParams):
+        return params.pooling == "last"
+    return params.prompt_logprobs is None
 
 
 def is_adjusted(params: SamplingParams, bad_token_ids: Sequence[Sequence[int]]) -> bool:

@@ -14,10 +14,10 @@ from flax import nnx
 
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import Command, LoadAdapter, UnloadAdapter
-from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.assembly import Loop
 
 
-def loading(loop: EngineLoop, name: str, source: str | Path | nnx.Module | Adapter) -> LoadAdapter:
+def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) -> LoadAdapter:
     """The command that loads an adapter; it is read and checked here, in any thread.
 
     Args:
@@ -51,7 +51,7 @@ def loading(loop: EngineLoop, name: str, source: str | Path | nnx.Module | Adapt
 class ServesAdapters:
     """The methods of an engine in whose thread they are called."""
 
-    loop: EngineLoop
+    loop: Loop
 
     @abstractmethod
     def execute(self, command: Command) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -144,6 +144,10 @@ class AsyncEngine:
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""
         return self.engine.stats()
+
+    def replica_stats(self) -> Sequence[Mapping[str, float]]:
+        """See `eSurge.replica_stats`."""
+        return self.engine.replica_stats()
 
     @property
     def is_healthy(self) -> bool:
@@ -290,6 +294,7 @@ class AsyncEngine:
                     # The beat goes on while there is nothing to do.
                     self._wake.wait(min(0.2, self.stuck_after / 4))
                     self._wake.clear()
+                    self.engine.beat()
             self._end(EasyDeLError("the engine was shut down"))
         except BaseException as error:
             logger.exception("the engine failed")

@@ -8,6 +8,7 @@ the processes make the same calls anyway, as a trainer's do, nothing is sent: se
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -15,21 +16,35 @@ from typing import Self
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.protocol import LanguageModel
+from jax.sharding import Mesh
 
 from ed_esurge.core.commands import Command
-from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.loop import EngineLoop, Role
+from ed_esurge.engine.replicas import Replicas
 from ed_esurge.outputs import RequestOutput
 
-STEP, COMMAND, END = b"s", b"c", b"e"
+STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
+
+# Seconds of silence before the others hear that the first process is still there. They wait within
+# a collective, where no signal reaches them.
+SILENCE = 5.0
 
 
 def over_processes(model: LanguageModel) -> bool:
     """Whether a model lies on devices of several processes."""
-    return len({device.process_index for device in model.config.mesh.devices.flat}) > 1
+    return len(processes_of(model.config.mesh)) > 1
 
 
-class LeadingLoop(EngineLoop):
-    """The loop of the first process. Every process makes one of these; the others `follow`."""
+def processes_of(mesh: Mesh) -> list[int]:
+    """The processes that have devices of a mesh, in order."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+class Leading:
+    """What a loop of several processes does besides. Every process makes one; the first is told
+    what to do, the others `follow`."""
+
+    _told = 0.0  # when, on the monotonic clock
 
     #: Every process makes the same calls: nothing is sent, nobody follows.
     together = False
@@ -41,7 +56,7 @@ class LeadingLoop(EngineLoop):
             ConfigError: the command cannot be sent, or this is not the first process.
         """
         if self.together:
-            return super().execute(command)
+            return super().execute(command)  # type: ignore[misc]
         self._check_leads()
         try:
             message = pickle.dumps(command)
@@ -50,15 +65,25 @@ class LeadingLoop(EngineLoop):
                 f"{type(command).__name__} cannot be sent to the other processes ({error}): give "
                 "arrays that this process holds whole"
             ) from error
-        distributed.broadcast_bytes(COMMAND + message)
-        super().execute(command)
+        self._tell(COMMAND + message)
+        super().execute(command)  # type: ignore[misc]
 
     def step(self) -> list[RequestOutput]:
         """See `EngineLoop`."""
         if not self.together:
             self._check_leads()
-            distributed.broadcast_bytes(STEP)
-        return super().step()
+            self._tell(STEP)
+        return super().step()  # type: ignore[misc]
+
+    def beat(self) -> None:
+        """See `EngineLoop`."""
+        if time.monotonic() - self._told > SILENCE:
+            self._tell(BEAT)
+
+    @property
+    def role(self) -> Role:
+        """Whether this is the process that is told what to do."""
+        return "leads" if distributed.is_main() else "follows"
 
     def follow(self) -> None:
         """Do what the first process does, until it has ended."""
@@ -67,16 +92,20 @@ class LeadingLoop(EngineLoop):
         while (message := distributed.broadcast_bytes(None)) != END:
             try:
                 if message == STEP:
-                    super().step()
-                else:
-                    super().execute(pickle.loads(message[len(COMMAND) :]))
+                    super().step()  # type: ignore[misc]
+                elif message != BEAT:
+                    super().execute(pickle.loads(message[len(COMMAND) :]))  # type: ignore[misc]
             except EasyDeLError:
                 continue  # the first process has it too, and tells who asked
 
     def end(self) -> None:
         """Let the others go."""
         self._check_leads()
-        distributed.broadcast_bytes(END)
+        self._tell(END)
+
+    def _tell(self, message: bytes) -> None:
+        distributed.broadcast_bytes(message)
+        self._told = time.monotonic()
 
     def _check_leads(self) -> None:
         if not distributed.is_main():
@@ -87,10 +116,19 @@ class LeadingLoop(EngineLoop):
             )
 
 
+class LeadingLoop(Leading, EngineLoop):
+    """The loop of one scheduler, in several processes."""
+
+
 class RunsOverProcesses:
     """The methods of an engine whose model lies on devices of several processes."""
 
-    loop: EngineLoop
+    loop: EngineLoop | Replicas
+
+    @property
+    def role(self) -> Role:
+        """Among the processes on whose devices the model lies: `leads` takes requests."""
+        return self.loop.role
 
     def follow(self) -> None:
         """In each process but the first, take the steps of the first one, until its `terminate`.
@@ -98,7 +136,7 @@ class RunsOverProcesses:
         Raises:
             ConfigError: there are no other processes, or this is the first.
         """
-        if not isinstance(self.loop, LeadingLoop):
+        if not isinstance(self.loop, Leading):
             raise ConfigError("the model lies on devices of this process alone: nobody to follow")
         self.loop.follow()
 
@@ -110,7 +148,7 @@ class RunsOverProcesses:
         on devices of this process alone, the block changes nothing.
         """
         loop = self.loop
-        if not isinstance(loop, LeadingLoop):
+        if not isinstance(loop, Leading):
             yield self
             return
         loop.together = True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal, NoReturn
+
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
+from tqdm import tqdm
 
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import (
@@ -32,6 +35,8 @@ from ed_esurge.tokenizer import Tokenizer
 from ed_esurge.transcript import OpenRequest
 
 logger = get_logger(__name__)
+
+Role = Literal["alone", "leads", "follows"]
 
 
 class EngineLoop:
@@ -65,8 +70,11 @@ class EngineLoop:
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
         self._pending: StepResult | None = None
-        self._spoilt = False  # pages hold numbers that are not finite
-        self._arrivals = self._steps = 0
+        self.spoilt = False
+        """Pages hold numbers that are not finite."""
+        self._steps = 0
+        self.arrivals = 0
+        """Sequences that have come so far; the next one's number."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -126,11 +134,11 @@ class EngineLoop:
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        seed = seed_of(add.params, self._seed, self._arrivals)
+        seed = seed_of(add.params, self._seed, self.arrivals)
         seeds = seeds_of(add.params, seed)
-        opened = OpenRequest.of(add, self._arrivals, seeds, self._tokenizer)
+        opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
         opened.seed = seed
-        self._arrivals += len(seeds)
+        self.arrivals += len(seeds)
         self._open[add.request_id] = opened
         for name, request in opened.sequences.items():
             self._owner[name] = opened
@@ -172,7 +180,7 @@ class EngineLoop:
         """End a request whose own work failed; the others go on."""
         name = opened.add.request_id
         logger.error("request %r failed", name, exc_info=error)
-        self._spoilt |= isinstance(error, NotFinite)
+        self.spoilt |= isinstance(error, NotFinite)
         for sequence in opened.sequences:
             self.scheduler.finish(sequence, "error")
         said = str(error) if isinstance(error, NotFinite) else repr(error)
@@ -181,18 +189,39 @@ class EngineLoop:
         )
 
     def _settle(self) -> None:
-        """Finish the step in flight, send everybody back to the queue, drop cached prefixes."""
+        """Finish the step in flight, send everybody back to the queue, drop cached prefixes; pages
+        with numbers that are not finite are made anew."""
         if self._pending is not None:
             result, self._pending = self._pending, None
-            taken = self.scheduler.advance(result.plan, result.tokens())
+            taken = self.scheduler.advance(result.plan, self._finite(result))
             self.backlog += self._deliver(result, taken)
         self._begin_anew()
+        if self.spoilt:
+            self.spoilt = False
+            if self.runner.allocated:
+                self._free()
+                self._allocate()
 
     def _begin_anew(self) -> None:
         self.scheduler.preempt_all()
         self.scheduler.pages.forget_prefixes()
 
     # ---- steps
+
+    def launch(self) -> None:
+        """Start the next step, if none runs; the device works on while the caller goes on."""
+        if self._pending is None and not self.paused:
+            self._pending = self._start()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was started whose results `step` has not read."""
+        return self._pending is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `step` can read those without waiting for the device."""
+        return self._pending is not None and self._pending.ready
 
     def step(self) -> list[RequestOutput]:
         """Run one step for everybody, and return what is new (`RequestOutput.delta`).
@@ -207,11 +236,11 @@ class EngineLoop:
             self._pending = None
             if result is not None:
                 taken = self.scheduler.advance(result.plan, self._finite(result))
-                if self._overlap and not self._spoilt:
+                if self._overlap and not self.spoilt:
                     # The device works on the next step while this one's text is made.
                     self._pending = self._start()
                 self.backlog += self._deliver(result, taken)
-            if self._spoilt:
+            if self.spoilt:
                 self._renew_pages()
         outputs, self.backlog = self.backlog, []
         return outputs
@@ -226,17 +255,22 @@ class EngineLoop:
         try:
             return self.runner.run(plan)
         except RequestError as error:
-            # Nothing of the plan was computed, but the scheduler counts on all of it.
-            self.backlog.append(self._fail(self._owner[error.request_id], error.__cause__))
-            self._begin_anew()
+            self._refused(error.request_id, error.__cause__)
             return None
+
+    def _refused(self, request_id: str, error: BaseException | None) -> None:
+        """Nothing of a plan was computed, because of one sequence; the scheduler counts on all."""
+        self.backlog.append(self._fail(self._owner[request_id], error))
+        self._begin_anew()
 
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
         """The sampled tokens of a step; a request whose logits are no numbers has ended."""
         tokens = result.tokens()
         for name, sampled in tokens.items():
-            if sampled[0] < 0 and name in self._owner:
-                self.backlog.append(self._fail(self._owner[name], NotFinite()))
+            if sampled[0] < 0:
+                self.spoilt = True
+                if name in self._owner:  # else it has ended while the step ran
+                    self.backlog.append(self._fail(self._owner[name], NotFinite()))
         return tokens
 
     def _renew_pages(self) -> None:
@@ -245,15 +279,15 @@ class EngineLoop:
         Raises:
             EasyDeLError: they came from the weights, so that every request would end so.
         """
-        self._spoilt = False
-        if not self.runner.weights.are_finite():
+        if not self._weights_are_finite():
             raise EasyDeLError(
                 "the served weights are not finite numbers (NaN or infinity), so no answer is of "
                 "use: call update_model_weights(model) with others"
             )
         self._settle()
-        self._free()
-        self._allocate()
+
+    def _weights_are_finite(self) -> bool:
+        return self.runner.weights.are_finite()
 
     def _free(self) -> None:
         self.runner.free()
@@ -316,7 +350,23 @@ class EngineLoop:
                 del self._owner[name]
         return delta
 
+    role: Role = "alone"
+    """Among the processes that have parts of the model."""
+
+    def beat(self) -> None:
+        """Called now and then while there is nothing to do."""
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile all that steps can need, and show how many are ready."""
+        self.runner.compile_all(progress)
+        if self.scheduler.proposer is not None:
+            self.scheduler.proposer.compile_all(progress)
+
     # ---- numbers
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """`stats` of each replica: this is one."""
+        return [self.stats()]
 
     def stats(self) -> dict[str, float]:
         """Current numbers, for metrics; counters count from the start."""

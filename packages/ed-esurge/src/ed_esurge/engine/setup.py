@@ -111,10 +111,13 @@ class Setup:
             _check_draft(model, draft, longest)
         return cls(model, config, limits, buckets, windows_of(model), draft)
 
-    def runner(self, grammars: Grammars | None = None) -> ModelRunner:
-        """The runner, its pools sized by what memory is left."""
+    def runner(
+        self, grammars: Grammars | None = None, sizes: dict[str, int] | None = None
+    ) -> ModelRunner:
+        """The runner, with pools of these sizes; None: by what memory is left."""
         places = self._host_places()
-        return self._runner(self._pool_sizes(), grammars, host_places=places)
+        sizes = self.pool_sizes() if sizes is None else sizes
+        return self._runner(sizes, grammars, host_places=places)
 
     def _host_places(self) -> int:
         """Pages of each group that host memory holds.
@@ -188,12 +191,13 @@ class Setup:
             host_places=host_places,
         )
 
-    def _pool_sizes(self) -> dict[str, int]:
+    def pool_sizes(self) -> dict[str, int]:
         """Pages of each group's pool.
 
         On an accelerator: what `hbm_utilization` of its memory leaves beside everything that is
-        there already and the largest step's workspace. On a CPU: `cpu_cache_gib`. Never more than
-        `max_num_seqs` sequences of `max_model_len` can use, never less than one such sequence.
+        there already and the largest step's workspace, on the device of this process that has the
+        least. On a CPU: `cpu_cache_gib`. Never more than `max_num_seqs` sequences of
+        `max_model_len` can use, never less than one such sequence.
 
         Raises:
             ConfigError: not even one sequence fits.
@@ -226,11 +230,13 @@ class Setup:
             of_page[GROUP] += page_bytes(self.draft, size)
         of_sequence = sum(needed[name] * of_page[name] for name in needed)
         memory = accelerator_memory(self.model)
-        if memory is None:
+        if not memory:
             free = int(config.cpu_cache_gib * GIB)
         else:
-            limit, used = memory
-            free = int(limit * config.hbm_utilization) - used - self._workspace(needed)
+            left, limit = min(
+                (int(limit * config.hbm_utilization) - used, limit) for limit, used in memory
+            )
+            free = left - self._workspace(needed)
             if free < of_sequence:
                 raise ConfigError(
                     f"hbm_utilization {config.hbm_utilization} of {limit / GIB:.1f} GiB leaves "
@@ -318,12 +324,12 @@ def device_bytes(tree: object) -> int:
     return sum(max(shard.data.nbytes for shard in leaf.addressable_shards) for leaf in leaves)
 
 
-def accelerator_memory(model: LanguageModel) -> tuple[int, int] | None:
-    """`(limit, in use)` in bytes of the fullest device of the model; None for a CPU."""
-    devices = []
+def accelerator_memory(model: LanguageModel) -> list[tuple[int, int]]:
+    """`(limit, in use)` in bytes of each device of the model in this process; empty for a CPU."""
+    memory: list[tuple[int, int]] = []
     for device in model.config.mesh.local_devices:
         stats = device.memory_stats() if device.platform != "cpu" else None
         if stats is None or "bytes_limit" not in stats:
-            return None
-        devices.append((stats["bytes_limit"], stats["bytes_in_use"]))
-    return min(devices, key=lambda pair: pair[0] - pair[1])
+            return []
+        memory.append((stats["bytes_limit"], stats["bytes_in_use"]))
+    return memory

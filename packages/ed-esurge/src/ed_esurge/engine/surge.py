@@ -17,12 +17,11 @@ from tqdm import tqdm
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, Pause
 from ed_esurge.engine.adapters import ServesAdapters
-from ed_esurge.engine.hosts import LeadingLoop, RunsOverProcesses, over_processes
+from ed_esurge.engine.assembly import loop_over
+from ed_esurge.engine.hosts import Leading, RunsOverProcesses
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
-from ed_esurge.engine.loop import EngineLoop
-from ed_esurge.engine.setup import Setup
 from ed_esurge.engine.weights import ServesWeights
-from ed_esurge.model import drafting, eos_token_ids, served_model, with_places
+from ed_esurge.model import eos_token_ids
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.guides import Grammars
@@ -67,21 +66,12 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self.config = config
         self.tokenizer = tokenizer
         self.model_name = model_name or name_of(model)
-        model = with_places(served_model(model), config)
-        setup = Setup.resolve(model, config, drafting(config, draft_model, model))
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, model.config.vocab_size, self.eos_token_ids)
-        runner = setup.runner(grammars)
-        self.max_model_len, self.vocab_size = setup.limits.max_model_len, runner.vocab_size
-        scheduler = setup.scheduler(runner)
-        self.loop = (LeadingLoop if over_processes(model) else EngineLoop)(
-            scheduler,
-            runner,
-            tokenizer,
-            max_loras=config.max_loras,
-            seed=config.seed,
-            overlap=config.overlap_execution,
-        )
+        self.loop = loop_over(model, config, tokenizer, grammars, draft_model)
+        runner = self.loop.runner
+        self.max_model_len = self.loop.scheduler.limits.max_model_len
+        self.vocab_size = runner.vocab_size
         self._intake = Intake(
             config,
             tokenizer,
@@ -100,9 +90,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self._boxes: dict[str, deque[RequestOutput]] = {}
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
-                runner.compile_all(bar)
-                if scheduler.proposer is not None:
-                    scheduler.proposer.compile_all(bar)
+                self.loop.compile_all(bar)
         if not config.silent_mode:
             logger.info("%s: %s", self.model_name, self.describe())
 
@@ -114,8 +102,10 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             kernels = native.describe()
         named = [f"{count} pages" + f" of group {g}" * (g != "full") for g, count in counts]
         pages = " and ".join(named)
+        many = len(self.replica_stats())
+        each = f"{many} replicas, each with " if many > 1 else ""
         return (
-            f"{pages or 'no pages'} of {runner.page_size} tokens "
+            f"{each}{pages or 'no pages'} of {runner.page_size} tokens "
             f"({runner.cache_bytes() / 2**30:.2f} GiB), up to {limits.max_num_seqs} sequences of "
             f"{limits.max_model_len} tokens, {limits.token_budget} tokens a step, "
             f"{len(runner.buckets.shapes)} shapes; {kernels}"
@@ -359,8 +349,14 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             for name in self.loop.open_requests:
                 self.loop.execute(Abort(name))
             self.loop.execute(Pause())
-            if isinstance(self.loop, LeadingLoop):
+            if isinstance(self.loop, Leading):
                 self.loop.end()
+
+    def beat(self) -> None:
+        """Tell the other processes, where there are some, that this one is there. Whoever drives
+        the engine calls it about each second in which there is nothing to step."""
+        with self._lock:
+            self.loop.beat()
 
     def __enter__(self) -> Self:
         return self
@@ -369,8 +365,12 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self.terminate()
 
     def stats(self) -> dict[str, float]:
-        """Current numbers, for metrics; counters count from the start."""
+        """Current numbers, for metrics; counters count from the start, over all replicas."""
         return self.loop.stats()
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """The same of each replica; one, where there are no others."""
+        return self.loop.replica_stats()
 
 
 def _bar(label: str, *, quiet: bool) -> tqdm[NoReturn]:

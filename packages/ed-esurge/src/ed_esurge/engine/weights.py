@@ -21,14 +21,14 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
-from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.assembly import Loop
 
 
 class ServesWeights:
     """The methods of an engine in whose thread they are called."""
 
     config: EngineConfig
-    loop: EngineLoop
+    loop: Loop
 
     @abstractmethod
     def execute(self, command: Command) -> None:

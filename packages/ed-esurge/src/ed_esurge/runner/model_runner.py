@@ -112,9 +112,11 @@ class ModelRunner:
         sizes = [*self.num_pages.values()]
         # One pool needs no names: a cache of one kind is simpler than a hybrid one.
         pages = sizes[0] if len(sizes) == 1 else self.num_pages
-        self._cache = self.model.init_paged_cache(
-            pages, self.page_size, num_states=self.max_num_seqs
-        )
+        # A mesh of one device does not say where its arrays lie.
+        with jax.default_device(self._mesh.local_devices[0]):
+            cache = self.model.init_paged_cache(pages, self.page_size, num_states=self.max_num_seqs)
+        # Committed there, as a step's outputs are: jit traces again for one that is not.
+        self._cache = cache if self._mesh.size > 1 else self._replicated(cache)
         self._state = self._replicated(SamplerState.create(self.max_num_seqs, self.vocab_size))
         width = cast(int, self.model.config.hidden_size)
         self._sums = self._replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
@@ -389,5 +391,4 @@ class ModelRunner:
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
 
     def _replicated(self, tree: Tree) -> Tree:
-        sharding = self._everywhere()
-        return tree if sharding is None else jax.device_put(tree, sharding)
+        return jax.device_put(tree, self._everywhere() or self._mesh.devices.flat[0])

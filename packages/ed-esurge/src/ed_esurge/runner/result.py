@@ -39,7 +39,7 @@ class StepResult:
 
     Args:
         plan: what was run.
-        packed: `Sampled.pack()` of the rows, int32 [n, w].
+        packed: `Sampled.pack()` of the rows, int32 [n, w]; None: the step ran elsewhere.
         places: for each row of the plan, the row of `packed` in which it samples first.
         scores: the same of the flat tokens, for prompt log-probabilities, or None.
         vectors: pooled vectors by slot, float32 [m, d], or None.
@@ -48,7 +48,7 @@ class StepResult:
     def __init__(
         self,
         plan: StepPlan,
-        packed: jax.Array,
+        packed: jax.Array | None,
         places: Sequence[int],
         scores: jax.Array | None = None,
         vectors: jax.Array | None = None,
@@ -65,6 +65,12 @@ class StepResult:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
         kept = {"plan": self.plan, "places": list(self.places)}
         return {**kept, "_arrays": arrays, "_tokens": self._tokens}
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has done the step, so that reading waits for nothing."""
+        arrays = self._arrays.values()
+        return all(x.is_ready() for x in arrays if isinstance(x, jax.Array))
 
     def tokens(self) -> dict[str, list[int]]:
         """request id -> sampled tokens that are confirmed, at least one, for the rows that sample;

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.slices import part_on
 from ed_layers.lora_slots import SlotParam, written
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -106,6 +107,8 @@ class Weights:
                 leaf = np.array(leaf)  # a device may read host memory in place
             array = jnp.asarray(leaf, like.dtype)
             shared = copy and id(array) in theirs
+            # A replica's part of weights that lie on the devices of all replicas is there already.
+            array = part_on(array, like.sharding) if like.sharding is not None else array
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
         self._own = [place(*pair) for pair in zip(self._like_own, leaves, strict=True)]

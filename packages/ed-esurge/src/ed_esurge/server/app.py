@@ -107,7 +107,7 @@ def create_app(
         )
         known = names or engine.model_name
         known = [known] if isinstance(known, str) else list(known)
-        counted = metrics.of(known[0], engine.stats)
+        counted = metrics.of(known[0], engine.replica_stats)
         directory = None if lora_directory is None else Path(lora_directory)
         return Served(engine, known, prompts, formats, counted, state, directory)
 

@@ -23,6 +23,7 @@ from ed_esurge.server.app import create_app
 from ed_esurge.server.auth import ApiKey
 from ed_esurge.server.connections import connection_class
 from ed_esurge.server.door import LOOPBACK
+from ed_esurge.server.hosts import leading
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ def serve(
 ) -> None:
     """Serve an engine until SIGTERM or Ctrl-C; then finish what runs, and return.
 
-    Prints one line with the URL once requests are accepted.
+    Prints one line with the URL once requests are accepted. Where the model lies on devices of
+    several processes, each of them calls this: the first serves, the others return after it.
 
     Args:
         engine: an `eSurge`, or several (see `create_app`, also for the options not listed here).
@@ -143,42 +145,44 @@ def serve(
         ConfigError: the address cannot be had, or one of the two TLS files is missing.
         EasyDeLError: the server could not start.
     """
-    server, listener, url = _prepare(
-        engine,
-        host,
-        port,
-        on_ready=lambda: print(f"serving at {url} (Ctrl-C stops)", flush=True),
-        log_level=log_level,
-        drain_seconds=drain_seconds,
-        tls=(ssl_keyfile, ssl_certfile),
-        options={
-            "served_model_name": served_model_name,
-            "api_key": api_key,
-            "chat_template": chat_template,
-            "cors_origins": cors_origins,
-            "allowed_hosts": allowed_hosts,
-            "limits": limits,
-            "enable_function_calling": enable_function_calling,
-            "tool_parser_name": tool_parser_name,
-            "reasoning_parser": reasoning_parser,
-            "oai_like_processor": oai_like_processor,
-            "lora_directory": lora_directory,
-            "batch_directory": batch_directory,
-            "otlp_traces_endpoint": otlp_traces_endpoint,
-            "enable_sleep_mode": enable_sleep_mode,
-        },
-    )
-    if host not in LOOPBACK and not api_key:
-        logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
-    try:
-        with _logs():
-            server.run(sockets=[listener])
-    except KeyboardInterrupt:  # a second Ctrl-C
-        return
-    finally:
-        listener.close()
-    if not server.started:
-        raise EasyDeLError("the server could not start; the log above says why")
+    with leading(engine) as leads:
+        if leads:
+            server, listener, url = _prepare(
+                engine,
+                host,
+                port,
+                on_ready=lambda: print(f"serving at {url} (Ctrl-C stops)", flush=True),
+                log_level=log_level,
+                drain_seconds=drain_seconds,
+                tls=(ssl_keyfile, ssl_certfile),
+                options={
+                    "served_model_name": served_model_name,
+                    "api_key": api_key,
+                    "chat_template": chat_template,
+                    "cors_origins": cors_origins,
+                    "allowed_hosts": allowed_hosts,
+                    "limits": limits,
+                    "enable_function_calling": enable_function_calling,
+                    "tool_parser_name": tool_parser_name,
+                    "reasoning_parser": reasoning_parser,
+                    "oai_like_processor": oai_like_processor,
+                    "lora_directory": lora_directory,
+                    "batch_directory": batch_directory,
+                    "otlp_traces_endpoint": otlp_traces_endpoint,
+                    "enable_sleep_mode": enable_sleep_mode,
+                },
+            )
+            if host not in LOOPBACK and not api_key:
+                logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
+            try:
+                with _logs():
+                    server.run(sockets=[listener])
+            except KeyboardInterrupt:  # a second Ctrl-C
+                return
+            finally:
+                listener.close()
+            if not server.started:
+                raise EasyDeLError("the server could not start; the log above says why")
 
 
 @contextmanager

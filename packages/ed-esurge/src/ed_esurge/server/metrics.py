@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -34,6 +34,7 @@ _BETWEEN_TOKENS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
+ReadStats = Callable[[], Sequence[Mapping[str, float]]]
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
@@ -41,13 +42,14 @@ class ServerMetrics:
     """Everything that one server counts.
 
     Attributes:
-        engines: name of a model -> its engine's current numbers; see `EngineCollector`.
+        engines: name of a model -> current numbers of its engine's replicas; see
+            `EngineCollector`.
         tokens: name of a model -> what is counted with every token of it.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.engines: dict[str, Callable[[], Mapping[str, float]]] = {}
+        self.engines: dict[str, ReadStats] = {}
         self.registry.register(EngineCollector(self.engines))
         self.tokens: dict[str, TokenCounts] = {}
         self.registry.register(TokenCollector(self.tokens))
@@ -79,9 +81,9 @@ class ServerMetrics:
             *("handler", "method"),
         )
 
-    def of(self, model_name: str, engine_stats: Callable[[], Mapping[str, float]]) -> Metrics:
+    def of(self, model_name: str, replica_stats: ReadStats) -> Metrics:
         """The part of one model."""
-        self.engines[model_name] = engine_stats
+        self.engines[model_name] = replica_stats
         return Metrics(self, model_name)
 
     def render(self) -> bytes:
@@ -256,12 +258,13 @@ class TokenCollector(Collector):
 class EngineCollector(Collector):
     """Reads the engines at scrape time, so that an idle server spends nothing on its gauges.
 
-    An engine's numbers are a mapping with `num_requests_running`, `num_requests_waiting`,
-    `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens),
-    `num_preemptions`; with proposals, `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and
-    `spec_decode_num_accepted_tokens`; with pages in host memory, `external_prefix_cache_queries`,
-    `external_prefix_cache_hits` (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and
-    `kv_offload_cpu_cache_usage` (0 … 1). A number that is missing is not exported.
+    The numbers of a replica, whose label `engine` is its index, are a mapping with
+    `num_requests_running`, `num_requests_waiting`, `kv_cache_usage` (0 … 1),
+    `prefix_cache_queries`, `prefix_cache_hits` (tokens), `num_preemptions`; with proposals,
+    `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and `spec_decode_num_accepted_tokens`;
+    with pages in host memory, `external_prefix_cache_queries`, `external_prefix_cache_hits`
+    (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage`
+    (0 … 1). A number that is missing is not exported.
     """
 
     _GAUGES = (
@@ -311,7 +314,7 @@ class EngineCollector(Collector):
         ),
     )
 
-    def __init__(self, engines: Mapping[str, Callable[[], Mapping[str, float]]]) -> None:
+    def __init__(self, engines: Mapping[str, ReadStats]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
@@ -321,10 +324,11 @@ class EngineCollector(Collector):
             (self._COUNTERS, CounterMetricFamily),
         ):
             for key, name, text in families:
-                family: Any = kind(name, text, labels=["model_name"])
-                for model_name, numbers in stats.items():
-                    if key in numbers:
-                        family.add_metric([model_name], numbers[key])
+                family: Any = kind(name, text, labels=["model_name", "engine"])
+                for model_name, replicas in stats.items():
+                    for index, numbers in enumerate(replicas):
+                        if key in numbers:
+                            family.add_metric([model_name, str(index)], numbers[key])
                 if family.samples:
                     yield family
 

@@ -98,8 +98,8 @@ class ServedEngine(Protocol):
         """Compile the grammar of a structured output. Raises ConfigError: it is none."""
         ...
 
-    def stats(self) -> Mapping[str, float]:
-        """The numbers that `ed_esurge.server.metrics.EngineCollector` exports."""
+    def replica_stats(self) -> Sequence[Mapping[str, float]]:
+        """The numbers of each replica, which `metrics.EngineCollector` exports."""
         ...
 
 

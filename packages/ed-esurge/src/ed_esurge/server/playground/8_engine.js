@@ -34,14 +34,16 @@ function buildEngine() {
   document.addEventListener("visibilitychange", poll);
 }
 
-/** Values of one model: name -> sum over the other labels. */
+/** Values of one model: name -> sum over the other labels; of shares, their mean. */
 function numbersOf(text, model) {
-  const sums = {};
+  const sums = {}, counts = {};
   for (const line of text.split("\n")) {
     const found = line.match(/^([\w:]+)\{([^}]*)\} (\S+)$/);
     if (!found || !found[2].includes(`model_name=${JSON.stringify(model)}`)) continue;
     sums[found[1]] = (sums[found[1]] ?? 0) + +found[3];
+    counts[found[1]] = (counts[found[1]] ?? 0) + 1;
   }
+  for (const name in sums) if (name.endsWith("_perc")) sums[name] /= counts[name];
   return sums;
 }
 

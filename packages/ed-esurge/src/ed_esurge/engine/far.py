@@ -1,0 +1,201 @@
+"""Replicas over several processes: each process knows all of them, and runs those that lie on its
+devices.
+
+Every process has a scheduler of each replica and takes the same commands, so that all plan the same
+steps. The device's work is done where the replica lies, and its results go to the others before
+anybody reads them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import jax
+from ed_infra import distributed
+from ed_infra.errors import ConfigError, EasyDeLError
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from ed_esurge.core.commands import Command
+from ed_esurge.core.plan import StepPlan
+from ed_esurge.engine.hosts import Leading, processes_of
+from ed_esurge.engine.loop import EngineLoop
+from ed_esurge.engine.replicas import Replicas
+from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.runner.result import StepResult
+from ed_esurge.runner.weights import Weights
+
+Refusal = tuple[str, BaseException | None]
+"""A sequence that failed before a step, and why."""
+
+
+class FarWeights(Weights):
+    """The weights of a replica that lies elsewhere: they are there as those are that lie here."""
+
+    def __init__(self, near: Weights) -> None:
+        self._near = near
+
+    @property
+    def there(self) -> bool:
+        return self._near.there
+
+    def replace(self, new: object, *, copy: bool = True) -> None:
+        """Done elsewhere."""
+
+    def drop(self) -> None:
+        """Done elsewhere."""
+
+    def to_host(self) -> None:
+        """Done elsewhere."""
+
+    def from_host(self) -> None:
+        """Done elsewhere."""
+
+    def are_finite(self) -> bool:
+        return True
+
+
+class FarRunner(ModelRunner):
+    """Stands for the runner of a replica that lies on devices of other processes.
+
+    Args:
+        near: a runner of this process, equal but for where it is.
+    """
+
+    def __init__(self, near: ModelRunner) -> None:
+        self.model, self.buckets, self.num_pages = near.model, near.buckets, near.num_pages
+        self.weights = FarWeights(near.weights)
+        self.num_traces = 0
+        self.host = None
+        self._allocated = True
+
+    @property
+    def allocated(self) -> bool:
+        return self._allocated
+
+    def allocate(self) -> None:  # type: ignore[override]
+        """Note that the pages are there."""
+        self._allocated = True
+
+    def free(self) -> None:
+        """Note that they are not."""
+        self._allocated = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Nothing that can be read: `SharedReplicas` puts the results in its place."""
+        return StepResult(plan, None, ())
+
+    def load_adapter(self, number: int, place: int, adapter: object) -> None:
+        """Done elsewhere."""
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Done elsewhere."""
+
+    def load_all(self) -> None:
+        """Done elsewhere."""
+
+
+class SharedLoop(EngineLoop):
+    """The loop of a replica of several processes, in one of them."""
+
+    refusals: tuple[Refusal, ...] = ()
+    """Since the processes last compared notes: each prevented a step."""
+
+    def _refused(self, request_id: str, error: BaseException | None) -> None:
+        self.refusals += ((request_id, error),)
+        super()._refused(request_id, error)
+
+    def outcome(self) -> tuple[tuple[Refusal, ...], StepResult | None]:
+        """What became of the steps that were started here: refusals, and the one in flight."""
+        return tuple(_sendable(*refusal) for refusal in self.refusals), self._pending
+
+    def take_outcome(self, refusals: Sequence[Refusal], result: StepResult | None) -> None:
+        """Go on as the process did that has the replica."""
+        for left, refusal in zip(range(len(refusals) - 1, -1, -1), refusals, strict=True):
+            self._pending = None
+            super()._refused(*refusal)
+            if left or result is not None:
+                self.launch()
+        if result is not None:
+            self._pending = result
+
+    def _weights_are_finite(self) -> bool:
+        mine = super()._weights_are_finite()
+        return all(each == b"1" for each in distributed.gather_bytes(b"1" if mine else b"0"))
+
+
+class SharedReplicas(Leading, Replicas):
+    """See the module.
+
+    Args:
+        loops: one for each replica.
+        meshes: where each lies.
+    """
+
+    def __init__(self, loops: Sequence[SharedLoop], meshes: Sequence[Mesh]) -> None:
+        super().__init__(loops)
+        here = jax.process_index()
+        self._shared = tuple(loops)
+        self._near = [here in processes_of(mesh) for mesh in meshes]
+        # Of several processes that have parts of a replica, the first speaks.
+        self._speaks = [here == processes_of(mesh)[0] for mesh in meshes]
+
+    @property
+    def runner(self) -> ModelRunner:
+        """That of a replica in this process, for what is true of all."""
+        return self._shared[self._near.index(True)].runner
+
+    def _tell_all(self, command: Command) -> None:
+        self._compare_notes()  # the command may want the results of a step in flight
+        super()._tell_all(command)
+
+    def _done(self) -> list[EngineLoop]:
+        """All that have begun: processes that wait for the same steps stay together."""
+        self._compare_notes()
+        self._collect()
+        return [loop for loop in self._shared if loop.in_flight]
+
+    def _compare_notes(self) -> None:
+        mine = {
+            index: self._shared[index].outcome()
+            for index, speaks in enumerate(self._speaks)
+            if speaks
+        }
+        for theirs in distributed.gather_bytes(pickle.dumps(mine)):
+            for index, outcome in pickle.loads(theirs).items():
+                loop = self._shared[index]
+                if not self._near[index]:
+                    loop.take_outcome(*outcome)
+                loop.refusals = ()
+
+
+def _sendable(request_id: str, error: BaseException | None) -> Refusal:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return request_id, EasyDeLError(repr(error))
+    return request_id, error
+
+
+def agreed(sizes: Callable[[], Sequence[dict[str, int]]]) -> dict[str, int]:
+    """The least of the pools' sizes that processes have room for; collective.
+
+    Args:
+        sizes: gives, of each replica of this process, group -> pages.
+
+    Raises:
+        ConfigError: a process has no room; all of them raise it.
+    """
+    try:
+        mine: list[dict[str, int]] | str = list(sizes())
+    except ConfigError as error:
+        mine = str(error)
+    pools: list[dict[str, int]] = []
+    for each in distributed.gather_bytes(pickle.dumps(mine)):
+        theirs = pickle.loads(each)
+        if isinstance(theirs, str):
+            raise ConfigError(theirs)
+        pools += theirs
+    return {name: min(pool[name] for pool in pools) for name in pools[0]}

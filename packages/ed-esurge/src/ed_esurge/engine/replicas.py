@@ -1,0 +1,201 @@
+"""Several replicas of a model behind one loop: a scheduler, pages and a prefix cache for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ed_infra.errors import EasyDeLError
+from tqdm import tqdm
+
+from ed_esurge.core.adapters import AdapterTable
+from ed_esurge.core.commands import Abort, Add, Command, LoadAdapter, UnloadAdapter
+from ed_esurge.core.prefix_cache import prompt_keys
+from ed_esurge.core.request import reads_prefixes
+from ed_esurge.core.router import Router
+from ed_esurge.core.scheduler import Scheduler
+from ed_esurge.engine.loop import EngineLoop, Role
+from ed_esurge.outputs import RequestOutput
+from ed_esurge.runner.model_runner import ModelRunner
+from ed_esurge.sampling import SamplingParams
+
+# Seconds between two looks at devices that all work.
+LOOK_AGAIN = 5e-5
+
+
+class Replicas:
+    """Drives the loops of several replicas as if they were one. Not for two threads at once.
+
+    A request goes to one of them, with all its completions; other commands go to all. Each replica
+    takes its own steps: the devices work at the same time, and whoever is done first goes on first.
+
+    Args:
+        loops: one for each replica, on devices of its own; equal but for where they are.
+    """
+
+    role: Role = "alone"
+    """See `EngineLoop.role`."""
+
+    def __init__(self, loops: Sequence[EngineLoop]) -> None:
+        self.loops = tuple(loops)
+        self._router = Router(len(self.loops))
+        self._arrivals = 0
+        self.backlog: list[RequestOutput] = []
+        """Outputs that the next `step` gives."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return self._router.find(request_id) is not None
+
+    # ---- what all have in common
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The first one's, for what is true of all."""
+        return self.loops[0].runner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The first one's, for what is true of all."""
+        return self.loops[0].scheduler
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """The loaded ones, which are the same everywhere."""
+        return self.loops[0].adapters
+
+    @property
+    def paused(self) -> bool:
+        return self.loops[0].paused
+
+    @property
+    def asleep(self) -> bool:
+        return self.loops[0].asleep
+
+    # ---- requests
+
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the requests that wait or run."""
+        return [name for loop in self.loops for name in loop.open_requests]
+
+    def _collect(self) -> None:
+        for loop in self.loops:
+            self._keep(loop.backlog)
+            loop.backlog = []
+
+    def _keep(self, outputs: list[RequestOutput]) -> None:
+        self.backlog += outputs
+        for output in outputs:
+            if output.finished:
+                self._router.ended(output.request_id, output.metrics.num_generated_tokens)
+
+    # ---- commands
+
+    def execute(self, command: Command) -> None:
+        """Do as told, before the next step.
+
+        Raises:
+            ConfigError: see `EngineLoop.execute`.
+        """
+        try:
+            match command:
+                case Add():
+                    self._add(command)
+                case Abort(request_id):
+                    where = self._router.find(request_id)
+                    if where is not None:
+                        self.loops[where].execute(command)
+                case _:
+                    self._tell_all(command)
+        finally:
+            self._collect()
+
+    def _add(self, add: Add) -> None:
+        where = self._router.find(add.request_id)
+        if where is not None:
+            self.loops[where].execute(add)  # which refuses an id that is in use
+        known = self._known(add)
+        where = self._router.choose(len(add.token_ids), known)
+        loop = self.loops[where]
+        # Numbers, and the seeds that follow from them, are those of an engine without replicas.
+        loop.arrivals = self._arrivals
+        loop.execute(add)
+        self._arrivals = loop.arrivals
+        completions = add.params.n if isinstance(add.params, SamplingParams) else 0
+        new = len(add.token_ids) - known[where]
+        self._router.place(add.request_id, where, new, completions, add.max_tokens)
+
+    def _known(self, add: Add) -> list[int]:
+        """How many tokens of a prompt each replica need not compute."""
+        caches = [loop.scheduler.pages.prefixes for loop in self.loops]
+        if caches[0] is None or not reads_prefixes(add.params):
+            return [0] * len(caches)
+        size = caches[0].page_size
+        keys = prompt_keys(add.token_ids, add.salt, size)
+        return [0 if cache is None else cache.known(keys) * size for cache in caches]
+
+    def _tell_all(self, command: Command) -> None:
+        """Tell every replica; if one refuses an adapter, none has it."""
+        errors: list[EasyDeLError] = []
+        done: list[EngineLoop] = []
+        for loop in self.loops:
+            try:
+                loop.execute(command)
+            except EasyDeLError as error:
+                errors.append(error)
+            else:
+                done.append(loop)
+        if errors and isinstance(command, LoadAdapter):
+            for loop in done:
+                loop.execute(UnloadAdapter(command.name))
+        if errors:
+            raise errors[0]
+
+    # ---- steps
+
+    def step(self) -> list[RequestOutput]:
+        """Take the results of every replica that has some; wait for one, if none has.
+
+        Raises:
+            EasyDeLError: see `EngineLoop.step`.
+        """
+        for loop in self.loops:
+            loop.launch()
+        self._collect()
+        for loop in self._done():
+            try:
+                self._keep(loop.step())
+            except EasyDeLError:  # not finite weights, which are those of all
+                for each in self.loops:
+                    each.spoilt = True
+                raise
+        outputs, self.backlog = self.backlog, []
+        return outputs
+
+    def _done(self) -> list[EngineLoop]:
+        """The loops whose step the device has done; at least one, unless none has begun."""
+        working = [loop for loop in self.loops if loop.in_flight]
+        while working and not self.backlog and not any(loop.ready for loop in working):
+            time.sleep(LOOK_AGAIN)
+        return [loop for loop in working if loop.ready]
+
+    def beat(self) -> None:
+        """See `EngineLoop.beat`."""
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile all that steps can need, replica by replica."""
+        for loop in self.loops:
+            loop.compile_all(progress)
+
+    # ---- numbers
+
+    def stats(self) -> dict[str, float]:
+        """The numbers of all: sums, and the mean of `kv_cache_usage`."""
+        each = self.replica_stats()
+        total = {name: sum(stats[name] for stats in each) for name in each[0]}
+        return {**total, "kv_cache_usage": total["kv_cache_usage"] / len(each)}
+
+    def replica_stats(self) -> list[dict[str, float]]:
+        """The numbers of each."""
+        return [loop.stats() for loop in self.loops]

@@ -1,0 +1,58 @@
+"""Slices of a mesh along one axis, and what an array has on one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from ed_infra.errors import MeshError, did_you_mean
+
+
+def slices_of(mesh: Mesh, axis: str) -> list[Mesh]:
+    """Cut a mesh along an axis: one mesh for each entry, in which this axis has the size 1.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+    """
+    if axis not in mesh.axis_names:
+        raise MeshError(
+            f"the mesh has no axis {axis!r}{did_you_mean(axis, mesh.axis_names)}: its axes are "
+            f"{', '.join(map(str, mesh.axis_names))}"
+        )
+    parts = np.split(mesh.devices, mesh.shape[axis], axis=mesh.axis_names.index(axis))
+    return [Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts]
+
+
+def part_on(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """The same array on fewer devices, made of the parts that lie there already.
+
+    The parts are shared: to donate or delete one of the two arrays deletes them in both.
+
+    Args:
+        array: any; other processes may hold parts of it.
+        sharding: what is wanted.
+
+    Returns:
+        an array of that sharding; `array` itself, where no device would be left out or one does
+        not hold just its part.
+    """
+    devices = sharding.device_set
+    if not devices < array.sharding.device_set:
+        return array
+
+    def edges(of: Sharding) -> dict[Any, list[tuple[int, int, int]]]:
+        places = of.devices_indices_map(array.shape).items()
+        return {
+            device: [one.indices(size) for one, size in zip(index, array.shape, strict=True)]
+            for device, index in places
+            if device in devices
+        }
+
+    if edges(sharding) != edges(array.sharding):
+        return array
+    here = {shard.device: shard.data for shard in array.addressable_shards}
+    parts = [here[device] for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
