@@ -86,9 +86,7 @@ class ExecutionFields:
         "train", "workflow of the model; serve and convert keep nothing for gradients"
     )
 
-    attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option(
-        "auto", "attention mechanism; auto = the fastest that fits the call and the platform"
-    )
+    attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS = option("auto", "attention mechanism")
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None = option(
         None,
         "attention mechanism that reads the cache of generate; None = attn_mechanism for prompts, "
