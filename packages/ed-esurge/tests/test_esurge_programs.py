@@ -83,8 +83,9 @@ def test_an_engine_that_compiles_at_first_use_takes_what_is_there(first, small):
 @pytest.mark.parametrize("change", [{"max_logprobs": 3}, {"page_size": 16}, {"max_num_seqs": 1}])
 def test_other_options_are_other_programs(first, small, change):
     engine = eSurge(small, compile_runner=False, **{**SMALL, **change})
-    assert engine.loop.runner._loading is None
-    assert engine.loop.runner._kept.folder != first.loop.runner._kept.folder
+    runner: Any = engine.loop.runner
+    assert runner._loading is None
+    assert runner._kept.folder != first.loop.runner._kept.folder
 
 
 def test_another_model_has_other_programs(first, make_llama):
