@@ -302,7 +302,7 @@ def test_an_engine_with_a_thread(engine, folders, merged, prompts):
 )
 @pytest.mark.nightly
 def test_on_many_devices(make_llama, folders, alone, prompts, mesh, stacked, monkeypatch):
-    from ed_esurge.engine import surge as module
+    from ed_esurge.engine import assembly as module
 
     if stacked:
         monkeypatch.setattr(module, "served_model", lambda model: model)

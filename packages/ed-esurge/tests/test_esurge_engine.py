@@ -55,7 +55,7 @@ def test_preempted_requests_end_with_the_same_tokens(llama, prompts, greedy):
 
 
 def test_overlapped_and_scanned_give_the_same(llama, tokenizer, prompts, greedy, monkeypatch):
-    from ed_esurge.engine import surge as module
+    from ed_esurge.engine import assembly as module
 
     monkeypatch.setattr(module, "served_model", lambda model: model)  # keep the stacked layout
     engine = eSurge(

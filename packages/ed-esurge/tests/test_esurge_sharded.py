@@ -20,7 +20,7 @@ PARAMS = SamplingParams(
 )
 def test_sharded_is_like_one_device(make_llama, surge, prompts, mesh, stacked, aot, monkeypatch):
     import jax
-    from ed_esurge.engine import surge as module
+    from ed_esurge.engine import assembly as module
 
     if stacked:
         monkeypatch.setattr(module, "served_model", lambda model: model)

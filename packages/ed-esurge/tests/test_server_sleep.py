@@ -129,6 +129,9 @@ def test_whoever_asks_after_the_call_is_told():
         def step(self):
             return []
 
+        def beat(self):
+            pass
+
     async def main():
         engine = AsyncEngine(Slow())
         engine.start()
