@@ -39,8 +39,9 @@ def quantized(subject: Subject) -> tuple[Any, dict[str, Any]]:
     model = plain.quantize([("", {"dtype": FORMATS.get(subject.model_type, "nf4")})])
     assert model.is_quantized
     assert not plain.is_quantized
-    bits = [8 * w.nbytes / np.prod(w.shape) for _, w in quantized_matrices(model)]
-    assert max(bits) < 16, "in memory"
+    # The weights of one output share a scale: two or three of them (dt_proj) do not outweigh it.
+    long = [w for _, w in quantized_matrices(model) if w.shape[-2] > 4]
+    assert max(8 * w.nbytes / np.prod(w.shape) for w in long) < 16, "in memory"
     expected = forward(model.dequantize(), input_ids=subject.ids).logits
     near = {"atol": OURS * max(1.0, float(np.abs(expected).max())), "rtol": 0}
     logits = forward(model, input_ids=subject.ids).logits

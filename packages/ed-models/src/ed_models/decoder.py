@@ -101,7 +101,7 @@ class Decoder(EasyDeLBaseModule):
         """Run the layers; see `ed_layers.stack.Stack`."""
         return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
 
-    def leave(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    def leave(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """What is done to the stream after the last layer."""
         return self.norm(x)
 
@@ -137,7 +137,7 @@ class Decoder(EasyDeLBaseModule):
             cache = cache.advance(s)
         report = balance(report, self.config)
         return BaseModelOutput(
-            last_hidden_state=named(self.leave(x), "model_output"),
+            last_hidden_state=named(self.leave(x, ctx), "model_output"),
             past_key_values=cache,
             hidden_states=hidden,
             losses=report.losses,

@@ -101,9 +101,9 @@ class OPTModel(Decoder):
         x = self.project_in(x, ctx) if self.projects else x
         return x + self.embed_positions(ctx.position_ids + 2)
 
-    def leave(self, x):
+    def leave(self, x, ctx):
         x = x if self.norm is None else self.norm(x)
-        return self.project_out(x) if self.projects else x
+        return self.project_out(x, ctx) if self.projects else x
 
     def rope_settings(self):
         return {}
