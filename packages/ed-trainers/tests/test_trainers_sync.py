@@ -26,7 +26,7 @@ MOVES = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6, "ref_model_sync_s
 STEPS = 7
 
 
-def pairs(directory, model, *, method="dpo", frozen=None, callbacks=(), **given):
+def pairs(directory, model, *, method="dpo", data=None, frozen=None, callbacks=(), **given):
     arguments = arguments_class(method)(
         **{
             "save_directory": str(directory),
@@ -41,10 +41,12 @@ def pairs(directory, model, *, method="dpo", frozen=None, callbacks=(), **given)
             **given,
         }
     )
-    held_out = Pairs(seed=9)
-    held_out.steps_per_epoch = 1
+    held_out = None
+    if data is None:
+        held_out = Pairs(seed=9)
+        held_out.steps_per_epoch = 1
     return trainer_class(method)(
-        arguments, model, Pairs(), held_out, frozen=frozen or {}, callbacks=callbacks
+        arguments, model, data or Pairs(), held_out, frozen=frozen or {}, callbacks=callbacks
     )
 
 
@@ -203,10 +205,14 @@ def test_answers_that_are_good_or_not_have_it_too(toy, tmp_path, method):
             return {**rows, "label": label}
 
     def run(directory, *callbacks, **given):
-        made = pairs(tmp_path / directory, toy.model(), method=method, callbacks=callbacks, **given)
-        made.feed.dataset = Labelled()
-        made.eval_dataset = made.evaluator = None
-        return made
+        return pairs(
+            tmp_path / directory,
+            toy.model(),
+            method=method,
+            data=Labelled(),
+            callbacks=callbacks,
+            **given,
+        )
 
     output = run("whole").train()
     run("parts", StopAt(3)).train()
