@@ -271,7 +271,7 @@ def test_adapters_are_loaded_everywhere_or_nowhere(one, pair, llama, prompts, to
 
 
 def test_a_server_shows_each_replica(pair, prompts):
-    with background(AsyncEngine(pair), served_model_name="m") as url:
+    with background(pair, served_model_name="m") as url:
         for prompt in prompts[:3]:
             body = {"model": "m", "prompt": prompt, "max_tokens": 3}
             assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200

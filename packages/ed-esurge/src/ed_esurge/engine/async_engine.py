@@ -328,9 +328,12 @@ class AsyncEngine:
 
     def _end(self, error: BaseException) -> None:
         """Nobody is left waiting."""
-        waiting = [*self._followers.values(), *(who for _, who in self._inbox if who is not None)]
+        waiting: list[_Follower | Future[None]] = [*self._followers.values()]
         self._followers.clear()
-        self._inbox.clear()
+        while self._inbox:  # to which coroutines may add meanwhile
+            _, who = self._inbox.popleft()
+            if who is not None:
+                waiting.append(who)
         for who in waiting:
             _refuse(who, error)
         if self._failure is None:
