@@ -24,26 +24,9 @@ from ed_layers.native.build import LEVELS, CannotBuild, build, sanitized
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_cases import DTYPES, anywhere, built, drawn, exact  # noqa: F401
 
-built = pytest.mark.skipif(
-    library.level() is None, reason="not built: python -m ed_layers.native build"
-)
 SIZES = st.integers(1, 150)
-DTYPES = st.sampled_from(["float32", "bfloat16"])
-
-
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' process has several devices."""
-    monkeypatch.setenv(library.VARIABLE, "1")
-
-
-def drawn(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def exact(x: jax.Array) -> np.ndarray:
-    return np.asarray(x, np.float64)
 
 
 def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:

@@ -23,26 +23,9 @@ from ed_layers.together import project, project_gated
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_cases import DTYPES, anywhere, built, drawn, exact  # noqa: F401
 
-built = pytest.mark.skipif(
-    library.level() is None, reason="not built: python -m ed_layers.native build"
-)
-DTYPES = st.sampled_from(["float32", "bfloat16"])
 FORMS = st.sampled_from([None, "int8", "int4", "nf4", "w8a8", "w4a8"])
-
-
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' process has several devices."""
-    monkeypatch.setenv(library.VARIABLE, "1")
-
-
-def drawn(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def exact(x: jax.Array) -> np.ndarray:
-    return np.asarray(x, np.float64)
 
 
 def layer(seed: int, i: int, o: int, *, dtype: str = "float32", bias: bool = False) -> Linear:
