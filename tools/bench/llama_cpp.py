@@ -22,23 +22,23 @@ class LlamaCpp:
     long the last two took, so loading costs no contender anything. Its cache is float16, as ever.
 
     Args:
-        checkpoint: as `gguf.write` takes it.
+        checkpoint: as `to_gguf.write` takes it.
         dtype: "f32", "bf16", "q8_0" or "q4_0".
         llama_bin: where llama.cpp's programs are.
     """
 
     def __init__(self, checkpoint: Path, dtype: str, llama_bin: Path):
-        from tools.bench import gguf  # its package is not everywhere
+        from tools.bench import to_gguf  # its package is not everywhere
 
         self.program = llama_bin / PROGRAM
         self.file = checkpoint / f"{dtype}.gguf"
-        if dtype in gguf.QUANTIZED:
+        if dtype in to_gguf.QUANTIZED:
             wide = checkpoint / "f32.gguf"
             if not wide.exists():
-                gguf.write(checkpoint, wide, "f32")
-            gguf.quantize(wide, self.file, dtype, llama_bin)
+                to_gguf.write(checkpoint, wide, "f32")
+            to_gguf.quantize(wide, self.file, dtype, llama_bin)
         else:
-            gguf.write(checkpoint, self.file, dtype)
+            to_gguf.write(checkpoint, self.file, dtype)
         self.weight_bytes = self.file.stat().st_size
 
     def decoder(self, tokens: np.ndarray) -> Run:

@@ -6,8 +6,8 @@
 
 SmolLM2-135M's shape in float32 with random weights, greedy. The servers run at once and take turns;
 clients are one process of plain sockets, so that all servers pay the same for them. A cell is of
-all requests of all rounds. llama.cpp reads GGUF, which `tools.bench.gguf` makes of the checkpoint;
-without its server the contender is left out.
+all requests of all rounds. llama.cpp reads GGUF, which `tools.bench.to_gguf` makes of the
+checkpoint; without its server the contender is left out.
 
 `--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
 prompts, on this shape and on the quickstart's, which shows more of it: a step takes a millisecond.
@@ -65,7 +65,7 @@ def save(directory: Path, shape: dict[str, Any], vocab: int) -> None:
 
 
 def tokenizer(vocab: int) -> Any:
-    """The tokenizer that `tools.bench.gguf` writes: a text is its bytes, other ids are words."""
+    """The tokenizer that `tools.bench.to_gguf` writes: a text is its bytes, other ids are words."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -151,7 +151,7 @@ def commands(
             return found
         gguf = options.gguf
         if gguf is None:
-            from tools.bench.gguf import write
+            from tools.bench.to_gguf import write
 
             gguf = folder / "model.gguf"
             write(directory, gguf, "f32")

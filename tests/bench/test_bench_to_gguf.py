@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 
-pytest.importorskip("gguf")
-
-from gguf import GGUFReader
-
-from tools.bench import gguf
+from tools.bench import to_gguf
 
 CONFIG = {
     "model_type": "llama",
@@ -48,7 +45,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def read(checkpoint: Path, dtype: str) -> tuple[GGUFReader, dict[str, np.ndarray]]:
     path = checkpoint / "model.gguf"
-    gguf.write(checkpoint, path, dtype)
+    to_gguf.write(checkpoint, path, dtype)
     reader = GGUFReader(path)
     return reader, {t.name: t.data for t in reader.tensors}
 
@@ -99,7 +96,7 @@ def test_what_cannot_be_converted_says_so(checkpoint: Path) -> None:
     path = checkpoint / "model.gguf"
     (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 258}))
     with pytest.raises(ValueError, match=r"a vocabulary of 258: .* 259 already"):
-        gguf.write(checkpoint, path, "f32")
+        to_gguf.write(checkpoint, path, "f32")
     (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
     with pytest.raises(ValueError, match="is a qwen3; only llama"):
-        gguf.write(checkpoint, path, "f32")
+        to_gguf.write(checkpoint, path, "f32")

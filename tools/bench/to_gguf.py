@@ -1,7 +1,7 @@
 """A Llama checkpoint as GGUF, for contenders that read nothing else (llama.cpp).
 
-    python -m tools.bench.gguf CHECKPOINT model.gguf --dtype bf16
-    python -m tools.bench.gguf CHECKPOINT model.gguf --dtype q8_0 --llama-bin build/bin
+    python -m tools.bench.to_gguf CHECKPOINT model.gguf --dtype bf16
+    python -m tools.bench.to_gguf CHECKPOINT model.gguf --dtype q8_0 --llama-bin build/bin
 
 A checkpoint with random weights has no tokenizer, and llama.cpp loads no model without one: the
 file's has three special tokens, the bytes, and a piece for each id that remains.
@@ -121,7 +121,7 @@ def as_llama_cpp(name: str, array: np.ndarray, config: dict[str, Any]) -> np.nda
 def main() -> None:
     """Parse the command line, write the file."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.gguf",
+        prog="python -m tools.bench.to_gguf",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
