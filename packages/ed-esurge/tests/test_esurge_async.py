@@ -159,3 +159,34 @@ def test_not_started_or_failed_is_said(surge, prompts, monkeypatch):
     with pytest.raises(EasyDeLError, match="failed"):
         engine.start()
     surge.step()  # what the abort left
+
+
+def test_one_engine_has_one_driver(surge, prompts, engine):
+    second = AsyncEngine(surge)
+    with pytest.raises(EasyDeLError, match="another AsyncEngine drives this engine"):
+        second.start()
+    engine.shutdown()
+    second.start()
+    try:
+        with pytest.raises(EasyDeLError, match="another AsyncEngine"):
+            engine.start()
+        assert asyncio.run(collect(second, prompts[0], GREEDY, "a")).finished
+    finally:
+        second.shutdown()
+
+
+def test_who_comes_as_the_engine_stops_is_told(prompts, engine, monkeypatch):
+    """Between the look whether the engine runs and the request itself."""
+    check = engine._check_alive
+
+    def late():
+        check()
+        engine.shutdown()
+
+    monkeypatch.setattr(engine, "_check_alive", late)
+
+    async def ask():
+        with pytest.raises(EasyDeLError, match="shut down"):
+            await asyncio.wait_for(collect(engine, prompts[0], GREEDY, "a"), 20)
+
+    asyncio.run(ask())

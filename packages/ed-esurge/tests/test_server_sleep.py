@@ -132,6 +132,12 @@ def test_whoever_asks_after_the_call_is_told():
         def beat(self):
             pass
 
+        def claim(self, driver):
+            return True
+
+        def release(self, driver):
+            pass
+
     async def main():
         engine = AsyncEngine(Slow())
         engine.start()

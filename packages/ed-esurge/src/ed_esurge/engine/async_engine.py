@@ -98,7 +98,7 @@ class AsyncEngine:
     """Drives an engine from a background thread; every method may be called from any loop.
 
     Args:
-        engine: nobody else may step it meanwhile.
+        engine: nobody else may step it from `start` to `shutdown`.
         stuck_after: seconds without progress after which a step counts as stuck.
     """
 
@@ -112,6 +112,7 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._failure: BaseException | None = None
+        self._over: EasyDeLError | None = None  # why commands find nobody who reads them
         self._beat = time.monotonic()
         self._dozing = 0  # calls of `sleep` that are not done
 
@@ -161,12 +162,21 @@ class AsyncEngine:
     # ---- life
 
     def start(self) -> None:
-        """Start the thread (again)."""
+        """Start the thread (again).
+
+        Raises:
+            EasyDeLError: the engine has failed, or another `AsyncEngine` drives it: each would take
+                tokens of the other's requests.
+        """
         if self._failure is not None:
             raise EasyDeLError(f"the engine failed and cannot go on: {self._failure}")
         if self._thread is not None and self._thread.is_alive():
             return
-        self._stopping = False
+        if not self.engine.claim(self):
+            raise EasyDeLError(
+                "another AsyncEngine drives this engine: use that one, or call its shutdown() first"
+            )
+        self._stopping, self._over = False, None
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ed-esurge", daemon=True)
         self._thread.start()
@@ -282,6 +292,8 @@ class AsyncEngine:
     def _post(self, command: Command, waiting: _Follower | Future[None] | None = None) -> None:
         self._inbox.append((command, waiting))
         self._wake.set()
+        if self._over is not None:  # the thread has read its inbox for the last time
+            self._refuse_inbox(self._over)
 
     def _run(self) -> None:
         try:
@@ -300,6 +312,8 @@ class AsyncEngine:
             logger.exception("the engine failed")
             self._failure = error
             self._end(EasyDeLError(f"the engine failed: {error}"))
+        finally:
+            self.engine.release(self)
 
     def _read_inbox(self) -> None:
         while self._inbox:
@@ -326,20 +340,28 @@ class AsyncEngine:
                 self._followers.pop(output.request_id, None)
         _hand_over(batch)
 
-    def _end(self, error: BaseException) -> None:
-        """Nobody is left waiting."""
-        waiting: list[_Follower | Future[None]] = [*self._followers.values()]
+    def _end(self, error: EasyDeLError) -> None:
+        """Nobody is left waiting, and nobody waits from now on."""
+        self._over = error
+        self._refuse_inbox(error)
+        for follower in self._followers.values():
+            _refuse(follower, error)
         self._followers.clear()
-        while self._inbox:  # to which coroutines may add meanwhile
-            _, who = self._inbox.popleft()
-            if who is not None:
-                waiting.append(who)
-        for who in waiting:
-            _refuse(who, error)
         if self._failure is None:
             for name in self.engine.unfinished_requests():
                 self.engine.abort_request(name)
             self.engine.step()  # takes the last outputs, which nobody waits for
+
+
+    def _refuse_inbox(self, error: BaseException) -> None:
+        """Also called by whoever posts too late, at the same time: each takes what it gets."""
+        while True:
+            try:
+                _, waiting = self._inbox.popleft()
+            except IndexError:
+                return
+            if waiting is not None:
+                _refuse(waiting, error)
 
 
 def _refuse(waiting: _Follower | Future[None], error: BaseException) -> None:

@@ -112,13 +112,14 @@ class SharedLoop(EngineLoop):
         return tuple(_sendable(*refusal) for refusal in self.refusals), self._pending
 
     def take_outcome(self, refusals: Sequence[Refusal], result: StepResult | None) -> None:
-        """Go on as the process did that has the replica."""
-        for left, refusal in zip(range(len(refusals) - 1, -1, -1), refusals, strict=True):
+        """Go on as the process did that has the replica: there each of these came of a launch, of
+        which the first was made here, too."""
+        for refusal in refusals:
+            self.launch()
             self._pending = None
             super()._refused(*refusal)
-            if left or result is not None:
-                self.launch()
         if result is not None:
+            self.launch()
             self._pending = result
 
     def _weights_are_finite(self) -> bool:

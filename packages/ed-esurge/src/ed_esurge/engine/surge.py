@@ -86,6 +86,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self.check_structured = self._intake.check_structured
         self._names = itertools.count(1)
         self._lock = threading.RLock()
+        self._driver: object | None = None
         # Where the outputs of requests go that a `generate` or a `stream` follows.
         self._boxes: dict[str, deque[RequestOutput]] = {}
         if config.compile_runner:
@@ -340,6 +341,21 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
 
     def _name(self) -> str:
         return f"eSurge-{next(self._names)}"
+
+    # ---- who steps
+
+    def claim(self, driver: object) -> bool:
+        """Say who calls `step` until `release`. False where somebody else does."""
+        with self._lock:
+            if self._driver is None:
+                self._driver = driver
+            return self._driver is driver
+
+    def release(self, driver: object) -> None:
+        """Let others drive the engine; only who has claimed the engine can."""
+        with self._lock:
+            if self._driver is driver:
+                self._driver = None
 
     # ---- the end
 
