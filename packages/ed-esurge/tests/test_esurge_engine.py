@@ -165,8 +165,9 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
             assert entry[token].logprob == pytest.approx(line[token], abs=1e-5)
     totals.clear()
     for pooling in ("mean", "last"):
-        mine, others = (e.embed(prompts[1], PoolingParams(pooling=pooling)) for e in (engine, surge))
-        np.testing.assert_allclose(mine[0].pooled, others[0].pooled, atol=1e-5)
+        params = PoolingParams(pooling=pooling)
+        mine, other = (one.embed(prompts[1], params)[0].pooled for one in (engine, surge))
+        np.testing.assert_allclose(mine, other, atol=1e-5)
     assert totals == [32, 8, 8]  # of the second, four pages are known
     assert scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
 

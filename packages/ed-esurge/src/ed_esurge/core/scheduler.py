@@ -186,7 +186,7 @@ class Scheduler:
         if self.proposer is not None and not self.waiting:
             total = self.limits.token_budget - budget
             if self.limits.shapes and total > len(rows):
-                budget = room(self.limits.shapes, total, len(rows))
+                budget = min(budget, room(self.limits.shapes, total, len(rows)))
             self._speculate(self.proposer, rows, budget)
         self._step += 1
         moves = self.pages.take_moves()
