@@ -352,7 +352,6 @@ class AsyncEngine:
                 self.engine.abort_request(name)
             self.engine.step()  # takes the last outputs, which nobody waits for
 
-
     def _refuse_inbox(self, error: BaseException) -> None:
         """Also called by whoever posts too late, at the same time: each takes what it gets."""
         while True:
