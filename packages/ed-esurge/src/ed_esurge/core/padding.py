@@ -7,29 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What a step costs beyond its padded tokens, in tokens: it reads all weights once. Measured with
-# float32 on CPUs.
+# A step reads all weights once: on a CPU, about the time of so many tokens beyond those that it is
+# padded to.
 STEP = 32
 
 
 def first_part(shapes: Sequence[tuple[int, int]], used: int, seqs: int, count: int) -> int:
-    """Tokens of a prompt that its step takes: all, or as many as fill a smaller shape, where that
-    step and those for the rest are padded to fewer tokens.
+    """Tokens of a prompt that a step takes: all, or as many as fill a smaller shape, if that step
+    and those for the rest cost less than one large step.
 
     Args:
+        shapes: see above; what a step costs is `STEP` and the tokens of its shape.
         used: tokens of the other sequences in the step.
         seqs: sequences of the step with the prompt's; the others have a token in each later step.
         count: tokens of the prompt, at least one.
+
+    Returns:
+        1 … `count`.
     """
     whole = STEP + padded(shapes, used + count, seqs)[0]
     spent, first, rest = 0, 0, count
     while spent < whole:
-        fits = [tokens for tokens, most in shapes if used < tokens < used + rest and seqs <= most]
-        if not fits:
+        smaller = [size for size, most in shapes if used < size < used + rest and seqs <= most]
+        if not smaller:
             break
-        part = max(fits) - used
+        part = smaller[-1] - used
         first = first or part
-        spent += STEP + max(fits)
+        spent += STEP + smaller[-1]
         rest, used = rest - part, seqs - 1
         if spent + STEP + padded(shapes, used + rest, seqs)[0] < whole:
             return first
