@@ -50,7 +50,7 @@ void stream_pairs(const Product& p, int64_t row, int64_t first, int64_t count, f
   auto* x = static_cast<const uint16_t*>(p.x) + row * p.inputs;
   auto some = [&](auto pairs, int64_t i, bool odd) __attribute__((always_inline)) {
     auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + first;
-    const int64_t next_block = 2 * decltype(pairs)::value * p.outputs;
+    const int64_t ahead = rows_ahead(2 * decltype(pairs)::value, 2 * count) * p.outputs;
     for (int64_t c = 0; c < count; c += 32) {
       __mmask32 mask = count - c >= 32 ? ~0u : (1u << (count - c)) - 1;
       __m512 acc[R][2];
@@ -63,7 +63,7 @@ void stream_pairs(const Product& p, int64_t row, int64_t first, int64_t count, f
         const uint16_t* from = w + 2 * j * p.outputs + c;
         __m512i even = _mm512_maskz_loadu_epi16(mask, from);
         __m512i next = _mm512_maskz_loadu_epi16(odd ? 0 : mask, from + (odd ? 0 : p.outputs));
-        prefetch(from + next_block), prefetch(from + next_block + p.outputs);
+        prefetch(from + ahead), prefetch(from + ahead + p.outputs);
         __m512bh left = (__m512bh)_mm512_permutex2var_epi16(even, low, next);
         __m512bh right = (__m512bh)_mm512_permutex2var_epi16(even, high, next);
         ED_UNROLL

@@ -26,6 +26,7 @@ void block_of_few(const Product& p, int64_t row, int64_t block, int64_t first, i
   }
   auto some = [&](auto many, int64_t n) __attribute__((always_inline)) {
     constexpr int N = decltype(many)::value;  // fours of inputs at once
+    const int64_t ahead = rows_ahead(4 * N, count) * p.outputs;
     int32_t numbers[2][R][N];                 // of x; of odd inputs, too, if a byte has two codes
     ED_UNROLL
     for (int r = 0; r < R; ++r)
@@ -42,7 +43,7 @@ void block_of_few(const Product& p, int64_t row, int64_t block, int64_t first, i
         const uint8_t* rows[4];
         for (int i = 0; i < 4; ++i) {
           rows[i] = w + (4 * (n + j) + i) * p.outputs + c;
-          prefetch(rows[i] + 4 * N * p.outputs);
+          prefetch(rows[i] + ahead);
         }
         interleave(rows, fours[j]);
       }
