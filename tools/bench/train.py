@@ -11,7 +11,8 @@ turns: a slow moment of the machine meets all. A step is forward, backward, clip
 and AdamW; of `dpo` also the forward pass of the reference, which is a model of its own on both
 sides. Ratios are of medians. Peaks are of resident memory above that of the same process after two
 steps of a tiny model: of the measured steps, and of the first, which compiles. "bf16" computes in
-bfloat16 over float32 parameters: `dtype` of the configuration, torch's autocast.
+bfloat16 over float32 parameters: `dtype` of the configuration, torch's autocast. "unrolled" is
+`scan_layers: false`: each layer is compiled by itself, and its parameters are arrays of their own.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 #: Method -> its contenders. `torch` is what ratios are of.
 CONTENDERS = {
-    "sft": ("ours", "ours rematerialised", "ours bf16", "torch", "torch bf16"),
+    "sft": ("ours", "ours rematerialised", "ours bf16", "ours bf16 unrolled", "torch", "torch bf16"),
     "dpo": ("ours", "ours rematerialised", "torch"),
 }
 _RATE = 1e-4
@@ -79,6 +80,7 @@ def jax_step(
     *,
     policy: str = "",
     dtype: str = "float32",
+    scan_layers: bool = True,
 ) -> Step:
     """A step of a method's trainer, which returns the loss; computed in `dtype`."""
     import jax
@@ -97,7 +99,8 @@ def jax_step(
         clip_grad=1.0,
     )
     dims = (1, 1, 1, 1, 1)
-    config = LlamaConfig(**fields, sharding_axis_dims=dims, gradient_checkpointing=policy)
+    settings = {"gradient_checkpointing": policy, "scan_layers": scan_layers}
+    config = LlamaConfig(**fields, sharding_axis_dims=dims, **settings)
     model = LlamaForCausalLM.create(
         config, seed=0, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype("float32")
     )
@@ -209,6 +212,7 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
         "ours": partial(jax_step, method),
         "ours rematerialised": partial(jax_step, method, policy="nothing_saveable"),
         "ours bf16": partial(jax_step, method, dtype="bfloat16"),
+        "ours bf16 unrolled": partial(jax_step, method, dtype="bfloat16", scan_layers=False),
         "torch": trl_step if method == "dpo" else partial(torch_step, autocast=False),
         "torch bf16": partial(torch_step, autocast=True),
     }
