@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from ed_esurge import SamplingParams, StructuredOutputs, eSurge
 from ed_esurge.core.ahead import plan_ahead
-from ed_esurge.core.plan import UNREAD
+from ed_esurge.core.plan import UNREAD, StepPlan
 from ed_esurge.core.request import Request
 from ed_esurge.core.scheduler import Limits, Scheduler
 
@@ -134,14 +134,21 @@ def scheduler_with(*requests: Request) -> Scheduler:
     return scheduler
 
 
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
 def request(number: int, length: int, params: SamplingParams = FREE, max_tokens: int = 9):
     return Request(str(number), [5] * length, params, max_tokens=max_tokens, arrival=number)
 
 
 def test_the_plan_ahead_is_one_more_token_for_each():
     scheduler = scheduler_with(request(0, 3), request(1, 11), request(2, 3, max_tokens=1))
-    plan = scheduler.schedule()
+    plan = planned(scheduler)
     ahead = plan_ahead(plan, scheduler)
+    assert ahead is not None
     rows = [(row.request_id, row.start, row.token_ids, row.samples) for row in ahead.rows]
     assert rows == [("0", 3, UNREAD, 1), ("1", 11, UNREAD, 1)]
     scheduler.advance(plan, {"0": [1], "1": [1], "2": [1]})
@@ -160,11 +167,11 @@ def test_the_plan_ahead_is_one_more_token_for_each():
 )
 def test_there_is_none_where_more_is_to_do(other):
     scheduler = scheduler_with(request(0, 3), other)
-    assert plan_ahead(scheduler.schedule(), scheduler) is None
+    assert plan_ahead(planned(scheduler), scheduler) is None
 
 
 def test_there_is_none_while_somebody_waits():
     scheduler = scheduler_with(request(0, 3))
-    plan = scheduler.schedule()
+    plan = planned(scheduler)
     scheduler.add(request(1, 3))
     assert plan_ahead(plan, scheduler) is None
