@@ -8,11 +8,11 @@ uv run python -m tools.bench.decode --llama-bin llama.cpp/build/bin --prompt 512
 
 All load the same checkpoint, and their logits are compared first: those of 16 bits and less differ.
 int8 and int4 round activations to 8 bits, too, as llama.cpp's q8_0 and q4_0 do; embedding and head
-are quantized. llama.cpp is left out where `--llama-bin` does not say where its programs are; it
-tells means of 8 steps. Steps take turns, and begin at `--context` tokens; a cell is the least time
-and, behind it, the median: other load only adds, and how much there was is printed. Where a step
-reads every weight, its floor is the time to read them once at the bandwidth that the same run
-measures.
+are quantized. llama.cpp is left out where `--llama-bin` does not say where its programs are.
+Contenders take turns of 8 steps, of which the mean counts, and begin at `--context` tokens; a cell
+is the least of them and, behind it, the median: other load only adds, and how much there was is
+printed. Where a step reads every weight, its floor is the time to read them once at the bandwidth
+that the same run measures.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tools.bench.llama_cpp import PROGRAM, LlamaCpp
-from tools.bench.measure import Run, all_turns, machine, read_bandwidth, table
+from tools.bench.llama_cpp import PROGRAM, STEPS, LlamaCpp
+from tools.bench.measure import Run, Told, all_turns, machine, read_bandwidth, table
 
 VOCAB = 49152
 SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -60,6 +62,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def mean(steps: Callable[[], None]) -> Told:
+    """Seconds of one of STEPS steps."""
+    began = time.perf_counter()
+    steps()
+    return Told((time.perf_counter() - began) / STEPS)
+
+
 class Torch:
     """`transformers` as it is used: a dynamic cache, no gradients."""
 
@@ -84,18 +93,19 @@ class Torch:
         return partial(self.prefill, tokens)
 
     def decoder(self, tokens: np.ndarray) -> Run:
-        """A function that decodes one more token each time it is called."""
+        """A run that decodes STEPS more tokens and tells the seconds of one."""
         torch = self.torch
         with torch.inference_mode():
             out = self.model(torch.tensor(tokens), use_cache=True, logits_to_keep=1)
         state = {"cache": out.past_key_values, "token": out.logits[:, -1].argmax(-1)[:, None]}
 
-        def step():
-            with torch.inference_mode():
-                out = self.model(state["token"], past_key_values=state["cache"], use_cache=True)
-                state["token"] = out.logits[:, -1].argmax(-1)[:, None]
+        def steps():
+            for _ in range(STEPS):
+                with torch.inference_mode():
+                    out = self.model(state["token"], past_key_values=state["cache"], use_cache=True)
+                    state["token"] = out.logits[:, -1].argmax(-1)[:, None]
 
-        return step
+        return partial(mean, steps)
 
 
 class Ours:
@@ -150,16 +160,18 @@ class Ours:
         return partial(self.prefill, tokens)
 
     def decoder(self, tokens: np.ndarray) -> Run:
-        """A function that decodes one more token each time it is called."""
+        """A run that decodes STEPS more tokens and tells the seconds of one."""
         cache = self.model.init_cache(len(tokens), self.capacity)
         _, token, cache = self.forward(self.leaves, cache, tokens)
         state = {"cache": cache, "token": token}
 
-        def step():
-            _, token, cache = self.forward(self.leaves, state["cache"], state["token"])
-            state.update(token=self.jax.block_until_ready(token), cache=cache)
+        def steps():
+            for _ in range(STEPS):
+                _, token, cache = self.forward(self.leaves, state["cache"], state["token"])
+                state.update(token=token, cache=cache)
+            self.jax.block_until_ready(state["token"])
 
-        return step
+        return partial(mean, steps)
 
 
 def save_random(directory: Path, family: str, layers: int | None) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from ed_esurge import SamplingParams, eSurge
+from ed_esurge import PoolingParams, SamplingParams, eSurge
+from ed_esurge.config import EngineConfig
+from ed_esurge.engine import setup
+from ed_esurge.engine.setup import Setup
 from ed_infra.errors import ConfigError, EasyDeLError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -127,6 +130,54 @@ def test_logprobs_are_those_of_the_plain_forward(surge, plain_logits, prompts):
                 assert entry.rank == 1 + (line > line[candidate]).sum()
         total = sum(next(iter(e.values())).logprob for e in done.logprobs)
         assert done.cumulative_logprob == pytest.approx(total, abs=1e-6)
+
+
+def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
+    engine = eSurge(
+        llama,
+        max_num_seqs=4,
+        page_size=8,
+        max_num_seq_buckets=(4,),
+        max_num_batched_tokens=128,
+        min_input_pad=8,
+        max_model_len=64,
+        compile_runner=False,
+        use_aot_forward=False,
+        silent_mode=True,
+    )
+    runner, totals = engine.loop.runner, []
+    run = runner.run
+    runner.run = lambda plan: (totals.append(plan.total), run(plan))[1]
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 250, size=count).tolist() for count in (33, 40, 35)]
+    params = GREEDY.replace(max_tokens=4, logprobs=0, prompt_logprobs=0)
+    outputs = [*engine.generate(prompts[0], params), *engine.generate(prompts[1:], params)]
+    # Of 32 tokens or 8; two prompts are more than a step of 32, and pay for one of 128.
+    assert totals == [32, 1, 1, 1, 1, 75, 2, 2, 2]
+    for output, prompt in zip(outputs, prompts, strict=True):
+        done = output.outputs[0]
+        whole = llama.generate(np.asarray([prompt]), max_new_tokens=4, eos_token_id=[])
+        assert [*prompt, *done.token_ids] == whole.sequences[0].tolist()
+        exact = log_softmax(plain_logits(whole.sequences[0].tolist()))
+        entries = [*output.prompt_logprobs[1:], *done.logprobs]
+        tokens = [*prompt[1:], *done.token_ids]
+        for line, token, entry in zip(exact, tokens, entries, strict=False):
+            assert entry[token].logprob == pytest.approx(line[token], abs=1e-5)
+    totals.clear()
+    for pooling in ("mean", "last"):
+        params = PoolingParams(pooling=pooling)
+        mine, other = (one.embed(prompts[1], params)[0].pooled for one in (engine, surge))
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    assert totals == [32, 8, 8]  # of the second, four pages are known
+    assert scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
+
+
+def test_padding_is_weighed_on_a_cpu_alone(llama, monkeypatch):
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, silent_mode=True)
+    assert Setup.resolve(llama, config).limits.shapes == ((16, 4), (64, 4))
+    assert not Setup.resolve(llama, config.replace(batch_invariant=True)).limits.shapes
+    monkeypatch.setattr(setup, "platform_of", lambda model: "tpu")
+    assert not Setup.resolve(llama, config).limits.shapes
 
 
 def test_prompt_logprobs_are_those_of_the_trainers_loss(surge, llama, prompts):

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.host_pages import HostPages
+from ed_esurge.core.padding import STEP, first_part, padded
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
 from ed_esurge.core.plan import UNREAD, NewSequence, StepPlan
 from ed_esurge.core.proposals import Proposer
@@ -20,6 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 EOS = 0
+SHAPES = ((16, 8), (64, 16), (256, 16), (512, 16))  # of an engine on a CPU
+
+
+def steep(budget: int) -> tuple[tuple[int, int], ...]:
+    """Shapes of which nobody would take the last."""
+    return (2 * budget // 3, 99), (9999, 99)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -131,6 +138,7 @@ class Traffic(RuleBasedStateMachine):
         guesses=st.integers(0, 3),
         host=st.integers(0, 12),
         ahead=st.booleans(),
+        pads=st.booleans(),
     )
     def start(
         self,
@@ -147,11 +155,13 @@ class Traffic(RuleBasedStateMachine):
         guesses,
         host,
         ahead,
+        pads,
     ):
         self.ahead = ahead and at_once == 1
         self.pending: tuple[StepPlan, dict[str, list[int]]] | None = None  # runs ahead
         self.longest = pages * size
-        limits = Limits(seqs, seqs + extra, self.longest, chunk, policy)
+        shapes = steep(seqs + extra) if pads else ()
+        limits = Limits(seqs, seqs + extra, self.longest, chunk, policy, shapes)
         least = pages_of_sequence(window, self.longest, min(chunk or 99, seqs + extra), size)
         groups = {"full": PageGroup(pages), "window": PageGroup(least + spare, window)}
         self.scheduler = Scheduler(
@@ -351,6 +361,98 @@ def test_second_request_reuses_full_pages_of_the_first():
     assert third.num_cached == 4
 
 
+@pytest.mark.parametrize(
+    ("length", "decoding", "shares"),
+    [
+        (64, 0, [64]),
+        (65, 0, [64, 1]),
+        (130, 0, [64, 64, 2]),
+        (150, 0, [150]),
+        (260, 0, [256, 4]),
+        (1100, 0, [512, 512, 64, 12]),
+        (63, 1, [63]),
+        (64, 7, [57, 7]),  # 64 tokens, and 14 of which seven are theirs
+        (64, 8, [56, 8]),
+        (121, 15, [121]),  # 49, 49 and 23 would take three steps of 64
+    ],
+)
+def test_the_last_prompt_of_a_step_is_cut_where_padding_costs_more(length, decoding, shares):
+    limits = Limits(16, 512, 2048, shapes=SHAPES)
+    scheduler = Scheduler(limits, num_pages=256, page_size=16, prefix_caching=False)
+    for number in range(decoding):
+        scheduler.add(make([1], number, max_tokens=50))
+    if decoding:
+        scheduler.advance(scheduler.schedule(), {str(n): [3] for n in range(decoding)})
+    scheduler.add(make([2] * length, 99))
+    taken = []
+    while len(scheduler.requests["99"].output) < 1:
+        plan = scheduler.schedule()
+        taken.append(plan.num_tokens["99"])
+        assert plan.total == taken[-1] + decoding
+        scheduler.advance(plan, {row.request_id: [3] for row in plan.rows if row.samples})
+    assert taken == shares
+
+
+def test_prompts_with_others_behind_them_fill_the_step():
+    limits = Limits(3, 512, 512, shapes=SHAPES)
+    scheduler = Scheduler(limits, num_pages=200, page_size=16, prefix_caching=False)
+    for number in range(4):
+        scheduler.add(make([number + 1] * 100, number))
+    shares = []
+    for _ in range(2):
+        plan = scheduler.schedule()
+        shares.append(plan.num_tokens)
+        scheduler.advance(plan, {row.request_id: [3] for row in plan.rows if row.samples})
+    # The third is the last: no slot is left for the fourth.
+    assert shares == [{"0": 100, "1": 100, "2": 56}, {"0": 1, "1": 1, "2": 44}]
+    scheduler = Scheduler(Limits(3, 512, 512), num_pages=200, page_size=16)
+    scheduler.add(make([2] * 65, 0))
+    assert scheduler.schedule().num_tokens == {"0": 65}
+
+
+def test_a_prompt_of_which_a_part_runs_is_cut_only_if_nobody_can_be_admitted():
+    limits = Limits(4, 512, 1024, shapes=SHAPES)
+    scheduler = Scheduler(limits, num_pages=200, page_size=16, prefix_caching=False)
+    scheduler.add(make([1] * 612, 0))
+    scheduler.advance(scheduler.schedule(), {})
+    scheduler.add(make([2] * 30, 1))
+    scheduler.add(make([3] * 130, 2))
+    plan = scheduler.schedule()
+    assert plan.num_tokens == {"0": 100, "1": 30, "2": 126}
+
+
+def test_proposals_take_padding_and_no_more():
+    limits = Limits(16, 512, 512, shapes=SHAPES)
+    proposer = Guesses(3)
+    scheduler = Scheduler(limits, num_pages=200, page_size=16, proposer=proposer)
+    scheduler.add(make([1], 0, max_tokens=40))
+    scheduler.advance(scheduler.schedule(), {"0": [3]})
+    totals = []
+    for number, length in enumerate((62, 66, 20), 1):
+        scheduler.add(make([number + 1] * length, number, max_tokens=1))
+        plan = scheduler.schedule()
+        totals.append(plan.num_tokens)
+        proposed = {row.request_id: row.token_ids[1:] for row in plan.rows if row.samples > 1}
+        sampled = {row.request_id: [*proposed.get(row.request_id, ()), 3] for row in plan.rows}
+        scheduler.advance(plan, sampled)
+    assert totals == [{"0": 2, "1": 62}, {"0": 1, "2": 63}, {"0": 4, "2": 3, "3": 20}]
+
+
+@pytest.mark.parametrize("others", [0, 7, 15])
+def test_no_other_parts_of_a_prompt_cost_less(others):
+    def cost(part: int) -> int:
+        return STEP + padded(SHAPES, others + part, others + 1)[0]
+
+    least = [0]
+    for count in range(1, 513 - others):
+        least.append(min(cost(part) + least[count - part] for part in range(1, count + 1)))
+        parts: list[int] = []
+        while (rest := count - sum(parts)) > 0:
+            parts.append(first_part(SHAPES, others, others + 1, rest))
+        assert sum(parts) == count
+        assert sum(cost(part) for part in parts) == least[count]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_pages_of_a_windowed_sequence_are_as_many_as_it_can_touch(size):
     for window in range(1, 9):
@@ -491,14 +593,16 @@ def test_errors_name_the_numbers():
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_thousand_requests(seed, record_property):
-    """A fourth of them for each seed, under other limits: every output is right, all pages return,
-    nobody waits for ever, and the budget is kept."""
+def test_a_hundred_thousand_requests(seed, pads, record_property):
+    """A fourth of them for each seed, under other limits, and as many where padding costs: every
+    output is right, all pages return, nobody waits for ever, and the budget is kept."""
     rng = random.Random(seed)
     pages, size, seqs, extra = 24 + 8 * seed, 2 + seed, 6 + seed, 8 * seed
     policy = "priority" if seed % 2 else "fcfs"
-    limits = Limits(seqs, seqs + extra, 40, 3 + seed, policy)
+    shapes = steep(seqs + extra) if pads else ()
+    limits = Limits(seqs, seqs + extra, 40, 3 + seed, policy, shapes)
     least = pages_of_sequence(5, 40, min(3 + seed, seqs + extra), size)
     groups = {"full": PageGroup(pages), "window": PageGroup(least + pages // 2, 5)}
     proposer = Guesses(seed) if seed else None
@@ -507,7 +611,7 @@ def test_a_hundred_thousand_requests(seed, record_property):
     )
     device = FakePages(groups, size, 1)
     begun: dict[str, Request] = {}
-    number = done = steps = 0
+    number = done = steps = filled = 0
     since: dict[str, int] = {}
     while number < 25_000 or begun:
         while number < 25_000 and len(begun) < 20 and rng.random() < 0.7:
@@ -539,6 +643,7 @@ def test_a_hundred_thousand_requests(seed, record_property):
         steps += 1
         assert plan.total <= limits.token_budget
         assert plan.lines <= limits.max_num_seqs
+        filled += pads and plan.total == shapes[0][0]
         scheduler.advance(plan, device.run(plan))
         for row in plan.rows:
             request = begun.get(row.request_id)
@@ -553,5 +658,6 @@ def test_a_hundred_thousand_requests(seed, record_property):
         assert pool.num_free == pool.num_pages
     prefixes = scheduler.pages.prefixes
     assert (prefixes.host_hits > 0) == (seed > 0)
+    assert (filled > 0) == pads
     text = f"seed {seed}: {done} done in {steps} steps, {scheduler.num_preemptions} preemptions"
     record_property("summary", f"{text}, {prefixes.host_hits} tokens from host memory")

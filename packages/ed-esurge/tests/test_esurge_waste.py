@@ -36,9 +36,17 @@ def simulate(limits, groups, size, requests, *, caching):
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("lengths", ["short", "long", "unknown", "growing"])
 @pytest.mark.parametrize(
-    ("budget", "chunk"), [(256, None), (256, 16), (32, None), (32, 16), (2048, None)]
+    ("budget", "chunk", "shapes"),
+    [
+        (256, None, ()),
+        (256, 16, ()),
+        (32, None, ()),
+        (32, 16, ()),
+        (2048, None, ()),
+        (2048, None, ((16, 8), (64, 32), (256, 32), (2048, 32))),
+    ],
 )
-def test_waste_is_bounded(budget, chunk, lengths, caching):
+def test_waste_is_bounded(budget, chunk, shapes, lengths, caching):
     rng = random.Random(0)
     size, context, seqs = 16, 512, 32
     requests = []
@@ -60,7 +68,7 @@ def test_waste_is_bounded(budget, chunk, lengths, caching):
                 seed=end,
             )
         )
-    limits = Limits(seqs, budget, context, chunk)
+    limits = Limits(seqs, budget, context, chunk, shapes=shapes)
     computed, useful, _ = simulate(
         limits, {"full": PageGroup(128)}, size, requests, caching=caching
     )

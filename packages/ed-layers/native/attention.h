@@ -51,12 +51,16 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
     k.read(p, p.keys, row, group, at, n);
     std::memset(scores.data, 0, rows * kKeys * sizeof(float));
     if (rows <= kFewQueries) {
-      for (int64_t j = 0; j < n; ++j)
+      for (int64_t j = n; j < (n + 7) / 8 * 8; ++j) k.rows[j] = k.rows[n - 1];  // of no account
+      for (int64_t j = 0; j < n; j += 8)
         for (int64_t r = 0; r < rows; ++r) {
-          Vec dot = {};
-          for (int64_t c = 0; c < width; c += kLanes)
-            dot += load(q.data + r * width + c) * load(k.rows[j] + c);
-          scores.data[r * kKeys + j] = total(dot);
+          Vec dots[8] = {};
+          for (int64_t c = 0; c < width; c += kLanes) {
+            Vec number = load(q.data + r * width + c);
+            ED_UNROLL
+            for (int i = 0; i < 8; ++i) dots[i] += number * load(k.rows[j + i] + c);
+          }
+          totals<8>(dots, scores.data + r * kKeys + j);
         }
     } else {
       turned.of(k, n);

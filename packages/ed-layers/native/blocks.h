@@ -186,18 +186,20 @@ struct Turned {
 struct Tokens {
   void read(const int32_t* segments, const int32_t* index, int64_t from, int64_t first, int64_t n) {
     count = n;
-    low = low_segment = INT32_MAX, high = high_segment = -1, padding = false;
-    for (int64_t i = 0; i < n; ++i) {
-      segment[i] = segments ? segments[from + i] : 1;
+    low = low_segment = INT32_MAX, high = high_segment = -1;
+    for (int64_t i = 0; i < n; ++i) segment[i] = segments ? segments[from + i] : 1;
+    for (int64_t i = 0; i < n; ++i)
       place[i] = index ? index[from + i] : static_cast<int32_t>(first + i);
-      if (segment[i] == 0) {
-        padding = true;
-        continue;
-      }
-      low = place[i] < low ? place[i] : low, high = place[i] > high ? place[i] : high;
-      low_segment = segment[i] < low_segment ? segment[i] : low_segment;
-      high_segment = segment[i] > high_segment ? segment[i] : high_segment;
+    int32_t none = 0;  // tokens that are padding; no branch, so that vectors can be used
+    for (int64_t i = 0; i < n; ++i) {
+      int32_t s = segment[i], at = place[i], least_s = s ? s : INT32_MAX, least_at = s ? at : INT32_MAX;
+      int32_t most_s = s ? s : -1, most_at = s ? at : -1;
+      none += s == 0;
+      low = least_at < low ? least_at : low, high = most_at > high ? most_at : high;
+      low_segment = least_s < low_segment ? least_s : low_segment;
+      high_segment = most_s > high_segment ? most_s : high_segment;
     }
+    padding = none > 0;
     for (int64_t i = n; i < kKeys; ++i) segment[i] = place[i] = 0;
   }
   int64_t count;

@@ -24,6 +24,12 @@ constexpr int kRows = 4;
 constexpr int kBlock = kVectors * kLanes;  // columns of a block; divides kTile
 constexpr int64_t kCodes = 64;             // inputs of a block of codes
 
+// How many rows ahead of a block of rows to fetch: what is read in the time that memory takes.
+inline int64_t rows_ahead(int64_t rows, int64_t bytes_of_row) {
+  constexpr int64_t kFetched = 8192;
+  return rows * most(1, kFetched / (rows * bytes_of_row));
+}
+
 // A block of columns of the matrix in one format.
 template <Format format, bool has_zero>
 struct Weights {

@@ -4,7 +4,7 @@
 #include "gate.h"
 #include "rows.h"
 #include "stream.h"
-#include "whole.h"
+#include "whole_rows.h"
 
 namespace ed {
 

@@ -200,32 +200,35 @@ constexpr int kBias = 128;
 constexpr int kBias = 0;
 #endif
 
-ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, int32_t x) {
+ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, Ints x) {
 #if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(__AVXVNNI__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 #elif defined(__ARM_FEATURE_DOTPROD)
-  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   // Bytes of even and of odd place as 16 bits; products of 16 bits are added in pairs.
-  __m256i all = _mm256_set1_epi32(x), v = (__m256i)w;
+  __m256i v = (__m256i)w, all = (__m256i)x;
   __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8),
                                    _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
   __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(v, 8), _mm256_srai_epi16(all, 8));
   return sum + (Ints)_mm256_add_epi32(even, odd);
 #elif defined(__AVX512BW__)
-  __m512i all = _mm512_set1_epi32(x), v = (__m512i)w;
+  __m512i v = (__m512i)w, all = (__m512i)x;
   __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8),
                                    _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
   __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(v, 8), _mm512_srai_epi16(all, 8));
   return sum + (Ints)_mm512_add_epi32(even, odd);
 #else
   for (int byte = 0; byte < 32; byte += 8)
-    sum += ((w << (24 - byte)) >> 24) * static_cast<int8_t>(x >> byte);
+    sum += ((w << (24 - byte)) >> 24) * ((x << (24 - byte)) >> 24);
   return sum;
 #endif
 }
+
+// The same x for all lanes.
+ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, int32_t x) { return dot_of_bytes(sum, w, x - Ints{}); }
 
 // Templates of the standard library would be shared between levels by the linker, and run on a
 // processor that lacks the instructions they were compiled with: so these are our own.

@@ -11,6 +11,7 @@ namespace ed {
 namespace {
 
 constexpr int64_t kStreamedRows = 2;
+constexpr int64_t kPairedRows = 16;  // where pairs are multiplied, beyond which a panel pays
 
 // sums [R, width] += x [R, inputs] * w, `count` columns from `first` on, which are whole vectors.
 template <int R, typename T>
@@ -34,21 +35,22 @@ void stream(const Product& p, const float* x, int64_t first, int64_t count, floa
     }
   };
   int64_t i = 0;
-  for (; i + 16 <= p.inputs; i += 16) some(Count<16>(), i);
+  constexpr int kInputs = R <= 2 ? 16 : 8;
+  for (; i + kInputs <= p.inputs; i += kInputs) some(Count<kInputs>(), i);
   for (; i < p.inputs; ++i) some(Count<1>(), i);
 }
 
 #if defined(__AVX512BF16__)
 // The same of bfloat16 numbers, any count: pairs of inputs are brought side by side.
 template <int R>
-void stream_pairs(const Product& p, int64_t first, int64_t count, float* sums, int64_t width) {
+void stream_pairs(const Product& p, int64_t row, int64_t first, int64_t count, float* sums, int64_t width) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  auto* x = static_cast<const uint16_t*>(p.x);
+  auto* x = static_cast<const uint16_t*>(p.x) + row * p.inputs;
   auto some = [&](auto pairs, int64_t i, bool odd) __attribute__((always_inline)) {
     auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + first;
-    const int64_t next_block = 2 * decltype(pairs)::value * p.outputs;
+    const int64_t ahead = rows_ahead(2 * decltype(pairs)::value, 2 * count) * p.outputs;
     for (int64_t c = 0; c < count; c += 32) {
       __mmask32 mask = count - c >= 32 ? ~0u : (1u << (count - c)) - 1;
       __m512 acc[R][2];
@@ -61,7 +63,7 @@ void stream_pairs(const Product& p, int64_t first, int64_t count, float* sums, i
         const uint16_t* from = w + 2 * j * p.outputs + c;
         __m512i even = _mm512_maskz_loadu_epi16(mask, from);
         __m512i next = _mm512_maskz_loadu_epi16(odd ? 0 : mask, from + (odd ? 0 : p.outputs));
-        prefetch(from + next_block), prefetch(from + next_block + p.outputs);
+        prefetch(from + ahead), prefetch(from + ahead + p.outputs);
         __m512bh left = (__m512bh)_mm512_permutex2var_epi16(even, low, next);
         __m512bh right = (__m512bh)_mm512_permutex2var_epi16(even, high, next);
         ED_UNROLL
@@ -80,7 +82,8 @@ void stream_pairs(const Product& p, int64_t first, int64_t count, float* sums, i
     }
   };
   int64_t i = 0;
-  for (; i + 8 * R <= p.inputs; i += 8 * R) some(Count<4 * R>(), i, false);
+  constexpr int kPairs = R == 1 ? 4 : 8;
+  for (; i + 2 * kPairs <= p.inputs; i += 2 * kPairs) some(Count<kPairs>(), i, false);
   for (; i + 2 <= p.inputs; i += 2) some(Count<1>(), i, false);
   if (i < p.inputs) some(Count<1>(), i, true);
 }
@@ -89,23 +92,26 @@ void stream_pairs(const Product& p, int64_t first, int64_t count, float* sums, i
 // Compute outputs from `first` on as far as they can be streamed, and return the next one.
 int64_t streamed(const Product& p, int64_t first, int64_t last) {
   bool wide = p.format == Format::kFloat32;
-  if (p.rows > kStreamedRows || !(wide || p.format == Format::kBfloat16)) return first;
-  int64_t width = (last - first + kTile - 1) / kTile * kTile;
-  Scratch sums(p.rows * width);
-  std::memset(sums.data, 0, p.rows * width * sizeof(float));
-  int64_t count = (last - first) / kLanes * kLanes;
 #if defined(__AVX512BF16__)
   bool pairs = !wide && p.x_is_bfloat16;
 #else
   bool pairs = false;
 #endif
-  if (pairs) count = last - first;
+  int64_t most = pairs ? kPairedRows : kStreamedRows;
+  if (p.rows > most || !(wide || p.format == Format::kBfloat16)) return first;
+  int64_t width = (last - first + kTile - 1) / kTile * kTile;
+  int64_t count = pairs ? last - first : (last - first) / kLanes * kLanes;
   if (count == 0) return first;
-  row_blocks<kStreamedRows>(p.rows, [&](auto r, int64_t) {
-    constexpr int R = decltype(r)::value;
+  Scratch sums(p.rows * width);
+  std::memset(sums.data, 0, p.rows * width * sizeof(float));
 #if defined(__AVX512BF16__)
-    if (pairs) return stream_pairs<R>(p, first, count, sums.data, width);
+  if (pairs)
+    row_blocks<8>(p.rows, [&](auto r, int64_t row) {
+      stream_pairs<decltype(r)::value>(p, row, first, count, sums.data + row * width, width);
+    });
 #endif
+  if (!pairs) row_blocks<kStreamedRows>(p.rows, [&](auto r, int64_t) {
+    constexpr int R = decltype(r)::value;
     WideRows rows(p);
     if (wide)
       stream<R, float>(p, rows.x, first, count, sums.data, width);

@@ -4,7 +4,8 @@
 // The rows are rounded once for all tasks (`round_row`): each group has a scale. Of codes of four
 // bits, which have an even and an odd input in a byte, even inputs come before odd ones. Four codes
 // that lie along the inputs are multiplied and added by one instruction, so a tile of the matrix is
-// made of such fours first.
+// made of such fours first. Few rows need none: whole_few.h,
+// and whole_rows.h where the matrix lies transposed.
 #pragma once
 
 #include "columns.h"
@@ -155,6 +156,14 @@ void fours(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count
   }
 }
 
+// to += (sum - zero * sum of the row) * scale * scale of the row, for the outputs of a vector.
+ED_INLINE void add_scaled(Ints whole_sum, float of_row, float of_zero, const float* scale,
+                          const float* zero, float* to) {
+  Vec sum = to_numbers(whole_sum);
+  if (zero != nullptr) sum -= load(zero) * broadcast(of_zero);
+  store(to, load(to) + sum * (broadcast(of_row) * load(scale)));
+}
+
 // sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row.
 template <int R>
 void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes, const uint8_t* w,
@@ -185,19 +194,17 @@ void multiply_whole(const Product& p, int64_t row, int64_t block, int64_t bytes,
   }
   ED_UNROLL
   for (int r = 0; r < R; ++r) {
-    Vec of_row = broadcast(p.row_scale[(row + r) * groups + block / blocks.count]);
-    Vec of_zero = broadcast(p.row_sums[(row + r) * all + block]);
+    float of_row = p.row_scale[(row + r) * groups + block / blocks.count];
+    float of_zero = p.row_sums[(row + r) * all + block];
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) {
-      Vec sum = to_numbers(acc[r][c]);
-      if (zero != nullptr) sum -= load(zero + c * kLanes) * of_zero;
-      float* to = sums + r * sums_stride + c * kLanes;
-      store(to, load(to) + sum * (of_row * load(scale + c * kLanes)));
-    }
+    for (int c = 0; c < kVectors; ++c)
+      add_scaled(acc[r][c], of_row, of_zero, scale + c * kLanes, zero ? zero + c * kLanes : zero,
+                 sums + r * sums_stride + c * kLanes);
   }
 }
 
-void whole(const Product& p, int64_t first, int64_t last) {
+// The outputs [first, last), for any number of rows: tiles of the matrix as fours.
+void whole_in_tiles(const Product& p, int64_t first, int64_t last) {
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
   Scratch sums(p.rows * width), panel(kWhole * kTile / 4);
   std::memset(sums.data, 0, p.rows * width * sizeof(float));

@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -90,6 +91,23 @@ def test_a_row_does_not_depend_on_its_company(transposed, dtype) -> None:
     for first, last in ((0, 1), (3, 5), (7, 16), (100, 170)):
         part = products.product(x[first:last], w, transposed=transposed)
         np.testing.assert_array_equal(np.asarray(part), whole[first:last])
+
+
+@built
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("form", "group"), [("int8", 600), ("int8", 30), ("int4", 200)])
+def test_a_row_of_codes_does_not_depend_on_its_company(form, group, whole) -> None:
+    x, w = drawn(0, 40, 600), encode(drawn(1, 600, 145), form, group, activations=whole)
+    assert isinstance(w.scale, jax.Array)
+    table = jnp.arange(16.0) if form == "int4" else None
+    for tied in (False, True):
+        small = [a if a is None or not tied else jnp.array(a.T) for a in (w.scale, w.zero)]
+        codes = jnp.array(w.codes.T) if tied else w.codes
+        settings = {"transposed": tied, "whole": whole}
+        all_rows = np.asarray(products.product_of_codes(x, codes, *small, table, **settings))
+        for first, last in ((0, 1), (3, 5), (7, 15), (20, 36)):
+            part = products.product_of_codes(x[first:last], codes, *small, table, **settings)
+            np.testing.assert_array_equal(np.asarray(part), all_rows[first:last])
 
 
 @built
@@ -197,6 +215,20 @@ def test_caches_of_small_floats_are_written_in_place(layered) -> None:
 def test_many_matrices_at_once() -> None:
     x, w = drawn(0, 3, 2, 128), drawn(1, 3, 128, 128)
     np.testing.assert_allclose(jax.vmap(dot)(x, w), x @ w, atol=1e-4)
+
+
+@built
+def test_calls_of_several_threads_at_once() -> None:
+    """Each has its own loop, whichever of XLA's threads help."""
+    x, matrices = drawn(0, 3, 300), [drawn(1 + i, 300, 500) for i in range(4)]
+    step = jax.jit(lambda w: products.products(x, (w, w), act="silu")[0])
+    expected = [np.asarray(step(w)) for w in matrices]
+
+    def often(i: int) -> bool:
+        return all(np.array_equal(step(matrices[i]), expected[i]) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(often, range(4)))
 
 
 @built

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ed_esurge.core.padding import first_part, room
 from ed_esurge.core.pages import PageGroup, PageTables, pages_of_sequence
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.proposals import Proposer
@@ -27,6 +28,8 @@ class Limits:
         max_model_len: longest sequence.
         chunk: most prompt tokens of one sequence in one step (None: the budget).
         policy: order of the queue.
+        shapes: (tokens, sequences) that steps with a prompt are padded to, cheapest first, where
+            padding costs as much as tokens do; () = nowhere.
     """
 
     max_num_seqs: int
@@ -34,6 +37,7 @@ class Limits:
     max_model_len: int
     chunk: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
+    shapes: tuple[tuple[int, int], ...] = ()
 
 
 class Scheduler:
@@ -41,9 +45,10 @@ class Scheduler:
 
     There is no prefill phase: each running sequence has tokens that are not computed yet (one when
     it decodes, more before) and gets some of them. Sequences that decode go first, then prompts in
-    order, in chunks; then the queue, strictly from its head. If a pool runs dry, the last
-    sequence in order gives its pages back and is computed anew later ("preempted"); its tokens
-    stay, so it goes on where it was.
+    order, in chunks; then the queue, strictly from its head. The last prompt of a step is cut
+    where more steps are padded less (`Limits.shapes`). If a pool runs dry, the last sequence in
+    order gives its pages back and is computed anew later ("preempted"); its tokens stay, so it
+    goes on where it was.
 
     Args:
         limits: see `Limits`.
@@ -137,6 +142,7 @@ class Scheduler:
             # As `num_tokens` says; every decode of every step comes by here.
             missing = len(request.prompt) + len(request.output) - request.num_computed
             (decoding if missing == 1 else prefilling).append((request, missing))
+        last = prefilling[-1][0] if prefilling else None
         for request, missing in decoding + prefilling:
             if request.status is not Status.RUNNING:
                 continue  # preempted for one before it
@@ -145,6 +151,8 @@ class Scheduler:
                 count = budget
             if count <= 0:
                 continue
+            if request is last:
+                count = self._part(request, count, budget, len(rows))
             while (pages := self.pages.reserve(request, count)) is None:
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -166,7 +174,7 @@ class Scheduler:
             if len(self.running) >= self.limits.max_num_seqs:
                 break
             request = self.waiting[0]
-            row = self._admit(request, budget)
+            row = self._admit(request, budget, len(rows))
             if row is None:
                 break
             rows[request.request_id] = row
@@ -176,6 +184,9 @@ class Scheduler:
         if not rows:
             return None
         if self.proposer is not None and not self.waiting:
+            total = self.limits.token_budget - budget
+            if self.limits.shapes and total > len(rows):
+                budget = min(budget, room(self.limits.shapes, total, len(rows)))
             self._speculate(self.proposer, rows, budget)
         self._step += 1
         moves = self.pages.take_moves()
@@ -251,11 +262,22 @@ class Scheduler:
         first = request.priority if self.limits.policy == "priority" else 0
         return first, request.arrival
 
-    def _admit(self, request: Request, budget: int) -> PlanRow | None:
+    def _part(self, request: Request, count: int, budget: int, others: int) -> int:
+        """Of `count` tokens of a prompt, those that a step with `others` takes: all, unless nobody
+        can be admitted behind it, and more steps are padded less."""
+        limits = self.limits
+        new = request.status is Status.WAITING
+        follows = len(self.waiting) > new and len(self.running) + new < limits.max_num_seqs
+        if follows or not limits.shapes:
+            return count
+        return first_part(limits.shapes, limits.token_budget - budget, others + 1, count)
+
+    def _admit(self, request: Request, budget: int, others: int) -> PlanRow | None:
         """Start the head of the queue; None, and no change, if its pages are not there."""
         brought = self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
+        count = self._part(request, count, budget, others)
         if (
             brought is None
             or not self._worthwhile(request)

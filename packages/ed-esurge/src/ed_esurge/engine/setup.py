@@ -92,13 +92,6 @@ class Setup:
         seqs = min(seqs, budget)
         # More tokens than all sequences together can have are never in one step.
         budget = max(seqs, min(budget, seqs * longest))
-        limits = Limits(
-            max_num_seqs=seqs,
-            token_budget=budget,
-            max_model_len=longest,
-            chunk=config.long_prefill_token_threshold,
-            policy=config.scheduling_policy,
-        )
         buckets = Buckets(
             max_num_seqs=seqs,
             max_num_tokens=budget,
@@ -106,6 +99,17 @@ class Setup:
             min_tokens=config.min_input_pad,
             seq_buckets=config.max_num_seq_buckets,
             invariant=config.batch_invariant,
+        )
+        # An accelerator takes as long for a step of few tokens as for one of hundreds.
+        follows = platform == "cpu" and not config.batch_invariant
+        shapes = tuple((one.tokens, one.seqs) for one in buckets.prefill) if follows else ()
+        limits = Limits(
+            max_num_seqs=seqs,
+            token_budget=budget,
+            max_model_len=longest,
+            chunk=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            shapes=shapes,
         )
         if draft is not None:
             _check_draft(model, draft, longest)

@@ -1,0 +1,131 @@
+// The product in whole numbers with a matrix that lies transposed, [outputs, inputs], for one level
+// of instructions: an output is a product of two runs of memory, and no codes have to change places.
+#pragma once
+
+#include "whole_few.h"
+
+namespace ed {
+namespace {
+
+constexpr int kOutputsAtOnce = 4;
+// acc [R, Q] += the products of R rows of x with Q rows of codes, over one block of inputs.
+template <int R, int Q, bool half>
+ED_INLINE void dots_of_bytes(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t w_stride,
+                             int64_t bytes, Ints (*acc)[Q]) {
+  constexpr int64_t kBytes = kLanes * 4;
+  auto add = [&](int64_t i, const uint8_t* from, int64_t stride) __attribute__((always_inline)) {
+    ED_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      Ints codes = load_ints(from + q * stride);
+      Ints odd = (codes >> 4) & 0x0f0f0f0f;
+      if (half) codes &= 0x0f0f0f0f;
+      if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
+      ED_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const int8_t* numbers = x + r * x_stride + i;
+        acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(numbers));
+        if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(numbers + kWhole / 2));
+      }
+    }
+  };
+  int64_t i = 0;
+  for (; i + kBytes <= bytes; i += kBytes) add(i, w + i, w_stride);
+  if (i == bytes) return;
+  alignas(64) uint8_t rest[Q][kBytes] = {};  // x is zero there
+  for (int q = 0; q < Q; ++q) std::memcpy(rest[q], w + q * w_stride + i, bytes - i);
+  add(i, rest[0], kBytes);
+}
+
+// The sums of the lanes of each of Q vectors.
+template <int Q>
+ED_INLINE void whole_totals(const Ints* v, int32_t* to) {
+#if defined(__AVX512F__)
+  if constexpr (Q == 4) {
+    auto a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_add_epi32(_mm256_castsi256_si128(half),
+                                                   _mm256_extracti128_si256(half, 1)));
+    return;
+  }
+#endif
+  for (int q = 0; q < Q; ++q) {
+    to[q] = 0;
+    for (int l = 0; l < kLanes; ++l) to[q] += v[q][l];
+  }
+}
+
+// A block of inputs by Q outputs, for R rows.
+template <int R, int Q, bool half>
+void sums_of_block(const Product& p, int64_t row, int64_t block, int64_t output, int32_t* to) {
+  Blocks blocks(p);
+  int64_t all = p.inputs / p.group * blocks.count, stride = p.inputs / blocks.halves;
+  int64_t in_group = block % blocks.count * kWhole;
+  int64_t first = block / blocks.count * p.group + in_group;
+  int64_t bytes = (least(kWhole, p.group - in_group) + blocks.halves - 1) / blocks.halves;
+  auto* w = static_cast<const uint8_t*>(p.w) + output * stride + first / blocks.halves;
+  Ints acc[R][Q] = {};
+  dots_of_bytes<R, Q, half>(p.numbers + (row * all + block) * kWhole, all * kWhole, w, stride,
+                            bytes, acc);
+  ED_UNROLL
+  for (int r = 0; r < R; ++r) whole_totals<Q>(acc[r], to + r * kTile);
+}
+
+// Few rows of x, and groups of at least a vector of codes.
+void whole_rows(const Product& p, int64_t first, int64_t last) {
+  Blocks blocks(p);
+  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+  bool half = blocks.halves == 2;
+  TileNumbers of_scale, of_zero;
+  alignas(64) int32_t whole_sums[kFewRows * kTile] = {};
+  alignas(64) float sums[kFewRows * kTile];
+  for (int64_t column = first; column < last; column += kTile) {
+    int64_t count = least(kTile, last - column);
+    std::memset(sums, 0, sizeof sums);
+    for (int64_t block = 0; block < all; ++block) {
+      int64_t group = block / blocks.count;
+      row_blocks<4>(p.rows, [&](auto r, int64_t row) {
+        constexpr int R = decltype(r)::value;
+        auto by = [&](auto q, int64_t c) {
+          constexpr int Q = decltype(q)::value;
+          int32_t* to = whole_sums + row * kTile + c;
+          if (half)
+            sums_of_block<R, Q, true>(p, row, block, column + c, to);
+          else
+            sums_of_block<R, Q, false>(p, row, block, column + c, to);
+        };
+        int64_t c = 0;
+        for (; c + kOutputsAtOnce <= count; c += kOutputsAtOnce) by(Count<kOutputsAtOnce>(), c);
+        for (; c < count; ++c) by(Count<1>(), c);
+      });
+      const float* scale = of_scale.get(p, p.scale, group, column, count);
+      const float* zero = of_zero.get(p, p.zero, group, column, count);
+      for (int64_t row = 0; row < p.rows; ++row) {
+        float of_row = p.row_scale[row * groups + group];
+        int32_t of_sum = p.row_sums[row * all + block];
+        Ints bias = Ints{} + (half ? 0 : kBias) * of_sum;
+        for (int64_t v = 0; v < kTile; v += kLanes) {
+          int64_t at = row * kTile + v;
+          add_scaled(load_ints(whole_sums + at) - bias, of_row, of_sum, scale + v,
+                     zero ? zero + v : zero, sums + at);
+        }
+      }
+    }
+    for (int64_t row = 0; row < p.rows; ++row) write(p, row, column, sums + row * kTile, count);
+  }
+}
+
+// The product in whole numbers, whose sums are exact within a block of inputs: so the forms, which
+// scale each block in the same order, give the same numbers.
+void whole(const Product& p, int64_t first, int64_t last) {
+  if (p.transposed && p.rows <= kFewRows && p.group / Blocks(p).halves >= kLanes * 4)
+    return whole_rows(p, first, last);
+  int64_t count = !p.transposed && whole_of_few(p) ? (last - first) / kTile * kTile : 0;
+  if (count > 0) whole_in_runs(p, first, count);
+  if (first + count < last) whole_in_tiles(p, first + count, last);
+}
+
+}  // namespace
+}  // namespace ed
