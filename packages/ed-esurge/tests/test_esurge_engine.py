@@ -169,7 +169,7 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
         mine, other = (one.embed(prompts[1], params)[0].pooled for one in (engine, surge))
         np.testing.assert_allclose(mine, other, atol=1e-5)
     assert totals == [32, 8, 8]  # of the second, four pages are known
-    assert scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
+    assert engine.loop.scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
 
 
 def test_padding_is_weighed_on_a_cpu_alone(llama, monkeypatch):
