@@ -9,7 +9,7 @@ generate    decoded tokens a second, over those of the model's own `generate`
 prefixes    prompts of 448 tokens that share all but 16, alone and after one another
 speculation proposals from the text itself, on greedy output that repeats itself
 invariant   `batch_invariant`, against the same requests without
-overlap     `overlap_execution`, against the same requests without
+overlap     `async_scheduling` and `overlap_execution`, against the same requests without both
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADERS = {
     "prefixes": ["prompts", "cold, ms", "warm, ms", "speed-up"],
     "speculation": ["sequences", "without, tokens/s", "with, tokens/s", "speed-up", "accepted"],
     "invariant": ["sequences", "without, tokens/s", "with, tokens/s", "cost"],
-    "overlap": ["model", "sequences", "with, tokens/s", "without, tokens/s", "ratio"],
+    "overlap": ["model", "sequences", "options", "tokens/s", "over those of neither"],
 }
 
 
@@ -218,18 +218,28 @@ def invariant(options: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "neither": {"async_scheduling": False},
+    "`overlap_execution`": {"async_scheduling": False, "overlap_execution": True},
+    "`async_scheduling`": {"async_scheduling": True},
+    "both": {"async_scheduling": True, "overlap_execution": True},
+}
+
+
 def overlap(options: argparse.Namespace) -> list[list[str]]:
-    """With the next step started before the text of this one is made, and after."""
+    """With the next step started before this one is read, before its text is made, and after."""
     rows = []
     for name in STREAMED:
         model, pieces = build(name, options.layers if name == "135M" else None)
         for seqs in options.sequences:
-            eager = engine(model, pieces, seqs, overlap_execution=True)
-            usual = engine(model, pieces, seqs, overlap_execution=False)
+            engines = {each: engine(model, pieces, seqs, **o) for each, o in OVERLAPS.items()}
             asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
-            runs = {"with": answer(eager, asked, params), "without": answer(usual, asked, params)}
-            rows.append([name, str(seqs), *_rates(runs, seqs, options)])
-            for made in (eager, usual):
+            runs = {each: answer(made, asked, params) for each, made in engines.items()}
+            seconds = take_turns(runs, rounds=options.rounds)
+            for each, value in seconds.items():
+                rate, ratio = seqs * options.tokens / value, seconds["neither"] / value
+                rows.append([name, str(seqs), each, f"{rate:.1f}", f"{ratio:.2f}"])
+            for made in engines.values():
                 made.terminate()
     return rows
 

@@ -161,6 +161,7 @@ esurge:
   scheduling_policy: priority
   compile_runner: false
   use_aot_forward: false
+  async_scheduling: false
   overlap_execution: true
   min_input_pad: 8
   max_num_seq_buckets: [2, 4]
@@ -368,7 +369,8 @@ VALID: dict[str, str] = {
         "mixture.tokenization.output_field trainer.save_directory"
     ),
     "true": (
-        "base_config.values.scan_layers esurge.compile_runner esurge.destroy_pages_on_pause "
+        "base_config.values.scan_layers esurge.async_scheduling "
+        "esurge.compile_runner esurge.destroy_pages_on_pause "
         "esurge.enable_prefix_caching esurge.prefer_preserve_prompt esurge.use_aot_forward "
         "eval.apply_chat_template eval.predict_only eval.print_results eval.use_tqdm "
         "mixture.cache_remote_files mixture.tokenization.add_special_tokens "
@@ -386,7 +388,8 @@ VALID: dict[str, str] = {
         "actions.serve.oai_like_processor actions.serve.enable_sleep_mode "
         "actions.generate.seed actions.generate.temperature actions.generate.top_k "
         "actions.serve.port actions.serve.require_api_key base_config.values.fcm_max_ratio "
-        "base_config.values.scan_layers esurge.auto_cap_new_tokens esurge.auto_truncate_prompt "
+        "base_config.values.scan_layers esurge.async_scheduling "
+        "esurge.auto_cap_new_tokens esurge.auto_truncate_prompt "
         "esurge.compile_runner esurge.destroy_pages_on_pause esurge.enable_prefix_caching "
         "esurge.extra_eos_token_ids esurge.max_logprobs esurge.overlap_execution "
         "esurge.prefer_preserve_prompt esurge.reserve_tokens esurge.seed esurge.silent_mode "

@@ -145,9 +145,9 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
         use_aot_forward=False,
         silent_mode=True,
     )
-    scheduler, totals = engine.loop.scheduler, []
-    schedule = scheduler.schedule
-    scheduler.schedule = lambda: (plan := schedule()) and (totals.append(plan.total), plan)[1]
+    runner, totals = engine.loop.runner, []
+    run = runner.run
+    runner.run = lambda plan: (totals.append(plan.total), run(plan))[1]
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 250, size=count).tolist() for count in (33, 40, 35)]
     params = GREEDY.replace(max_tokens=4, logprobs=0, prompt_logprobs=0)
@@ -169,7 +169,7 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
         mine, other = (one.embed(prompts[1], params)[0].pooled for one in (engine, surge))
         np.testing.assert_allclose(mine, other, atol=1e-5)
     assert totals == [32, 8, 8]  # of the second, four pages are known
-    assert scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
+    assert engine.loop.scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
 
 
 def test_padding_is_weighed_on_a_cpu_alone(llama, monkeypatch):

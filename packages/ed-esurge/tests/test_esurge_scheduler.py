@@ -7,10 +7,11 @@ import random
 from collections import Counter
 
 import pytest
+from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.host_pages import HostPages
 from ed_esurge.core.padding import STEP, first_part, padded
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
-from ed_esurge.core.plan import NewSequence
+from ed_esurge.core.plan import UNREAD, NewSequence, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.core.scheduler import Limits, Scheduler
@@ -53,6 +54,7 @@ class FakePages:
         self.cells: dict[tuple[str, int, int], int] = {}
         self.slots: dict[int, tuple[NewSequence, dict[str, list[int]]]] = {}
         self.host: dict[tuple[str, int], list[int]] = {}
+        self.last: dict[int, int] = {}  # what a slot sampled last
 
     def move(self, plan) -> None:
         for group, (saves, _) in plan.moves.items():
@@ -72,7 +74,8 @@ class FakePages:
             _, tables = self.slots[row.slot]
             for group, pages in row.pages.items():
                 tables[group] += pages
-            for position, token in enumerate(row.token_ids, row.start):
+            token_ids = [self.last[row.slot]] if row.token_ids == UNREAD else row.token_ids
+            for position, token in enumerate(token_ids, row.start):
                 for group, pages in tables.items():
                     page, place = pages[position // self.size], position % self.size
                     assert page >= 0, "written behind the window"
@@ -93,6 +96,7 @@ class FakePages:
                 while len(following) < self.at_once:
                     following.append(next_token(context + following))
                 sampled[row.request_id] = following
+                self.last[row.slot] = following[-1]
         return sampled
 
     def read(self, group, tables, start, stop) -> list[int]:
@@ -122,7 +126,7 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         pages=st.integers(6, 14),
-        size=st.sampled_from([1, 2, 3]),
+        size=st.sampled_from([1, 2, 3, 5]),
         seqs=st.integers(1, 5),
         extra=st.integers(0, 6),
         chunk=st.sampled_from([None, 1, 3]),
@@ -133,6 +137,7 @@ class Traffic(RuleBasedStateMachine):
         at_once=st.integers(1, 3),
         guesses=st.integers(0, 3),
         host=st.integers(0, 12),
+        ahead=st.booleans(),
         pads=st.booleans(),
     )
     def start(
@@ -149,8 +154,11 @@ class Traffic(RuleBasedStateMachine):
         at_once,
         guesses,
         host,
+        ahead,
         pads,
     ):
+        self.ahead = ahead and at_once == 1
+        self.pending: tuple[StepPlan, dict[str, list[int]]] | None = None  # runs ahead
         self.longest = pages * size
         shapes = steep(seqs + extra) if pads else ()
         limits = Limits(seqs, seqs + extra, self.longest, chunk, policy, shapes)
@@ -195,6 +203,11 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def step(self):
         scheduler = self.scheduler
+        if self.pending is not None:
+            plan, sampled = self.pending
+            self.go_ahead(plan)
+            scheduler.advance(plan, sampled)
+            return
         before = {r.request_id for r in scheduler.waiting}
         head = [r.request_id for r in scheduler.waiting]
         plan = scheduler.schedule()
@@ -208,6 +221,7 @@ class Traffic(RuleBasedStateMachine):
         assert admitted == head[: len(admitted)]  # strictly from the head of the queue
         sampled = self.device.run(plan)
         assert set(sampled) == {row.request_id for row in plan.rows if row.samples}
+        self.go_ahead(plan)
         before = {r.request_id: len(r.output) for r in self.all}
         taken = scheduler.advance(plan, sampled)
         grown = {r.request_id: len(r.output) - before[r.request_id] for r in self.all}
@@ -215,9 +229,18 @@ class Traffic(RuleBasedStateMachine):
         most = {row.request_id: max(row.samples, self.device.at_once) for row in plan.rows}
         assert all(1 <= taken[name] <= most[name] for name in sampled)
 
+    def go_ahead(self, plan):
+        """Run a step before the scheduler hears of the one under way."""
+        following = plan_ahead(plan, self.scheduler) if self.ahead else None
+        self.pending = None
+        if following is not None:
+            assert {row.request_id for row in following.rows} <= set(plan.num_tokens)
+            self.pending = following, self.device.run(following)
+
     @rule()
     @precondition(lambda self: self.all)
     def other_weights(self):
+        self.pending = None
         self.scheduler.preempt_all()
         self.scheduler.pages.forget_prefixes()
         for pool in self.scheduler.pages.pools.values():

@@ -122,6 +122,10 @@ class EngineConfig(Options):
     use_aot_forward: bool = True
     """Call executables that were compiled ahead of time. False: call through `jax.jit`, which
     traces an unexpected shape instead of failing."""
+    async_scheduling: bool = True
+    """Start a step that decodes on before the tokens of the last one are read, so that the device
+    does not wait for the host. The tokens are the same; a request that ends with a token or string
+    of its own costs one more token, which is thrown away."""
     overlap_execution: bool = False
     """Detokenize and deliver the results of a step while the device runs the next one. The tokens
     are the same; a stop string costs one more token, which is thrown away."""

@@ -16,6 +16,9 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 #: Group -> `(saves, loads)`: place in host memory -> page of the device, and page -> place.
 Moves = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]
 
+#: Tokens of a row that decodes what the last step has sampled for its slot, which nobody has read.
+UNREAD = (-1,)
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -53,7 +56,8 @@ class PlanRow(NamedTuple):
         slot: the slot of the sequence.
         start: position of the first token computed; equals the number of cached tokens.
         token_ids: tokens computed: one for a decode, more for (a chunk of) a prompt. The last
-            `samples - 1` of them are proposals, which the sampled tokens confirm or not.
+            `samples - 1` of them are proposals, which the sampled tokens confirm or not. `UNREAD`:
+            see there.
         pages: group -> page numbers that continue the sequence's page table; only groups that
             have new ones.
         samples: tokens to sample, after the last one that is known and after each proposal; 0
@@ -101,11 +105,12 @@ class StepPlan:
     """The rows of one step, and who lost its pages to make them possible.
 
     Attributes:
-        step: running number.
+        step: running number; a plan that is made ahead has that of the step before.
         rows: at most `max_num_seqs`; their tokens are at most the token budget.
         started: sequences that have a row for the first time since they took their slot.
         preempted: requests that went back to the queue while this step was planned.
         moves: what is copied between the device and host memory before; all saves come first.
+        ahead: the rows are `UNREAD`; see `ed_esurge.core.ahead`.
     """
 
     step: int
@@ -113,6 +118,7 @@ class StepPlan:
     started: tuple[NewSequence, ...] = ()
     preempted: tuple[str, ...] = ()
     moves: Moves = field(default_factory=dict)
+    ahead: bool = False
 
     @property
     def num_tokens(self) -> dict[str, int]:

@@ -82,6 +82,8 @@ class Request:
     """Log-probabilities of the prompt are wanted."""
     pooled: bool = field(init=False)
     """A vector is wanted, and no token."""
+    tracked: bool = field(init=False)
+    """The host must know each token before the next is sampled, to say what may come next."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -89,6 +91,9 @@ class Request:
         self.pooled = isinstance(self.params, PoolingParams)
         self.scored = (
             isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
+        )
+        self.tracked = self.adjusted or (
+            isinstance(self.params, SamplingParams) and self.params.structured_outputs is not None
         )
         if self.pooled:
             self.max_tokens = 0

@@ -56,6 +56,7 @@ def loop_over(
             max_loras=config.max_loras,
             seed=config.seed,
             overlap=config.overlap_execution,
+            ahead=config.async_scheduling,
         )
 
     shared = over_processes(model)

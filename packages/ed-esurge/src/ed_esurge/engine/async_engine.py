@@ -311,6 +311,7 @@ class AsyncEngine:
         except BaseException as error:
             logger.exception("the engine failed")
             self._failure = error
+            self.engine.release(self)  # before anybody hears that another may drive
             self._end(EasyDeLError(f"the engine failed: {error}"))
         finally:
             self.engine.release(self)

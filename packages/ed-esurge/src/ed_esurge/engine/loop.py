@@ -9,6 +9,7 @@ from ed_infra.logging import get_logger
 from tqdm import tqdm
 
 from ed_esurge.core.adapters import AdapterTable
+from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.commands import (
     Abort,
     Add,
@@ -22,7 +23,7 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
-from ed_esurge.core.plan import PlanRow
+from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.intake import seed_of, seeds_of
@@ -49,6 +50,7 @@ class EngineLoop:
         max_loras: LoRA adapters that can be loaded.
         seed: of requests that bring none.
         overlap: start the next step before the text of this one is made.
+        ahead: start it before the tokens of this one are read, where it can do without.
     """
 
     def __init__(
@@ -60,13 +62,15 @@ class EngineLoop:
         max_loras: int,
         seed: int,
         overlap: bool,
+        ahead: bool,
     ) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.adapters = AdapterTable(max_loras)
         self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` gives."""
-        self._tokenizer, self._seed, self._overlap = tokenizer, seed, overlap
+        self._tokenizer, self._seed = tokenizer, seed
+        self._overlap, self._ahead = overlap, ahead
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
         self._pending: StepResult | None = None
@@ -193,8 +197,9 @@ class EngineLoop:
         with numbers that are not finite are made anew."""
         if self._pending is not None:
             result, self._pending = self._pending, None
-            taken = self.scheduler.advance(result.plan, self._finite(result))
-            self.backlog += self._deliver(result, taken)
+            tokens = self._finite(result)
+            if not result.plan.ahead:  # else it is as if the step had not begun
+                self.backlog += self._deliver(result, self.scheduler.advance(result.plan, tokens))
         self._begin_anew()
         if self.spoilt:
             self.spoilt = False
@@ -211,7 +216,7 @@ class EngineLoop:
     def launch(self) -> None:
         """Start the next step, if none runs; the device works on while the caller goes on."""
         if self._pending is None and not self.paused:
-            self._pending = self._start()
+            self._pending = self._start(self.scheduler.schedule())
 
     @property
     def in_flight(self) -> bool:
@@ -232,21 +237,22 @@ class EngineLoop:
             EasyDeLError: the weights are gone, or are not finite numbers.
         """
         if not self.paused:
-            result = self._pending or self._start()
+            result = self._pending or self._start(self.scheduler.schedule())
             self._pending = None
             if result is not None:
+                if self._ahead:  # the device goes on at once
+                    self._pending = self._start(plan_ahead(result.plan, self.scheduler))
                 taken = self.scheduler.advance(result.plan, self._finite(result))
-                if self._overlap and not self.spoilt:
+                if self._overlap and self._pending is None and not self.spoilt:
                     # The device works on the next step while this one's text is made.
-                    self._pending = self._start()
+                    self._pending = self._start(self.scheduler.schedule())
                 self.backlog += self._deliver(result, taken)
             if self.spoilt:
                 self._renew_pages()
         outputs, self.backlog = self.backlog, []
         return outputs
 
-    def _start(self) -> StepResult | None:
-        plan = self.scheduler.schedule()
+    def _start(self, plan: StepPlan | None) -> StepResult | None:
         if plan is None:
             return None
         self._steps += 1

@@ -302,8 +302,11 @@ class ModelRunner:
 
         def step(leaves: list[jax.Array], cache: Any, state: Any, buffer: Any, allowed: Any):
             inputs = fields.unpack(buffer)
+            token_ids, slots = inputs.token_ids, inputs.ragged.state_slots
+            if shape.decodes:
+                token_ids = state.read(token_ids[0], slots)[None]
             out = self.weights.merged(leaves)(
-                inputs.token_ids,
+                token_ids,
                 past_key_values=cache,
                 ragged=inputs.ragged,
                 logits_at=inputs.logits_at,
@@ -311,6 +314,7 @@ class ModelRunner:
             assert out.logits is not None
             assert out.last_hidden_state is not None
             sampled, state = sample(out.logits, inputs.rows, state, count, allowed)
+            state = state.note(slots, sampled.tokens)
             return sampled.pack(), out.last_hidden_state[0], out.past_key_values, state
 
         return step

@@ -10,7 +10,7 @@ Legend: n rows, v vocabulary, c candidates, l alternatives (`max_logprobs`), a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import jax
@@ -49,26 +49,38 @@ class SamplerRows:
     repetition_penalty: Float[Array, " n"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["bias", "seen"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["bias", "seen", "last"], meta_fields=[])
 @dataclass(frozen=True)
 class SamplerState:
-    """What adjusts the logits of running requests, kept on the device and donated each step.
+    """What steps leave for later ones, kept on the device and donated each step.
 
     Attributes:
         bias: added to the logits: biases, and -inf for masked tokens; [a, v].
         seen: `2 * (times generated) + (in the prompt)`; [a, v].
+        last: the token that each slot sampled last; [a].
     """
 
     bias: Float[Array, "a v"]
     seen: Int[Array, "a v"]
+    last: Int[Array, " a"]
 
     @classmethod
     def create(cls, rows: int, vocab: int) -> SamplerState:
-        return cls(jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows, vocab), jnp.int32))
+        bias, seen = jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows, vocab), jnp.int32)
+        return cls(bias, seen, jnp.zeros(rows, jnp.int32))
 
     def put(self, slot: jax.Array, bias: jax.Array, seen: jax.Array) -> SamplerState:
-        """Set one row."""
-        return SamplerState(self.bias.at[slot].set(bias), self.seen.at[slot].set(seen))
+        """Set one row of what adjusts the logits."""
+        return replace(self, bias=self.bias.at[slot].set(bias), seen=self.seen.at[slot].set(seen))
+
+    def read(self, token_ids: Int[Array, " n"], slots: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Put in the tokens that the host has not read (-1), a sequence in each row."""
+        last = jnp.maximum(self.last.at[slots].get(mode="clip"), 0)  # -1 where logits were NaN
+        return jnp.where(token_ids < 0, last, token_ids)
+
+    def note(self, slots: Int[Array, " n"], tokens: Int[Array, " n"]) -> SamplerState:
+        """Keep what was sampled."""
+        return replace(self, last=self.last.at[slots].set(tokens, mode="drop"))
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ def sample(
     scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
     seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    return Sampled(jnp.where(finite, tokens, -1), *scores), SamplerState(state.bias, seen)
+    return Sampled(jnp.where(finite, tokens, -1), *scores), replace(state, seen=seen)
 
 
 def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Array:
