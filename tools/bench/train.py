@@ -59,7 +59,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 #: Method -> its contenders. `torch` is what ratios are of.
 CONTENDERS = {
-    "sft": ("ours", "ours rematerialised", "ours bf16", "ours bf16 unrolled", "torch", "torch bf16"),
+    "sft": (
+        "ours",
+        "ours rematerialised",
+        "ours bf16",
+        "ours bf16 unrolled",
+        "torch",
+        "torch bf16",
+    ),
     "dpo": ("ours", "ours rematerialised", "torch"),
 }
 _RATE = 1e-4
