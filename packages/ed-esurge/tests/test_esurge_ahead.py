@@ -18,19 +18,10 @@ GUIDED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def waiting(llama, tokenizer):
+def waiting(llama, tokenizer, surge):
     """The engine of `surge`, which reads the tokens of a step before it starts the next."""
-    return eSurge(
-        llama,
-        tokenizer,
-        max_num_seqs=4,
-        page_size=8,
-        max_num_batched_tokens=16,
-        max_model_len=128,
-        compile_runner=False,
-        async_scheduling=False,
-        silent_mode=True,
-    )
+    config = surge.config.replace(compile_runner=False, async_scheduling=False)
+    return eSurge(llama, tokenizer, config)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-// The product of one or two rows with numbers [inputs, outputs], for one level of instructions.
+// The product of few rows with numbers [inputs, outputs], for one level of instructions.
 //
 // Memory is the limit here, and it is read fastest in long runs: so many inputs are taken at once,
 // each a run of its own, and sums go to the first level cache in between. Every sum is taken in the
@@ -35,15 +35,15 @@ void stream(const Product& p, const float* x, int64_t first, int64_t count, floa
     }
   };
   int64_t i = 0;
-  constexpr int kInputs = R <= 2 ? 16 : 8;
-  for (; i + kInputs <= p.inputs; i += kInputs) some(Count<kInputs>(), i);
+  for (; i + 16 <= p.inputs; i += 16) some(Count<16>(), i);
   for (; i < p.inputs; ++i) some(Count<1>(), i);
 }
 
 #if defined(__AVX512BF16__)
 // The same of bfloat16 numbers, any count: pairs of inputs are brought side by side.
 template <int R>
-void stream_pairs(const Product& p, int64_t row, int64_t first, int64_t count, float* sums, int64_t width) {
+void stream_pairs(const Product& p, int64_t row, int64_t first, int64_t count, float* sums,
+                  int64_t width) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
