@@ -106,6 +106,12 @@ void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const floa
 }
 
 #if defined(__AVX512BF16__)
+// Which of 32 numbers each of two rows has go side by side, for the lower half of them.
+inline __m512i pair_order() {
+  return _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
+                          6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+}
+
 // The same of bfloat16 numbers: w has pairs of inputs side by side, [k / 2, kBlock, 2]. An odd k
 // has a last input without a partner, whose place in w is zero.
 template <int R>
@@ -146,8 +152,7 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
 void unpack_pairs(const Product& p, int64_t i, int64_t k, int64_t column, int64_t width,
                   uint16_t* panel) {
   auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + column;
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = pair_order();
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += 2 * kTile) {
     const uint16_t* next = j + 1 < k ? w + p.outputs : nullptr;

@@ -44,8 +44,7 @@ void stream(const Product& p, const float* x, int64_t first, int64_t count, floa
 template <int R>
 void stream_pairs(const Product& p, int64_t row, int64_t first, int64_t count, float* sums,
                   int64_t width) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = pair_order();
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   auto* x = static_cast<const uint16_t*>(p.x) + row * p.inputs;
   auto some = [&](auto pairs, int64_t i, bool odd) __attribute__((always_inline)) {
