@@ -25,6 +25,7 @@ import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.buckets import Shape
+from ed_esurge.runner.functions import Functions, Name
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.protocol import LanguageModel
 
@@ -78,7 +79,8 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
     rows = []
     for seqs in options.python:
         made = engine(model, pieces, seqs, max_num_seq_buckets=(seqs,))
-        without_device(made)
+        runner: Any = made.loop.runner
+        runner.functions = Instant(runner.functions)
         for number, prompt in enumerate(prompts(seqs, 4)):
             made.add_request(str(number), prompt, greedy(400))
         spent = []
@@ -94,20 +96,21 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
-def without_device(made: eSurge) -> None:
-    """Let every step give one token at once; the rest of the engine is as ever."""
-    runner = made.loop.runner
-    real: Callable[[Any], Callable[..., Any]] = runner._function
-    packed: dict[int, np.ndarray] = {}
+class Instant:
+    """Functions of the device of which every step gives one token at once."""
 
-    def function(name: Any) -> Callable[..., Any]:
+    def __init__(self, real: Functions) -> None:
+        self._real = real
+        self._packed: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, name: Name) -> Callable[..., Any]:
         if not isinstance(name, Shape):
-            return real(name)
-        if name.seqs not in packed:
-            packed[name.seqs] = np.full((name.seqs, 3 + 2 * runner.max_logprobs), 300, np.int32)
-        return lambda leaves, cache, state, buffer, allowed: (packed[name.seqs], None, cache, state)
-
-    runner._function = function
+            return self._real[name]
+        if name.seqs not in self._packed:
+            width = 3 + 2 * self._real.max_logprobs
+            self._packed[name.seqs] = np.full((name.seqs, width), 300, np.int32)
+        packed = self._packed[name.seqs]
+        return lambda leaves, cache, state, buffer, allowed: (packed, None, cache, state)
 
 
 # ---- rates

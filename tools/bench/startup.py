@@ -65,13 +65,13 @@ def work(directory: str, options: str) -> dict[str, Any]:
     moments.append(time.time())
     processor = time.process_time()
     runner = engine.loop.runner
-    runner.load_all()
+    runner.functions.load_all()
     moments.append(time.time())
     return {
         "processor": processor,
         "seconds": [b - a for a, b in pairwise(moments)],
         "shapes": len(runner.buckets.shapes),
-        "needed": held + runner.cache_bytes(),
+        "needed": held + runner.memory.cache_bytes(),
         "resident": status("VmRSS"),
         "peak": status("VmHWM"),
     }

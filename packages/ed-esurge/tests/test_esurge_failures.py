@@ -138,7 +138,7 @@ def test_a_request_without_finite_logits_ends_alone_and_leaves_clean_pages(surge
         axis = pool.shape.index(runner.num_pages["full"])
         return pool.at[(slice(None),) * axis + (page,)].set(jnp.nan)
 
-    runner._cache = jax.tree.map(spoil, runner._cache)
+    runner.memory.cache = jax.tree.map(spoil, runner.memory.cache)
     while surge.has_unfinished_requests:
         outputs += surge.step()
     last = {out.request_id: out for out in outputs if out.finished}

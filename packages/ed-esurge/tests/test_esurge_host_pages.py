@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, eSurge
 from ed_esurge.engine.setup import Setup, page_bytes
+from ed_esurge.runner.functions import Functions
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE, HostMemory
-from ed_esurge.runner.model_runner import ModelRunner
 from ed_infra.errors import ConfigError
 from ed_infra.logging import forget_said
 from ed_layers.cache import Format, HybridCache, LayerCacheSpec, PagedCache
@@ -180,7 +180,7 @@ def test_over_several_devices(make_llama, surge):
 
 
 def test_memory_of_the_device_is_left_for_copies(llama, monkeypatch):
-    monkeypatch.setattr(ModelRunner, "workspace_bytes", lambda self: 0)
+    monkeypatch.setattr(Functions, "workspace_bytes", lambda self: 0)
 
     def needed(**options) -> int:
         setup = Setup.resolve(llama, EngineConfig(**OPTIONS, **options))

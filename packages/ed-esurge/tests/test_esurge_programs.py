@@ -67,11 +67,14 @@ def first(home, small):
 def test_the_next_start_neither_traces_nor_compiles(first, small):
     engine = eSurge(small, **SMALL)
     runner = engine.loop.runner
-    pages = jax.tree.leaves(runner._cache)
+    pages = jax.tree.leaves(runner.memory.cache)
     assert answers(engine) == answers(first)
     assert runner.num_traces == 0
     assert all(leaf.is_deleted() for leaf in pages), "pages are donated"
-    assert {*first.loop.runner._functions} == {*runner._names(), *runner._functions}
+    assert {*first.loop.runner.functions._made} == {
+        *runner.functions.missing(),
+        *runner.functions._made,
+    }
 
 
 def test_an_engine_that_compiles_at_first_use_takes_what_is_there(first, small):
@@ -84,25 +87,25 @@ def test_an_engine_that_compiles_at_first_use_takes_what_is_there(first, small):
 def test_other_options_are_other_programs(first, small, change):
     engine = eSurge(small, compile_runner=False, **{**SMALL, **change})
     runner: Any = engine.loop.runner
-    assert runner._loading is None
-    assert runner._kept.folder != first.loop.runner._kept.folder
+    assert runner.functions._loading is None
+    assert runner.functions._kept.folder != first.loop.runner.functions._kept.folder
 
 
 def test_another_model_has_other_programs(first, make_llama):
     engine = eSurge(
         make_llama(num_hidden_layers=1, rms_norm_eps=1e-3), compile_runner=False, **SMALL
     )
-    assert engine.loop.runner._loading is None
+    assert engine.loop.runner.functions._loading is None
 
 
 def test_a_damaged_file_is_not_read(first, small):
-    folder = first.loop.runner._kept.folder
-    file = next(folder.glob("Shape*"))
+    kept = first.loop.runner.functions._kept
+    file = next(kept.folder.glob("Shape*"))
     whole = file.read_bytes()
     try:
         for content in (whole[:-100], whole[:9999] + b"?" + whole[10000:], b""):
             file.write_bytes(content)
-            assert first.loop.runner._kept.loading(first.loop.runner.buckets.shapes) is None
+            assert kept.loading(first.loop.runner.buckets.shapes) is None
     finally:
         file.write_bytes(whole)
 
@@ -114,19 +117,19 @@ def test_what_cannot_be_loaded_is_compiled_and_not_kept_again(first, small, monk
     def broken(content):
         raise RuntimeError("no such function")
 
-    runner._loading = Loading(dict.fromkeys(runner.buckets.shapes, b""), broken)
+    runner.functions._loading = Loading(dict.fromkeys(runner.buckets.shapes, b""), broken)
     assert answers(engine) == answers(first)
     assert runner.num_traces > 0
-    assert not runner._kept.usable
+    assert not runner.functions._kept.usable
     again = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
-    assert again.loop.runner._kept is None
+    assert again.loop.runner.functions._kept is None
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(first, tmp_path):
-    kept = first.loop.runner._kept
+    kept = first.loop.runner.functions._kept
     (tmp_path / "file").write_text("")
     other = type(kept)(tmp_path / "file" / "folder", kept._devices)
-    other.write(dict(first.loop.runner._functions))
+    other.write(dict(first.loop.runner.functions._made))
     assert other.loading(first.loop.runner.buckets.shapes) is None
 
 

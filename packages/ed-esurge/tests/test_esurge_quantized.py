@@ -39,7 +39,10 @@ def test_quantized_pages(make_llama, surge, prompts, dtype, record_property):
     )
     worst = np.abs(ours - other).max() / np.abs(other).max()
     assert 1e-5 < worst <= BOUNDS[dtype]
-    assert engine.loop.runner.cache_bytes() == bytes_of_page * engine.loop.runner.num_pages["full"]
+    assert (
+        engine.loop.runner.memory.cache_bytes()
+        == bytes_of_page * engine.loop.runner.num_pages["full"]
+    )
     record_property(
         "summary",
         f"engine with pages in {dtype}: log-probabilities off by {worst:.1e} (<= {BOUNDS[dtype]}), "

@@ -94,7 +94,7 @@ def test_each_replica_lies_on_its_own_devices(pair, model):
     assert buffers(own) == buffers(jax.tree.leaves(nnx.state(model)))  # not a second time
     places = []
     for loop in pair.loop.loops:
-        arrays = (loop.runner.weights.leaves, loop.runner._cache)
+        arrays = (loop.runner.weights.leaves, loop.runner.memory.cache)
         leaves = jax.tree.leaves(arrays)
         places.append({device.id for leaf in leaves for device in leaf.sharding.device_set})
     assert places == [{0}, {1}]

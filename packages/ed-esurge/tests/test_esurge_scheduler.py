@@ -1,325 +1,27 @@
-"""Properties of the host core under random traffic: pages, budget, order, progress. No jax."""
+"""Rules of the host core: chunks, prefixes, padding, windows, host memory, priorities. No jax."""
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections import Counter
-
 import pytest
-from ed_esurge.core.ahead import plan_ahead
 from ed_esurge.core.host_pages import HostPages
 from ed_esurge.core.padding import STEP, first_part, padded
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
-from ed_esurge.core.plan import UNREAD, NewSequence, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.sampling import SamplingParams
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-EOS = 0
 SHAPES = ((16, 8), (64, 16), (256, 16), (512, 16))  # of an engine on a CPU
 
 
-def steep(budget: int) -> tuple[tuple[int, int], ...]:
-    """Shapes of which nobody would take the last."""
-    return (2 * budget // 3, 99), (9999, 99)
-
-
-def next_token(tokens: list[int]) -> int:
-    """A stand-in for the model: a function of the whole prefix, so lost tokens would show."""
-    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=2).digest()
-    return int.from_bytes(digest) % 7
-
-
-def expected(prompt: list[int], max_tokens: int) -> list[int]:
-    """What a request gives when it runs alone."""
-    out: list[int] = []
-    while len(out) < max_tokens:
-        out.append(next_token(prompt + out))
-        if out[-1] == EOS:
-            break
-    return out
-
-
-class FakePages:
-    """What a device would hold: page contents, written and read by position."""
-
-    def __init__(self, groups: dict[str, PageGroup], size: int, at_once: int):
-        self.groups, self.size, self.at_once = groups, size, at_once
-        self.window = groups["window"].window
-        self.cells: dict[tuple[str, int, int], int] = {}
-        self.slots: dict[int, tuple[NewSequence, dict[str, list[int]]]] = {}
-        self.host: dict[tuple[str, int], list[int]] = {}
-        self.last: dict[int, int] = {}  # what a slot sampled last
-
-    def move(self, plan) -> None:
-        for group, (saves, _) in plan.moves.items():
-            for place, page in saves.items():
-                self.host[group, place] = [self.cells[group, page, i] for i in range(self.size)]
-        for group, (_, loads) in plan.moves.items():
-            for page, place in loads.items():
-                for i, token in enumerate(self.host[group, place]):
-                    self.cells[group, page, i] = token
-
-    def run(self, plan) -> dict[str, list[int]]:
-        self.move(plan)
-        for new in plan.started:
-            self.slots[new.slot] = (new, {group: [] for group in self.groups})
-        sampled = {}
-        for row in plan.rows:  # all writes of a step come before its reads
-            _, tables = self.slots[row.slot]
-            for group, pages in row.pages.items():
-                tables[group] += pages
-            token_ids = [self.last[row.slot]] if row.token_ids == UNREAD else row.token_ids
-            for position, token in enumerate(token_ids, row.start):
-                for group, pages in tables.items():
-                    page, place = pages[position // self.size], position % self.size
-                    assert page >= 0, "written behind the window"
-                    self.cells[group, page, place] = token
-        for row in plan.rows:
-            new, tables = self.slots[row.slot]
-            assert new.request_id == row.request_id
-            context = self.read("full", tables, 0, row.stop)
-            # A query of the row's first token sees the most of what lies behind it.
-            seen = max(0, row.start - self.window + 1)
-            assert self.read("window", tables, seen, row.stop) == context[seen:]
-            if row.samples > 1:
-                ends = range(row.known, row.stop + 1)
-                tokens = [next_token(context[:end]) for end in ends]
-                sampled[row.request_id] = row.confirmed(tokens)
-            elif row.samples:
-                following = [next_token(context)]
-                while len(following) < self.at_once:
-                    following.append(next_token(context + following))
-                sampled[row.request_id] = following
-                self.last[row.slot] = following[-1]
-        return sampled
-
-    def read(self, group, tables, start, stop) -> list[int]:
-        pages = tables[group]
-        return [
-            self.cells[group, pages[position // self.size], position % self.size]
-            for position in range(start, stop)
-        ]
-
-
-class Guesses(Proposer):
-    """Proposes what will come, and is wrong now and then."""
+class Ones(Proposer):
+    """Proposes as many tokens as it may."""
 
     def propose(self, request: Request, most: int) -> list[int]:
-        tokens, proposed = [*request.prompt, *request.output], []
-        for place in range(most):
-            token = next_token(tokens + proposed)
-            proposed.append(token if (len(tokens) + place) % 3 else token + 1)
-        return proposed
+        return [1] * most
 
     def forget(self, request: Request) -> None:
         pass
-
-
-class Traffic(RuleBasedStateMachine):
-    """Requests come and go at random while steps run; a tiny pool makes preemption common."""
-
-    @initialize(
-        pages=st.integers(6, 14),
-        size=st.sampled_from([1, 2, 3, 5]),
-        seqs=st.integers(1, 5),
-        extra=st.integers(0, 6),
-        chunk=st.sampled_from([None, 1, 3]),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        caching=st.booleans(),
-        window=st.integers(1, 5),
-        spare=st.integers(0, 6),
-        at_once=st.integers(1, 3),
-        guesses=st.integers(0, 3),
-        host=st.integers(0, 12),
-        ahead=st.booleans(),
-        pads=st.booleans(),
-    )
-    def start(
-        self,
-        pages,
-        size,
-        seqs,
-        extra,
-        chunk,
-        policy,
-        caching,
-        window,
-        spare,
-        at_once,
-        guesses,
-        host,
-        ahead,
-        pads,
-    ):
-        self.ahead = ahead and at_once == 1
-        self.pending: tuple[StepPlan, dict[str, list[int]]] | None = None  # runs ahead
-        self.longest = pages * size
-        shapes = steep(seqs + extra) if pads else ()
-        limits = Limits(seqs, seqs + extra, self.longest, chunk, policy, shapes)
-        least = pages_of_sequence(window, self.longest, min(chunk or 99, seqs + extra), size)
-        groups = {"full": PageGroup(pages), "window": PageGroup(least + spare, window)}
-        self.scheduler = Scheduler(
-            limits,
-            num_pages=groups,
-            page_size=size,
-            prefix_caching=caching,
-            host_places=host,
-            proposer=Guesses(guesses) if guesses else None,
-        )
-        self.device = FakePages(groups, size, at_once)
-        self.all: list[Request] = []
-        self.aborted: set[str] = set()
-
-    @rule(data=st.data(), priority=st.integers(0, 2))
-    def add(self, data, priority):
-        length = data.draw(st.integers(1, self.longest - 1))
-        prompt = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
-        number = len(self.all)
-        request = Request(
-            str(number),
-            prompt,
-            SamplingParams(),
-            eos_token_ids=frozenset([EOS]),
-            max_tokens=data.draw(st.integers(1, self.longest - length)),
-            priority=priority,
-            arrival=number,
-        )
-        self.scheduler.add(request)
-        self.all.append(request)
-
-    @rule(pick=st.integers(0, 100))
-    @precondition(lambda self: self.all)
-    def abort(self, pick):
-        request = self.all[pick % len(self.all)]
-        if self.scheduler.finish(request.request_id, "abort"):
-            self.aborted.add(request.request_id)
-
-    @rule()
-    def step(self):
-        scheduler = self.scheduler
-        if self.pending is not None:
-            plan, sampled = self.pending
-            self.go_ahead(plan)
-            scheduler.advance(plan, sampled)
-            return
-        before = {r.request_id for r in scheduler.waiting}
-        head = [r.request_id for r in scheduler.waiting]
-        plan = scheduler.schedule()
-        if plan is None:
-            assert scheduler.idle
-            return
-        assert plan.total <= scheduler.limits.token_budget
-        assert plan.lines <= scheduler.limits.max_num_seqs
-        assert len(plan.rows) == len(plan.num_tokens)
-        admitted = [row.request_id for row in plan.rows if row.request_id in before]
-        assert admitted == head[: len(admitted)]  # strictly from the head of the queue
-        sampled = self.device.run(plan)
-        assert set(sampled) == {row.request_id for row in plan.rows if row.samples}
-        self.go_ahead(plan)
-        before = {r.request_id: len(r.output) for r in self.all}
-        taken = scheduler.advance(plan, sampled)
-        grown = {r.request_id: len(r.output) - before[r.request_id] for r in self.all}
-        assert all(grown[name] == taken.get(name, 0) for name in grown)
-        most = {row.request_id: max(row.samples, self.device.at_once) for row in plan.rows}
-        assert all(1 <= taken[name] <= most[name] for name in sampled)
-
-    def go_ahead(self, plan):
-        """Run a step before the scheduler hears of the one under way."""
-        following = plan_ahead(plan, self.scheduler) if self.ahead else None
-        self.pending = None
-        if following is not None:
-            assert {row.request_id for row in following.rows} <= set(plan.num_tokens)
-            self.pending = following, self.device.run(following)
-
-    @rule()
-    @precondition(lambda self: self.all)
-    def other_weights(self):
-        self.pending = None
-        self.scheduler.preempt_all()
-        self.scheduler.pages.forget_prefixes()
-        for pool in self.scheduler.pages.pools.values():
-            assert pool.num_free == pool.num_pages
-
-    @invariant()
-    @precondition(lambda self: hasattr(self, "scheduler"))
-    def pages_are_accounted_for(self):
-        scheduler = self.scheduler
-        size = scheduler.pages.page_size
-        for group, pool in scheduler.pages.pools.items():
-            tables = {r: r.pages[group] for r in scheduler.running}
-            held = Counter(page for pages in tables.values() for page in pages if page != FREED)
-            for page in range(pool.num_pages):
-                assert pool.holders(page) == held[page]
-            assert pool.num_free == pool.num_pages - len(held)
-            for request, pages in tables.items():
-                kept = [page for page in pages if page != FREED]
-                assert len(set(kept)) == len(kept)
-                assert len(pages) * size >= request.num_computed
-                # Freed are whole pages behind the window, and no others.
-                freed = len(pages) - len(kept)
-                assert pages[freed:] == kept
-                window = scheduler.pages.windows.get(group, self.longest + 1)
-                assert freed * size <= max(0, request.num_computed - window + 1)
-                # A page that is written by one sequence is not shared: only full pages have two
-                # holders.
-                for page in pages[request.num_computed // size :]:
-                    assert held[page] == 1
-        for request in [*scheduler.waiting, *(r for r in self.all if r.finished)]:
-            assert not request.pages
-            assert request.slot is None
-        slots = [r.slot for r in scheduler.running]
-        assert len(set(slots)) == len(slots)
-
-    @invariant()
-    @precondition(lambda self: hasattr(self, "scheduler"))
-    def host_memory_is_bounded(self):
-        prefixes = self.scheduler.pages.prefixes
-        for host in prefixes.host.values() if prefixes is not None else ():
-            places = [*host._place_of.values(), *host._blank]
-            assert sorted(places) == list(range(host.places))  # none is lost, none is held twice
-            assert set(host.saves) | set(host.loads.values()) <= set(host._place_of.values())
-
-    @invariant()
-    @precondition(lambda self: hasattr(self, "scheduler"))
-    def the_queue_is_fair(self):
-        by_priority = self.scheduler.limits.policy == "priority"
-        queue = [(by_priority * r.priority, r.arrival) for r in self.scheduler.waiting]
-        assert queue == sorted(queue)  # the preempted included: they come before later arrivals
-
-    @invariant()
-    @precondition(lambda self: hasattr(self, "scheduler"))
-    def nobody_is_lost(self):
-        live = {r.request_id for r in self.all if not r.finished}
-        assert live == set(self.scheduler.requests)
-        queued = [r.request_id for r in self.scheduler.waiting + self.scheduler.running]
-        assert sorted(queued) == sorted(live)
-
-    def teardown(self):
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(20_000):
-            if self.scheduler.idle:
-                break
-            self.step()
-        assert self.scheduler.idle, "the scheduler makes no progress"
-        for pool in self.scheduler.pages.pools.values():
-            assert pool.num_free == pool.num_pages
-        for request in self.all:
-            alone = expected(request.prompt, request.max_tokens)
-            if request.request_id in self.aborted:
-                assert request.output == alone[: len(request.output)]
-            else:
-                assert request.output == alone
-
-
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def make(prompt: list[int], number: int, *, max_tokens: int = 4, **kw) -> Request:
@@ -423,7 +125,7 @@ def test_a_prompt_of_which_a_part_runs_is_cut_only_if_nobody_can_be_admitted():
 
 def test_proposals_take_padding_and_no_more():
     limits = Limits(16, 512, 512, shapes=SHAPES)
-    proposer = Guesses(3)
+    proposer = Ones(3)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, proposer=proposer)
     scheduler.add(make([1], 0, max_tokens=40))
     scheduler.advance(scheduler.schedule(), {"0": [3]})
@@ -488,31 +190,9 @@ def test_a_window_needs_only_its_own_pages_of_a_prefix():
     assert third.num_cached == 0
 
 
-def evicting(host_places: int, groups: dict[str, PageGroup] | int = 4) -> Scheduler:
+def evicting(host_places: int) -> Scheduler:
     """A scheduler whose pool has the pages of one sequence."""
-    return Scheduler(Limits(2, 64, 16), num_pages=groups, page_size=4, host_places=host_places)
-
-
-def test_pages_come_back_from_host_memory():
-    groups = {"full": PageGroup(4), "window": PageGroup(4, 99)}
-    scheduler, device = evicting(6, groups), FakePages(groups, 4, 1)
-    seen = []
-    for number, token in enumerate((1, 2, 1, 3, 1, 2)):
-        request = make([token] * 13, number, max_tokens=1)
-        scheduler.add(request)
-        plan = scheduler.schedule()
-        scheduler.advance(plan, device.run(plan))  # which reads what was not computed
-        assert request.output == expected(request.prompt, 1)
-        (saves, loads) = plan.moves.get("full", ({}, {}))
-        seen.append((request.num_cached, len(saves), len(loads)))
-    # Six places: those of 2 make room for those of 3.
-    assert seen == [(0, 0, 0), (0, 3, 0), (12, 3, 3), (0, 0, 0), (12, 3, 3), (0, 0, 0)]
-    prefixes = scheduler.pages.prefixes
-    assert (prefixes.queries, prefixes.hits) == (6 * 13, 0)
-    assert (prefixes.host_queries, prefixes.host_hits) == (6 * 13, 24)
-    scheduler.pages.forget_prefixes()
-    assert not any(len(host) for host in prefixes.host.values())
-    assert not scheduler.pages.take_moves()
+    return Scheduler(Limits(2, 64, 16), num_pages=4, page_size=4, host_places=host_places)
 
 
 def test_what_one_salt_left_in_host_memory_no_other_finds():
@@ -590,74 +270,3 @@ def test_errors_name_the_numbers():
     with pytest.raises(AssertionError, match="in use"):
         scheduler.add(make([1], 1))
     assert scheduler.requests["1"].status is Status.WAITING
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_thousand_requests(seed, pads, record_property):
-    """A fourth of them for each seed, under other limits, and as many where padding costs: every
-    output is right, all pages return, nobody waits for ever, and the budget is kept."""
-    rng = random.Random(seed)
-    pages, size, seqs, extra = 24 + 8 * seed, 2 + seed, 6 + seed, 8 * seed
-    policy = "priority" if seed % 2 else "fcfs"
-    shapes = steep(seqs + extra) if pads else ()
-    limits = Limits(seqs, seqs + extra, 40, 3 + seed, policy, shapes)
-    least = pages_of_sequence(5, 40, min(3 + seed, seqs + extra), size)
-    groups = {"full": PageGroup(pages), "window": PageGroup(least + pages // 2, 5)}
-    proposer = Guesses(seed) if seed else None
-    scheduler = Scheduler(
-        limits, num_pages=groups, page_size=size, proposer=proposer, host_places=10 * seed
-    )
-    device = FakePages(groups, size, 1)
-    begun: dict[str, Request] = {}
-    number = done = steps = filled = 0
-    since: dict[str, int] = {}
-    while number < 25_000 or begun:
-        while number < 25_000 and len(begun) < 20 and rng.random() < 0.7:
-            length = rng.randint(1, 24)
-            prompt = [rng.randrange(2) for _ in range(length)]
-            request = make(
-                prompt,
-                number,
-                max_tokens=rng.randint(1, min(12, 40 - length)),
-                # A steady stream of the urgent would starve the rest: that is what it asks for.
-                priority=number // 100 - rng.randrange(3),
-                eos_token_ids=frozenset([EOS]),
-            )
-            scheduler.add(request)
-            begun[request.request_id], since[request.request_id] = request, steps
-            number += 1
-        if begun and rng.random() < 0.01:
-            name = rng.choice(list(begun))
-            scheduler.finish(name, "abort")
-            request = begun.pop(name)
-            assert (
-                request.output
-                == expected(request.prompt, request.max_tokens)[: len(request.output)]
-            )
-        plan = scheduler.schedule()
-        if plan is None:
-            assert scheduler.idle
-            continue
-        steps += 1
-        assert plan.total <= limits.token_budget
-        assert plan.lines <= limits.max_num_seqs
-        filled += pads and plan.total == shapes[0][0]
-        scheduler.advance(plan, device.run(plan))
-        for row in plan.rows:
-            request = begun.get(row.request_id)
-            if request is not None and request.finished:
-                assert request.output == expected(request.prompt, request.max_tokens)
-                assert steps - since[row.request_id] < 2000
-                del begun[row.request_id]
-                done += 1
-    assert scheduler.idle
-    assert len(scheduler._slots) == limits.max_num_seqs
-    for pool in scheduler.pages.pools.values():
-        assert pool.num_free == pool.num_pages
-    prefixes = scheduler.pages.prefixes
-    assert (prefixes.host_hits > 0) == (seed > 0)
-    assert (filled > 0) == pads
-    text = f"seed {seed}: {done} done in {steps} steps, {scheduler.num_preemptions} preemptions"
-    record_property("summary", f"{text}, {prefixes.host_hits} tokens from host memory")

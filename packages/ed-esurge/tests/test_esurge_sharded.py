@@ -47,6 +47,6 @@ def test_sharded_is_like_one_device(make_llama, surge, prompts, mesh, stacked, a
                 token = next(iter(mine))
                 assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-5)
     assert engine.stats()["num_compiled"] == traces
-    leaf = jax.tree.leaves(engine.loop.runner._cache)[0]
+    leaf = jax.tree.leaves(engine.loop.runner.memory.cache)[0]
     heads = {shard.data.shape[-3] for shard in leaf.addressable_shards}
     assert heads == {4 // mesh[3]}  # the pages of a head lie with its weights

@@ -93,9 +93,6 @@ class FarRunner(ModelRunner):
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Done elsewhere."""
 
-    def load_all(self) -> None:
-        """Done elsewhere."""
-
 
 class SharedLoop(EngineLoop):
     """The loop of a replica of several processes, in one of them."""

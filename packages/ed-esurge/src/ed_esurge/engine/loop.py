@@ -23,17 +23,15 @@ from ed_esurge.core.commands import (
     UpdateWeights,
     WakeUp,
 )
-from ed_esurge.core.plan import PlanRow, StepPlan
+from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler
-from ed_esurge.engine.intake import seed_of, seeds_of
+from ed_esurge.engine.ledger import Ledger
 from ed_esurge.model import platform_of
-from ed_esurge.outputs import CompletionOutput, RequestOutput
+from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.result import NotFinite, StepResult
-from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Tokenizer
-from ed_esurge.transcript import OpenRequest
 
 logger = get_logger(__name__)
 
@@ -69,24 +67,29 @@ class EngineLoop:
         self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` gives."""
-        self._tokenizer, self._seed = tokenizer, seed
+        self._ledger = Ledger(scheduler, tokenizer, seed)
         self._overlap, self._ahead = overlap, ahead
-        self._open: dict[str, OpenRequest] = {}
-        self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
         self._pending: StepResult | None = None
         self.spoilt = False
         """Pages hold numbers that are not finite."""
         self._steps = 0
-        self.arrivals = 0
-        """Sequences that have come so far; the next one's number."""
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open
+        return request_id in self._ledger
 
     @property
     def open_requests(self) -> list[str]:
         """Ids of the requests that wait or run."""
-        return list(self._open)
+        return self._ledger.names
+
+    @property
+    def arrivals(self) -> int:
+        """Sequences that have come so far; the next one's number."""
+        return self._ledger.arrivals
+
+    @arrivals.setter
+    def arrivals(self, count: int) -> None:
+        self._ledger.arrivals = count
 
     # ---- commands
 
@@ -101,7 +104,8 @@ class EngineLoop:
             case Add():
                 self._add(command)
             case Abort(request_id):
-                self._abort(request_id)
+                if request_id in self._ledger:
+                    self.backlog.append(self._ledger.abort(self._ledger[request_id]))
             case Pause(free_pages):
                 self._settle()
                 self.paused = True
@@ -131,22 +135,12 @@ class EngineLoop:
                 self.adapters.remove(name)
 
     def _add(self, add: Add) -> None:
-        if add.request_id in self._open:
-            raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
         if add.adapter and not self.adapters.knows(add.adapter):
             raise ConfigError(
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        seed = seed_of(add.params, self._seed, self.arrivals)
-        seeds = seeds_of(add.params, seed)
-        opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
-        opened.seed = seed
-        self.arrivals += len(seeds)
-        self._open[add.request_id] = opened
-        for name, request in opened.sequences.items():
-            self._owner[name] = opened
-            self.scheduler.add(request)
+        self._ledger.add(add)
 
     def _resume(self) -> None:
         if not self.runner.allocated:
@@ -173,25 +167,6 @@ class EngineLoop:
             self.adapters.remove(load.name)
             raise
 
-    def _abort(self, request_id: str) -> None:
-        opened = self._open.get(request_id)
-        if opened is not None:
-            for name in opened.sequences:
-                self.scheduler.finish(name, "abort")
-            self.backlog.append(self._close(opened, opened.end("abort")))
-
-    def _fail(self, opened: OpenRequest, error: BaseException | None) -> RequestOutput:
-        """End a request whose own work failed; the others go on."""
-        name = opened.add.request_id
-        logger.error("request %r failed", name, exc_info=error)
-        self.spoilt |= isinstance(error, NotFinite)
-        for sequence in opened.sequences:
-            self.scheduler.finish(sequence, "error")
-        said = str(error) if isinstance(error, NotFinite) else repr(error)
-        return self._close(
-            opened, opened.end("error", f"the engine failed on this request: {said}")
-        )
-
     def _settle(self) -> None:
         """Finish the step in flight, send everybody back to the queue, drop cached prefixes; pages
         with numbers that are not finite are made anew."""
@@ -199,7 +174,7 @@ class EngineLoop:
             result, self._pending = self._pending, None
             tokens = self._finite(result)
             if not result.plan.ahead:  # else it is as if the step had not begun
-                self.backlog += self._deliver(result, self.scheduler.advance(result.plan, tokens))
+                self._deliver(result, self.scheduler.advance(result.plan, tokens))
         self._begin_anew()
         if self.spoilt:
             self.spoilt = False
@@ -246,7 +221,7 @@ class EngineLoop:
                 if self._overlap and self._pending is None and not self.spoilt:
                     # The device works on the next step while this one's text is made.
                     self._pending = self._start(self.scheduler.schedule())
-                self.backlog += self._deliver(result, taken)
+                self._deliver(result, taken)
             if self.spoilt:
                 self._renew_pages()
         outputs, self.backlog = self.backlog, []
@@ -257,7 +232,9 @@ class EngineLoop:
             return None
         self._steps += 1
         for new in plan.started:
-            self._owner[new.request_id].mark_scheduled()
+            opened = self._ledger.owner(new.request_id)
+            if opened is not None:
+                opened.mark_scheduled()
         try:
             return self.runner.run(plan)
         except RequestError as error:
@@ -266,18 +243,26 @@ class EngineLoop:
 
     def _refused(self, request_id: str, error: BaseException | None) -> None:
         """Nothing of a plan was computed, because of one sequence; the scheduler counts on all."""
-        self.backlog.append(self._fail(self._owner[request_id], error))
+        self._fail(request_id, error)
         self._begin_anew()
+
+    def _fail(self, sequence: str, error: BaseException | None) -> None:
+        """End the request of a sequence, unless it has ended while the step ran."""
+        self.spoilt |= isinstance(error, NotFinite)
+        opened = self._ledger.owner(sequence)
+        if opened is not None:
+            self.backlog.append(self._ledger.fail(opened, error))
 
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
         """The sampled tokens of a step; a request whose logits are no numbers has ended."""
         tokens = result.tokens()
         for name, sampled in tokens.items():
             if sampled[0] < 0:
-                self.spoilt = True
-                if name in self._owner:  # else it has ended while the step ran
-                    self.backlog.append(self._fail(self._owner[name], NotFinite()))
+                self._fail(name, NotFinite())
         return tokens
+
+    def _deliver(self, result: StepResult, taken: dict[str, int]) -> None:
+        self.backlog += self._ledger.take(result, taken, self._fail)
 
     def _renew_pages(self) -> None:
         """After numbers that are not finite: masked attention to them gives such numbers again.
@@ -304,57 +289,6 @@ class EngineLoop:
         self.runner.allocate()
         if self.scheduler.proposer is not None:
             self.scheduler.proposer.allocate()
-
-    def _deliver(self, result: StepResult, taken: dict[str, int]) -> list[RequestOutput]:
-        """Turn a step's result into deltas; a stop string that appears ends its request."""
-        changed: dict[str, list[CompletionOutput]] = {}
-        outputs: list[RequestOutput] = []
-        for index, row in enumerate(result.plan.rows):
-            opened = self._owner.get(row.request_id)
-            if opened is None:
-                continue  # ended while the step ran
-            try:
-                out = self._read(result, index, row, opened, taken.get(row.request_id))
-            except Exception as error:
-                outputs.append(self._fail(opened, error))
-                continue
-            if isinstance(out, RequestOutput):
-                outputs.append(self._close(opened, out))
-            elif out is not None:
-                changed.setdefault(opened.add.request_id, []).append(out)
-        for name, outs in changed.items():
-            opened = self._open.get(name)
-            if opened is not None:  # another of its sequences may have failed
-                outputs.append(self._close(opened, opened.delta(outs)))
-        return outputs
-
-    def _read(
-        self, result: StepResult, index: int, row: PlanRow, opened: OpenRequest, count: int | None
-    ) -> CompletionOutput | RequestOutput | None:
-        """What row `index` of a step gave: tokens (`count` of them) or a vector."""
-        params = opened.add.params
-        if row.scores and isinstance(params, SamplingParams):
-            opened.take_prompt(row.start, result.prompt(index, params.prompt_logprobs or 0))
-        if count is None:
-            return None
-        if not isinstance(params, SamplingParams):
-            return opened.pooled(result.pooled(index))
-        transcript = opened.transcripts[row.request_id]
-        if transcript.finish_reason is not None:
-            return None
-        scores = result.sampled(index, count, params.logprobs) if count else []
-        out = transcript.take(scores)
-        if out.finish_reason is not None:
-            self.scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
-        return out
-
-    def _close(self, opened: OpenRequest, delta: RequestOutput) -> RequestOutput:
-        """Forget a request with its last output."""
-        if delta.finished:
-            del self._open[opened.add.request_id]
-            for name in opened.sequences:
-                del self._owner[name]
-        return delta
 
     role: Role = "alone"
     """Among the processes that have parts of the model."""

@@ -260,7 +260,7 @@ class Setup:
             copied = [page_bytes(self.model, self.config.page_size, group) for group in num_pages]
             copies = COPIES * PAGES_AT_ONCE * sum(copied)
         try:
-            return trial.workspace_bytes() + trial.state_bytes() + copies
+            return trial.functions.workspace_bytes() + trial.memory.state_bytes() + copies
         finally:
             trial.free()
 

@@ -78,7 +78,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            max_logprobs=runner.max_logprobs,
+            max_logprobs=runner.functions.max_logprobs,
             prompt_class=runner.model.prompt_class,
             grammars=grammars,
             adapters=self.loop.adapters,
@@ -107,8 +107,9 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         each = f"{many} replicas, each with " if many > 1 else ""
         return (
             f"{each}{pages or 'no pages'} of {runner.page_size} tokens "
-            f"({runner.cache_bytes() / 2**30:.2f} GiB), up to {limits.max_num_seqs} sequences of "
-            f"{limits.max_model_len} tokens, {limits.token_budget} tokens a step, "
+            f"({runner.memory.cache_bytes() / 2**30:.2f} GiB), up to "
+            f"{limits.max_num_seqs} sequences of {limits.max_model_len} tokens, "
+            f"{limits.token_budget} tokens a step, "
             f"{len(runner.buckets.shapes)} shapes; {kernels}"
         )
 

@@ -1,0 +1,149 @@
+"""`Ledger`: the requests that have not ended, and what users hear of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ed_infra.errors import ConfigError
+from ed_infra.logging import get_logger
+
+from ed_esurge.core.commands import Add
+from ed_esurge.core.plan import PlanRow
+from ed_esurge.core.scheduler import Scheduler
+from ed_esurge.engine.intake import seed_of, seeds_of
+from ed_esurge.outputs import CompletionOutput, RequestOutput
+from ed_esurge.runner.result import NotFinite, StepResult
+from ed_esurge.sampling import SamplingParams
+from ed_esurge.tokenizer import Tokenizer
+from ed_esurge.transcript import OpenRequest
+
+logger = get_logger(__name__)
+
+
+class Ledger:
+    """Gives sequences of new requests to a scheduler, and makes outputs of their results.
+
+    Args:
+        scheduler: moves the sequences.
+        tokenizer: None gives no text.
+        seed: of requests that bring none.
+
+    Attributes:
+        arrivals: sequences that have come so far; the next one's number.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, seed: int) -> None:
+        self.arrivals = 0
+        self._scheduler, self._tokenizer, self._seed = scheduler, tokenizer, seed
+        self._open: dict[str, OpenRequest] = {}
+        self._owner: dict[str, OpenRequest] = {}  # by the id of a sequence
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def __getitem__(self, request_id: str) -> OpenRequest:
+        return self._open[request_id]
+
+    @property
+    def names(self) -> list[str]:
+        """Ids of the requests, in order of arrival."""
+        return list(self._open)
+
+    def add(self, add: Add) -> None:
+        """Begin a request.
+
+        Raises:
+            ConfigError: its id is in use.
+        """
+        if add.request_id in self._open:
+            raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
+        seed = seed_of(add.params, self._seed, self.arrivals)
+        seeds = seeds_of(add.params, seed)
+        opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
+        opened.seed = seed
+        self.arrivals += len(seeds)
+        self._open[add.request_id] = opened
+        for name, request in opened.sequences.items():
+            self._owner[name] = opened
+            self._scheduler.add(request)
+
+    def owner(self, sequence: str) -> OpenRequest | None:
+        """The request of a sequence; None where it has ended."""
+        return self._owner.get(sequence)
+
+    def abort(self, opened: OpenRequest) -> RequestOutput:
+        """End a request because somebody asked for that."""
+        for sequence in opened.sequences:
+            self._scheduler.finish(sequence, "abort")
+        return self._close(opened, opened.end("abort"))
+
+    def fail(self, opened: OpenRequest, error: BaseException | None) -> RequestOutput:
+        """End a request whose own work failed; the others go on."""
+        logger.error("request %r failed", opened.add.request_id, exc_info=error)
+        for sequence in opened.sequences:
+            self._scheduler.finish(sequence, "error")
+        said = str(error) if isinstance(error, NotFinite) else repr(error)
+        return self._close(
+            opened, opened.end("error", f"the engine failed on this request: {said}")
+        )
+
+    def take(
+        self,
+        result: StepResult,
+        taken: dict[str, int],
+        fail: Callable[[str, Exception], None],
+    ) -> list[RequestOutput]:
+        """Turn a step's result into deltas; a stop string that appears ends its request.
+
+        Args:
+            taken: by the id of a sequence, how many of the sampled tokens the scheduler took.
+            fail: is told which sequence's result cannot be read, and why.
+        """
+        changed: dict[str, list[CompletionOutput]] = {}
+        outputs: list[RequestOutput] = []
+        for index, row in enumerate(result.plan.rows):
+            opened = self._owner.get(row.request_id)
+            if opened is None:
+                continue  # ended while the step ran
+            try:
+                out = self._read(result, index, row, opened, taken.get(row.request_id))
+            except Exception as error:
+                fail(row.request_id, error)
+                continue
+            if isinstance(out, RequestOutput):
+                outputs.append(self._close(opened, out))
+            elif out is not None:
+                changed.setdefault(opened.add.request_id, []).append(out)
+        for name, outs in changed.items():
+            opened = self._open.get(name)
+            if opened is not None:  # another of its sequences may have failed
+                outputs.append(self._close(opened, opened.delta(outs)))
+        return outputs
+
+    def _read(
+        self, result: StepResult, index: int, row: PlanRow, opened: OpenRequest, count: int | None
+    ) -> CompletionOutput | RequestOutput | None:
+        """What row `index` of a step gave: tokens (`count` of them) or a vector."""
+        params = opened.add.params
+        if row.scores and isinstance(params, SamplingParams):
+            opened.take_prompt(row.start, result.prompt(index, params.prompt_logprobs or 0))
+        if count is None:
+            return None
+        if not isinstance(params, SamplingParams):
+            return opened.pooled(result.pooled(index))
+        transcript = opened.transcripts[row.request_id]
+        if transcript.finish_reason is not None:
+            return None
+        scores = result.sampled(index, count, params.logprobs) if count else []
+        out = transcript.take(scores)
+        if out.finish_reason is not None:
+            self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
+        return out
+
+    def _close(self, opened: OpenRequest, delta: RequestOutput) -> RequestOutput:
+        """Forget a request with its last output."""
+        if delta.finished:
+            del self._open[opened.add.request_id]
+            for name in opened.sequences:
+                del self._owner[name]
+        return delta

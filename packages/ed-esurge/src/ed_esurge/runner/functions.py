@@ -1,0 +1,267 @@
+"""The functions of the device: a step of each shape and what goes with it, made once.
+
+They take flat leaves, and donate the pages. Legend: T flat tokens, n rows, m slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
+from typing import Any, NoReturn, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.compile_cache import compiled_afresh
+from ed_models.adapter_slots import slot_values
+from flax import nnx
+from tqdm import tqdm
+
+from ed_esurge.runner.batch import BatchBuilder
+from ed_esurge.runner.buckets import Buckets, Shape
+from ed_esurge.runner.guides import Guides
+from ed_esurge.runner.hidden import pool, score
+from ed_esurge.runner.memory import Memory
+from ed_esurge.runner.programs import Programs
+from ed_esurge.runner.sampler import SamplerState, sample
+from ed_esurge.runner.weights import Weights, abstract, with_adapter
+
+# The step of a shape; ("score", T) and ("pool", T), which read a step's hidden states; ("put", 0),
+# which writes a line of the sampler's state; ("place", 0), an adapter.
+Name = Shape | tuple[str, int]
+PUT: Name = ("put", 0)
+PLACE: Name = ("place", 0)
+
+
+class Functions:
+    """Finds a function by its name, and makes it where it is not there yet.
+
+    Args:
+        weights: of the model.
+        memory: what the functions read and replace; need not be allocated yet.
+        builder: makes the inputs of a step.
+        guides: of structured outputs.
+        buckets: the shapes.
+        max_logprobs: alternatives that a step returns.
+        ahead_of_time: call compiled executables, which take exactly one shape; False: call through
+            `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        memory: Memory,
+        builder: BatchBuilder,
+        guides: Guides,
+        buckets: Buckets,
+        *,
+        max_logprobs: int,
+        ahead_of_time: bool,
+    ) -> None:
+        self.num_traces = 0
+        """How often a function of the device was traced: constant once everything is compiled."""
+        self._weights, self._memory, self._builder = weights, memory, builder
+        self._guides, self._buckets = guides, buckets
+        self.max_logprobs, self._ahead_of_time = max_logprobs, ahead_of_time
+        self._made: dict[Name, Callable[..., Any]] = {}
+        self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
+        # Functions of an earlier process are loaded while memory is made.
+        self._kept = self._programs()
+        self._loading = self._kept.loading(self.missing()) if self._kept else None
+
+    def __getitem__(self, name: Name) -> Callable[..., Any]:
+        if name not in self._made:
+            self._made[name] = self._loaded(name) or self._make(name)
+        return self._made[name]
+
+    def missing(self) -> list[Name]:
+        """Every function that is not there yet, those that are needed first in front."""
+        buckets = self._buckets
+        first = buckets.prefill[0]
+        names: list[Name] = [first, *(shape for shape in buckets.shapes if shape != first)]
+        names += [PUT, PLACE] if self._weights.places else [PUT]
+        for tokens in buckets.prefill_tokens:
+            names += [("score", tokens), ("pool", tokens)]
+        return [name for name in names if name not in self._made]
+
+    def compile_all(self, progress: tqdm[NoReturn]) -> None:
+        """Compile every function that serving can need, and show how many are ready."""
+        names = self.missing()
+        progress.reset(len(names))
+        if not self._ahead_of_time:
+            for name in names:
+                self._warm(name)
+                progress.update()
+            return
+        if self._loading is not None:  # each is there when a step first wants it
+            progress.update(len(names))
+            return
+        # XLA compiles without holding the interpreter; tracing does not profit from threads.
+        count, kept = max(1, min(4, os.cpu_count() or 1)), self._kept
+        with compiled_afresh() if kept else nullcontext(), ThreadPoolExecutor(count) as threads:
+            pending = {threads.submit(self._lower(name).compile): name for name in names}
+            for future in as_completed(pending):
+                self._made[pending[future]] = future.result()
+                progress.update()
+        if kept:
+            kept.write({name: self._made[name] for name in names})
+
+    def load_all(self) -> None:
+        """Wait until every function of an earlier process is loaded."""
+        for name in self.missing() if self._loading is not None else ():
+            self[name]
+
+    def workspace_bytes(self) -> int:
+        """Device memory that the largest step needs besides weights, pages and state."""
+        compiled = self._lower(self._buckets.shapes[-1]).compile()
+        analysis = compiled.memory_analysis()
+        if analysis is None:
+            return 0
+        return int(analysis.temp_size_in_bytes)
+
+    def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """That function; `num_traces` counts how often it is traced."""
+
+        def counted(*args: Any) -> Any:
+            self.num_traces += 1
+            return function(*args)
+
+        return counted
+
+    # ---- those of an earlier process
+
+    def _programs(self) -> Programs[Name] | None:
+        """What an earlier process has compiled, or a later one will want."""
+        if not self._ahead_of_time:
+            return None
+        memory, weights = self._memory, self._weights
+        sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs, self.max_logprobs)
+        parts = (weights.graphdefs, weights.like, self._buckets, sizes)
+        return Programs.of(weights.model, *parts)
+
+    def _loaded(self, name: Name) -> Callable[..., Any] | None:
+        """The function of an earlier process; None where there is none."""
+        if self._loading is None or name not in self._loading:
+            return None
+        try:
+            return self._loading.take(name)
+        except Exception as error:  # the backend reads less than it writes
+            if self._kept is not None:
+                self._kept.give_up(error)
+            return None
+
+    # ---- new ones
+
+    def _make(self, name: Name) -> Callable[..., Any]:
+        return self._lower(name).compile() if self._ahead_of_time else self._jitted(name)
+
+    def _lower(self, name: Name) -> Any:
+        lowered = self._jitted(name).lower(*self._arguments(name))
+        if isinstance(name, Shape):
+            self._keep_hidden(name, lowered.out_info)
+        return lowered
+
+    def _jitted(self, name: Name) -> Any:
+        """The function of that name."""
+        everywhere = self._memory.everywhere
+        if name == PUT:
+            return jax.jit(self.traced(SamplerState.put), donate_argnums=0)
+        if name == PLACE:
+            kept = [leaf.sharding for leaf in self._weights.places]
+            return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
+        if isinstance(name, Shape):
+            # Outputs are sharded like the inputs that they become, or the next step would differ.
+            memory = self._memory
+            kept = jax.tree.map(lambda x: x.sharding, (memory.cache, memory.state))
+            return jax.jit(
+                self.traced(self._make_step(name)),
+                donate_argnums=(1, 2),
+                out_shardings=(everywhere, everywhere, *kept),
+            )
+        if name[0] == "pool":
+            return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
+        return jax.jit(self.traced(self._make_score()))
+
+    def _make_step(self, shape: Shape) -> Callable[..., Any]:
+        fields, count = self._builder.fields(shape), self.max_logprobs
+
+        def step(leaves: list[jax.Array], cache: Any, state: Any, buffer: Any, allowed: Any):
+            inputs = fields.unpack(buffer)
+            token_ids, slots = inputs.token_ids, inputs.ragged.state_slots
+            if shape.decodes:
+                token_ids = state.read(token_ids[0], slots)[None]
+            out = self._weights.merged(leaves)(
+                token_ids,
+                past_key_values=cache,
+                ragged=inputs.ragged,
+                logits_at=inputs.logits_at,
+            )
+            assert out.logits is not None
+            assert out.last_hidden_state is not None
+            sampled, state = sample(out.logits, inputs.rows, state, count, allowed)
+            state = state.note(slots, sampled.tokens)
+            return sampled.pack(), out.last_hidden_state[0], out.past_key_values, state
+
+        return step
+
+    def _make_score(self) -> Callable[..., Any]:
+        def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
+            return score(hidden, self._weights.merged(leaves).head(), targets, self.max_logprobs)
+
+        return of_prompt
+
+    # ---- their arguments
+
+    def _arguments(self, name: Name) -> tuple[Any, ...]:
+        """Abstract arguments of a function."""
+        weights, memory = self._weights, self._memory
+        cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
+        if name == PUT:
+            line = np.zeros(cast(int, weights.model.config.vocab_size))
+            return state, np.int32(0), line.astype(np.float32), line.astype(np.int32)
+        if name == PLACE:
+            values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
+            return abstract(weights.places), np.int32(1), values
+        if isinstance(name, Shape):
+            allowed = abstract(self._guides.everything(name.seqs))
+            return weights.like, cache, state, self._builder.empty(name), allowed
+        kind, tokens = name
+        if tokens not in self._hidden:
+            shape = self._buckets.pick(tokens, 1, prefill=True)
+            step = self._make_step(shape)
+            self._keep_hidden(shape, jax.eval_shape(step, *self._arguments(shape)))
+        hidden, of_token = self._hidden[tokens], np.zeros(tokens, np.int32)
+        if kind == "score":
+            return weights.like, hidden, of_token
+        return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
+
+    def _keep_hidden(self, shape: Shape, outputs: Any) -> None:
+        """Note what a step hands to `score` and `pool`: tracing a step costs a second."""
+        hidden = outputs[1]
+        self._hidden[shape.tokens] = jax.ShapeDtypeStruct(
+            hidden.shape, hidden.dtype, sharding=self._memory.everywhere
+        )
+
+    def _warm(self, name: Name) -> None:
+        """Run a function on nothing, so that `jax.jit` has compiled it."""
+        function, leaves, memory = self[name], self._weights.leaves, self._memory
+        if isinstance(name, Shape):
+            allowed = self._guides.everything(name.seqs)
+            empty = self._builder.empty(name)
+            out = function(leaves, memory.cache, memory.state, empty, allowed)
+            memory.cache, memory.state = out[2:]
+        elif name == PUT:
+            memory.state = function(memory.state, *self._arguments(name)[1:])
+        elif name == PLACE:
+            self._weights.put(function(self._weights.places, *self._arguments(name)[1:]))
+        elif name[0] == "score":
+            _, hidden, targets = self._arguments(name)
+            function(leaves, self._zeros(hidden), targets)
+        else:
+            hidden, of_token, rows, _ = self._arguments(name)
+            function(self._zeros(hidden), of_token, rows, memory.sums)
+
+    def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return self._memory.replicated(jnp.zeros(like.shape, like.dtype))

@@ -1,0 +1,97 @@
+"""What a runner keeps on the device between steps: pages, recurrent states, the sampler's state."""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from ed_layers.cache import Cache, HybridCache, PagedCache
+from ed_models.protocol import LanguageModel
+
+from ed_esurge.runner.sampler import SamplerState
+
+Tree = TypeVar("Tree")
+
+
+class Memory:
+    """Steps take these arrays and give others in their place. Nothing is allocated at first.
+
+    Args:
+        model: whose cache, on its mesh.
+        page_size: tokens of a page.
+        num_pages: pages of each group's pool.
+        max_num_seqs: sequences that run at once: slots of the sampler's state and of recurrent
+            states.
+
+    Attributes:
+        cache: pages and recurrent states.
+        state: of the sampler.
+        sums: float32 `[m, d]`, of the hidden states of sequences that are pooled.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        page_size: int,
+        num_pages: dict[str, int],
+        max_num_seqs: int,
+    ) -> None:
+        self.page_size, self.num_pages = page_size, num_pages
+        self.max_num_seqs = max_num_seqs
+        self.cache: Cache | None = None
+        self.state: SamplerState | None = None
+        self.sums: jax.Array | None = None
+        self._model, self._mesh = model, model.config.mesh
+        self._vocab_size = cast(int, model.config.vocab_size)
+
+    def allocate(self) -> Cache:
+        """Make empty pages and states, and return those of the cache."""
+        sizes = [*self.num_pages.values()]
+        # One pool needs no names: a cache of one kind is simpler than a hybrid one.
+        pages = sizes[0] if len(sizes) == 1 else self.num_pages
+        # A mesh of one device does not say where its arrays lie.
+        with jax.default_device(self._mesh.local_devices[0]):
+            cache = self._model.init_paged_cache(
+                pages, self.page_size, num_states=self.max_num_seqs
+            )
+        # Committed there, as a step's outputs are: jit traces again for one that is not.
+        self.cache = cache if self._mesh.size > 1 else self.replicated(cache)
+        self.state = self.replicated(SamplerState.create(self.max_num_seqs, self._vocab_size))
+        width = cast(int, self._model.config.hidden_size)
+        self.sums = self.replicated(jnp.zeros((self.max_num_seqs, width), jnp.float32))
+        return self.cache
+
+    def free(self) -> None:
+        """Give the pages and states back to the device."""
+        for leaf in jax.tree.leaves((self.cache, self.state, self.sums)):
+            leaf.delete()
+        self.cache = self.state = self.sums = None
+
+    @property
+    def allocated(self) -> bool:
+        return self.cache is not None
+
+    def cache_bytes(self) -> int:
+        """Bytes of all pages and recurrent states, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
+
+    def state_bytes(self) -> int:
+        """Bytes that sequences take besides pages, on each device."""
+        parts = list(self.cache.caches.values()) if isinstance(self.cache, HybridCache) else []
+        recurrent = [part for part in parts if not isinstance(part, PagedCache)]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.state, self.sums, recurrent)))
+
+    # ---- where arrays lie
+
+    @property
+    def everywhere(self) -> jax.sharding.Sharding | None:
+        """A copy on each device; None where there is one device."""
+        if self._mesh.size == 1:
+            return None
+        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
+
+    def replicated(self, tree: Tree) -> Tree:
+        """Put arrays on each device."""
+        return jax.device_put(tree, self.everywhere or self._mesh.devices.flat[0])
