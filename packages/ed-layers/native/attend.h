@@ -1,4 +1,5 @@
-// Attention on a CPU: the arguments, and the functions of one level. Nothing depends on XLA.
+// Attention on a CPU, and what turns its queries and keys: the arguments, and the functions of one
+// level. Nothing depends on XLA.
 #pragma once
 
 #include <cstdint>
@@ -50,6 +51,18 @@ struct Attend {
   // Of the backward pass: all as q, k and v lie; float32.
   const float *d_out, *shared;  // shared [batch, queries, heads]: sum(d_out * out) - d_lse
   float *d_q, *d_k, *d_v;
+};
+
+// Queries or keys before attention: the first `2 * pairs` numbers of each head are turned by the
+// angles of its token, the rest stay as they are.
+struct Rotary {
+  const void* x;  // [tokens, heads, dim], float32 or bfloat16
+  bool is_bfloat16;
+  void* y;  // as x
+  int64_t tokens, heads, dim, pairs;
+  const float *cos, *sin;  // [tokens, pairs]
+  bool neighbours;         // a pair is two neighbours, else one number of each half
+  bool back;               // turn by the negative angle
 };
 
 struct Attention {

@@ -119,12 +119,27 @@ bool attention(const ed::Level& level) {
   return fine;
 }
 
+// Rotary positions of a random shape.
+bool rotary(const ed::Level& level) {
+  ed::Rotary p{};
+  p.tokens = draw(1, 20), p.heads = draw(1, 4), p.pairs = draw(1, 40);
+  p.dim = 2 * p.pairs + draw(0, 1) * draw(0, 20);
+  auto x = floats(p.tokens * p.heads * p.dim);
+  auto cos = floats(p.tokens * p.pairs), sin = floats(p.tokens * p.pairs);
+  std::vector<float> y(x.size());
+  p.x = x.data(), p.y = y.data(), p.cos = cos.data(), p.sin = sin.data();
+  p.neighbours = draw(0, 1), p.back = draw(0, 1);
+  int64_t half = p.tokens / 2;
+  level.rotate(p, 0, half), level.rotate(p, half, p.tokens);
+  return finite(y);
+}
+
 }  // namespace
 
 int main() {
   const ed::Level& level = ed::level();
   for (int turn = 0; turn < 150; ++turn)
-    if (!product(level) || !attention(level)) {
+    if (!product(level) || !attention(level) || !rotary(level)) {
       std::printf("%s: turn %d has a number that is not finite\n", level.name, turn);
       return 1;
     }

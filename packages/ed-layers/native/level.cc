@@ -2,13 +2,14 @@
 // ED_LEVEL_NAME and the compiler's flags of that level.
 #include "attention.h"
 #include "gate.h"
+#include "rotary.h"
 #include "rows.h"
 #include "stream.h"
 #include "whole_rows.h"
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME, columns,     rows,      whole,
-                        gate,          whole_sizes, round_row, attention_of};
+const Level ED_LEVEL = {ED_LEVEL_NAME, columns,   rows,         whole, gate,
+                        whole_sizes,   round_row, attention_of, rotate};
 
 }  // namespace ed

@@ -73,6 +73,7 @@ struct Level {
   WholeSizes (*whole_sizes)(const Product&);
   void (*round_row)(const Product&, int64_t row);  // x in 8 bits
   Attention attention;
+  void (*rotate)(const Rotary&, int64_t first, int64_t last);  // tokens
 };
 
 extern const Level kBaseLevel;

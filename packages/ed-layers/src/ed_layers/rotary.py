@@ -6,10 +6,12 @@ Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from ed_infra.rotary import angles, rotate
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import Rope
+from ed_layers.native import rotary as native
 
 
 def rope_tables(
@@ -42,5 +44,8 @@ def apply_rotary(
     Returns:
         As `x`; computed in float32.
     """
+    if native.takes(x):
+        tables = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope)
+        return native.rotate(interleaved, x, *(t.astype(jnp.float32) for t in tables))
     cos, sin = (table[:, :, None, :] for table in rope)
     return rotate(x, cos, sin, interleaved)

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 #: Where the sources are: in the repository, or beside this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
 #: What is compiled and loaded. The number is that of the interface between C++ and Python.
-LIBRARY = HERE / "libed_layers_3.so"
+LIBRARY = HERE / "libed_layers_4.so"
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -38,7 +38,7 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     ),
 }
 #: What XLA calls, compiled once.
-HANDLERS = ("choose.cc", "library.cc", "attend.cc")
+HANDLERS = ("choose.cc", "library.cc", "attend.cc", "rotary.cc")
 #: A program that runs every kernel, for sanitizers.
 CHECK = ("choose.cc", "check.cc")
 

@@ -22,13 +22,14 @@ logger = get_logger(__name__)
 VARIABLE = "ED_LAYERS_NATIVE"
 #: Functions that XLA calls. A cached program keeps the names: so they have the interface's number.
 TARGETS = {
-    "ed_product": "ed_layers_product_3",
-    "ed_product_of_codes": "ed_layers_codes_3",
-    "ed_attention": "ed_layers_attention_3",
-    "ed_attention_back": "ed_layers_attention_back_3",
-    "ed_attention_cached": "ed_layers_attention_cached_3",
-    "ed_attention_paged": "ed_layers_attention_paged_3",
-    "ed_put": "ed_layers_put_3",
+    "ed_product": "ed_layers_product_4",
+    "ed_product_of_codes": "ed_layers_codes_4",
+    "ed_attention": "ed_layers_attention_4",
+    "ed_attention_back": "ed_layers_attention_back_4",
+    "ed_attention_cached": "ed_layers_attention_cached_4",
+    "ed_attention_paged": "ed_layers_attention_paged_4",
+    "ed_put": "ed_layers_put_4",
+    "ed_rotary": "ed_layers_rotary_4",
 }
 
 

@@ -1,0 +1,51 @@
+"""Turning queries and keys by tables of angles.
+
+XLA's CPU backend computes cosines and sines where they are used: of every head of every layer
+again.
+
+Legend: b batch, s tokens, h heads, k head dim, r2 half of the rotary dimension.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ed_layers.native.library import TARGETS, in_use
+
+
+def takes(x: jax.Array) -> bool:
+    """Whether `rotate` is there for such an array."""
+    return x.dtype in (jnp.float32, jnp.bfloat16) and in_use()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rotate(
+    interleaved: bool,
+    x: Float[Array, "b s h k"],
+    cos: Float[Array, "b s r2"],
+    sin: Float[Array, "b s r2"],
+) -> Float[Array, "b s h k"]:
+    """As `ed_infra.rotary.rotate`; the tables are constants of a gradient."""
+    return _turn(interleaved, x, cos, sin, back=False)
+
+
+def _turn(interleaved: bool, x, cos, sin, *, back: bool):
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = jax.ffi.ffi_call(TARGETS["ed_rotary"], result, vmap_method="sequential")
+    return call(x, cos, sin, neighbours=interleaved, back=back)
+
+
+def _forward(interleaved, x, cos, sin):
+    return rotate(interleaved, x, cos, sin), (cos, sin)
+
+
+def _backward(interleaved, saved, cotangent):
+    # A rotation times a factor: its transpose turns back, by the same factor.
+    return _turn(interleaved, cotangent, *saved, back=True), None, None
+
+
+rotate.defvjp(_forward, _backward)
