@@ -2,11 +2,21 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 #include "library.h"
 
 namespace ed {
+
+#if defined(__x86_64__)
+// `__builtin_cpu_supports` of clang before 17 does not know "avxvnni".
+static bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
 
 const Level& level() {
   static const Level* chosen = [] {
@@ -22,7 +32,7 @@ const Level& level() {
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     if (takes(kAvx2Level, avx2)) best = &kAvx2Level;
-    if (takes(kAvxVnniLevel, avx2 && __builtin_cpu_supports("avxvnni"))) best = &kAvxVnniLevel;
+    if (takes(kAvxVnniLevel, avx2 && has_avx_vnni())) best = &kAvxVnniLevel;
     if (takes(kAvx512Level, avx512)) best = &kAvx512Level;
     if (takes(kAvx512VnniLevel, vnni)) best = &kAvx512VnniLevel;
     if (takes(kAvx512Bf16Level, vnni && __builtin_cpu_supports("avx512bf16")))
