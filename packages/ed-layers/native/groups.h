@@ -49,6 +49,10 @@ struct TileNumbers {
       const float* from = static_cast<const float*>(numbers.data) + group * p.outputs + column;
       if (count == kTile) return from;
       std::memcpy(copy, from, count * sizeof(float));
+    } else if (numbers.kind == Small::kFloat32) {
+      int64_t groups = p.inputs / p.group;
+      const float* from = static_cast<const float*>(numbers.data) + column * groups + group;
+      for (int64_t c = 0; c < count; ++c) copy[c] = from[c * groups];
     } else {
       for (int64_t c = 0; c < count; ++c) copy[c] = of_group(p, numbers, group, column + c);
     }

@@ -4,8 +4,8 @@
 // The rows are rounded once for all tasks (`round_row`): each group has a scale. Of codes of four
 // bits, which have an even and an odd input in a byte, even inputs come before odd ones. Four codes
 // that lie along the inputs are multiplied and added by one instruction, so a tile of the matrix is
-// made of such fours first. Few rows need none: whole_few.h,
-// and whole_rows.h where the matrix lies transposed.
+// made of such fours first. Few rows need none: whole_few.h, and whole_rows.h where the matrix lies
+// transposed.
 #pragma once
 
 #include "columns.h"
@@ -63,7 +63,7 @@ void round_row(const Product& p, int64_t row) {
     p.row_scale[row * groups + g] = scale;
     for (int64_t b = 0; b < blocks.count; ++b, numbers += kWhole) {
       int64_t k = least(kWhole, p.group - b * kWhole);
-      alignas(64) int32_t nearest[kWhole] = {};
+      alignas(64) int32_t nearest[kWhole + 1];
       for (int64_t i = 0; i < k; ++i) {
         float number = x[b * kWhole + i] / (scale == 0 ? 1 : scale);
         // To the nearest, ties to even: what is added has no bits for fractions. NaN has no number;
@@ -71,13 +71,14 @@ void round_row(const Product& p, int64_t row) {
         number = (number + 0x1.8p23f) - 0x1.8p23f;
         nearest[i] = static_cast<int32_t>(number == number ? number : 0);
       }
+      nearest[k] = 0;
       int32_t sum = 0;
       for (int64_t i = 0; i < k; ++i) sum += nearest[i];
       *sums++ = sum;
       if (blocks.halves == 1)
-        for (int64_t i = 0; i < kWhole; ++i) numbers[i] = static_cast<int8_t>(nearest[i]);
+        for (int64_t i = 0; i < k; ++i) numbers[i] = static_cast<int8_t>(nearest[i]);
       else
-        for (int64_t i = 0; i < kWhole / 2; ++i)
+        for (int64_t i = 0; i < (k + 1) / 2; ++i)
           for (int64_t half = 0; half < 2; ++half)
             numbers[half * (kWhole / 2) + i] = static_cast<int8_t>(nearest[2 * i + half]);
     }

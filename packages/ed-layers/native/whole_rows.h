@@ -73,55 +73,127 @@ void sums_of_block(const Product& p, int64_t row, int64_t block, int64_t output,
   for (int r = 0; r < R; ++r) whole_totals<Q>(acc[r], to + r * kTile);
 }
 
-// Few rows of x, and groups of at least a vector of codes.
+// The sums of each of P equal parts of the lanes of four vectors: of part j at to + j * stride.
+template <int P>
+ED_INLINE void totals_of_parts(const Ints* v, int32_t* to, int64_t stride) {
+#if defined(__AVX512F__)
+  auto a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+  __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  if (P == 2) all = _mm512_add_epi32(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+  alignas(64) int32_t quarters[16];
+  _mm512_store_si512(quarters, all);
+  for (int j = 0; j < P; ++j) std::memcpy(to + j * stride, quarters + 16 / P * j, 16);
+#else
+  for (int j = 0; j < P; ++j)
+    for (int q = 0; q < 4; ++q) {
+      int32_t sum = 0;
+      for (int l = 0; l < kLanes / P; ++l) sum += v[q][kLanes / P * j + l];
+      to[j * stride + q] = sum;
+    }
+#endif
+}
+
+// Of groups of few codes, P lie in a vector: their sums [P, kFewRows, kTile], from `group` on.
+template <int R, int P, bool half>
+void sums_of_groups(const Product& p, int64_t row, int64_t group, int64_t column, int64_t count,
+                    int32_t* to) {
+  constexpr int64_t kBytes = kLanes * 4, kPart = kBytes / P;
+  int64_t groups = p.inputs / p.group, there = least(P, groups - group);
+  int64_t stride = groups * kPart;
+  alignas(64) int8_t x[2][R][kBytes] = {};  // zero for groups that are not there
+  for (int r = 0; r < R; ++r)
+    for (int64_t j = 0; j < there; ++j) {
+      const int8_t* from = p.numbers + ((row + r) * groups + group + j) * kWhole;
+      std::memcpy(x[0][r] + j * kPart, from, kPart);
+      if (half) std::memcpy(x[1][r] + j * kPart, from + kWhole / 2, kPart);
+    }
+  auto* w = static_cast<const uint8_t*>(p.w) + column * stride + group * kPart;
+  for (int64_t c = 0; c < count; c += 4) {
+    Ints acc[R][4] = {};
+    ED_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      const uint8_t* from = w + least(c + q, count - 1) * stride;
+      prefetch(from + kTile * stride);
+      alignas(64) uint8_t rest[kBytes] = {};
+      if (there < P) std::memcpy(rest, from, there * kPart);
+      Ints codes = load_ints(there < P ? rest : from);
+      Ints odd = (codes >> 4) & 0x0f0f0f0f;
+      if (half) codes &= 0x0f0f0f0f;
+      if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
+      ED_UNROLL
+      for (int r = 0; r < R; ++r) {
+        acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(x[0][r]));
+        if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(x[1][r]));
+      }
+    }
+    ED_UNROLL
+    for (int r = 0; r < R; ++r)
+      totals_of_parts<P>(acc[r], to + r * kTile + c, kFewRows * kTile);
+  }
+}
+
+// Few rows of x. P groups of codes fill a vector; 1: a block of inputs fills one or more.
+template <int P, bool half>
 void whole_rows(const Product& p, int64_t first, int64_t last) {
   Blocks blocks(p);
   int64_t groups = p.inputs / p.group, all = groups * blocks.count;
-  bool half = blocks.halves == 2;
   TileNumbers of_scale, of_zero;
-  alignas(64) int32_t whole_sums[kFewRows * kTile] = {};
+  alignas(64) int32_t whole_sums[P * kFewRows * kTile] = {};
   alignas(64) float sums[kFewRows * kTile];
   for (int64_t column = first; column < last; column += kTile) {
     int64_t count = least(kTile, last - column);
     std::memset(sums, 0, sizeof sums);
     for (int64_t block = 0; block < all; ++block) {
+      if (block % P == 0)
+        row_blocks<4>(p.rows, [&](auto r, int64_t row) {
+          constexpr int R = decltype(r)::value;
+          int32_t* to = whole_sums + row * kTile;
+          if constexpr (P > 1) return sums_of_groups<R, P, half>(p, row, block, column, count, to);
+          auto by = [&](auto q, int64_t c) {
+            constexpr int Q = decltype(q)::value;
+            sums_of_block<R, Q, half>(p, row, block, column + c, to + c);
+          };
+          int64_t c = 0;
+          for (; c + kOutputsAtOnce <= count; c += kOutputsAtOnce) by(Count<kOutputsAtOnce>(), c);
+          for (; c < count; ++c) by(Count<1>(), c);
+        });
       int64_t group = block / blocks.count;
-      row_blocks<4>(p.rows, [&](auto r, int64_t row) {
-        constexpr int R = decltype(r)::value;
-        auto by = [&](auto q, int64_t c) {
-          constexpr int Q = decltype(q)::value;
-          int32_t* to = whole_sums + row * kTile + c;
-          if (half)
-            sums_of_block<R, Q, true>(p, row, block, column + c, to);
-          else
-            sums_of_block<R, Q, false>(p, row, block, column + c, to);
-        };
-        int64_t c = 0;
-        for (; c + kOutputsAtOnce <= count; c += kOutputsAtOnce) by(Count<kOutputsAtOnce>(), c);
-        for (; c < count; ++c) by(Count<1>(), c);
-      });
       const float* scale = of_scale.get(p, p.scale, group, column, count);
       const float* zero = of_zero.get(p, p.zero, group, column, count);
       for (int64_t row = 0; row < p.rows; ++row) {
         float of_row = p.row_scale[row * groups + group];
         int32_t of_sum = p.row_sums[row * all + block];
         Ints bias = Ints{} + (half ? 0 : kBias) * of_sum;
-        for (int64_t v = 0; v < kTile; v += kLanes) {
-          int64_t at = row * kTile + v;
-          add_scaled(load_ints(whole_sums + at) - bias, of_row, of_sum, scale + v,
-                     zero ? zero + v : zero, sums + at);
-        }
+        const int32_t* from = whole_sums + (block % P * kFewRows + row) * kTile;
+        for (int64_t v = 0; v < kTile; v += kLanes)
+          add_scaled(load_ints(from + v) - bias, of_row, of_sum, scale + v,
+                     zero ? zero + v : zero, sums + row * kTile + v);
       }
     }
     for (int64_t row = 0; row < p.rows; ++row) write(p, row, column, sums + row * kTile, count);
   }
 }
 
+// The form of few rows that fits the groups; null = none.
+template <bool half>
+ProductOfOutputs form_of_rows(const Product& p) {
+  int64_t bytes = p.group / (half ? 2 : 1);
+  if (bytes >= kLanes * 4) return whole_rows<1, half>;
+  if (bytes == kLanes * 2) return whole_rows<2, half>;
+  if (bytes == kLanes) return whole_rows<4, half>;
+  return nullptr;
+}
+
 // The product in whole numbers, whose sums are exact within a block of inputs: so the forms, which
 // scale each block in the same order, give the same numbers.
 void whole(const Product& p, int64_t first, int64_t last) {
-  if (p.transposed && p.rows <= kFewRows && p.group / Blocks(p).halves >= kLanes * 4)
-    return whole_rows(p, first, last);
+  if (p.transposed && p.rows <= kFewRows) {
+    bool half = p.format == Format::kFourBits;
+    if (auto form = half ? form_of_rows<true>(p) : form_of_rows<false>(p))
+      return form(p, first, last);
+  }
   int64_t count = !p.transposed && whole_of_few(p) ? (last - first) / kTile * kTile : 0;
   if (count > 0) whole_in_runs(p, first, count);
   if (first + count < last) whole_in_tiles(p, first + count, last);
