@@ -30,14 +30,17 @@ struct WideRows {
   const float* x;
 };
 
+// A power of two, E8M0: the exponent of a float32 alone, of which the least is subnormal.
+inline float power_of_two(uint8_t byte) {
+  return byte == 255 ? __builtin_nanf("") : from_bits(byte ? uint32_t{byte} << 23 : 1u << 22);
+}
+
 // One number of [groups, outputs], or of [outputs, groups].
 inline float of_group(const Product& p, const OfGroups& numbers, int64_t group, int64_t output) {
   int64_t at = p.transposed ? output * (p.inputs / p.group) + group : group * p.outputs + output;
   if (numbers.kind == Small::kFloat32) return static_cast<const float*>(numbers.data)[at];
   uint8_t byte = static_cast<const uint8_t*>(numbers.data)[at];
-  if (numbers.kind == Small::kUint8) return byte;
-  // A power of two, E8M0: the exponent of a float32 alone, of which the least is subnormal.
-  return byte == 255 ? __builtin_nanf("") : from_bits(byte ? uint32_t{byte} << 23 : 1u << 22);
+  return numbers.kind == Small::kUint8 ? byte : power_of_two(byte);
 }
 
 // The numbers of one group and the outputs of a tile.
@@ -45,20 +48,30 @@ struct TileNumbers {
   const float* get(const Product& p, const OfGroups& numbers, int64_t group, int64_t column,
                    int64_t count) {
     if (numbers.data == nullptr) return nullptr;
-    if (numbers.kind == Small::kFloat32 && !p.transposed) {
-      const float* from = static_cast<const float*>(numbers.data) + group * p.outputs + column;
-      if (count == kTile) return from;
-      std::memcpy(copy, from, count * sizeof(float));
-    } else if (numbers.kind == Small::kFloat32) {
-      int64_t groups = p.inputs / p.group;
-      const float* from = static_cast<const float*>(numbers.data) + column * groups + group;
-      for (int64_t c = 0; c < count; ++c) copy[c] = from[c * groups];
-    } else {
-      for (int64_t c = 0; c < count; ++c) copy[c] = of_group(p, numbers, group, column + c);
+    int64_t step = p.transposed ? p.inputs / p.group : 1;
+    int64_t at = p.transposed ? column * step + group : group * p.outputs + column;
+    auto* floats = static_cast<const float*>(numbers.data) + at;
+    auto* bytes = static_cast<const uint8_t*>(numbers.data) + at;
+    switch (numbers.kind) {
+      case Small::kFloat32:
+        if (step == 1 && count == kTile) return floats;
+        fill(floats, step, count, [](float x) { return x; });
+        break;
+      case Small::kUint8: fill(bytes, step, count, [](uint8_t x) { return float(x); }); break;
+      case Small::kPowerOfTwo: fill(bytes, step, count, power_of_two); break;
     }
     for (int64_t c = count; c < kTile; ++c) copy[c] = 0;
     return copy;
   }
+
+  template <typename Number, typename F>
+  ED_INLINE void fill(const Number* from, int64_t step, int64_t count, const F& f) {
+    if (step == 1)
+      for (int64_t c = 0; c < count; ++c) copy[c] = f(from[c]);
+    else
+      for (int64_t c = 0; c < count; ++c) copy[c] = f(from[c * step]);
+  }
+
   alignas(64) float copy[kTile];
 };
 

@@ -82,9 +82,12 @@ ED_INLINE void totals_of_parts(const Ints* v, int32_t* to, int64_t stride) {
   __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
   __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
   if (P == 2) all = _mm512_add_epi32(all, _mm512_shuffle_i32x4(all, all, 0xb1));
-  alignas(64) int32_t quarters[16];
-  _mm512_store_si512(quarters, all);
-  for (int j = 0; j < P; ++j) std::memcpy(to + j * stride, quarters + 16 / P * j, 16);
+  auto put = [&](int j, __m128i quarter) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + j * stride), quarter);
+  };
+  put(0, _mm512_castsi512_si128(all));
+  put(1, _mm512_extracti32x4_epi32(all, P == 2 ? 2 : 1));
+  if (P == 4) put(2, _mm512_extracti32x4_epi32(all, 2)), put(3, _mm512_extracti32x4_epi32(all, 3));
 #else
   for (int j = 0; j < P; ++j)
     for (int q = 0; q < 4; ++q) {
@@ -110,28 +113,34 @@ void sums_of_groups(const Product& p, int64_t row, int64_t group, int64_t column
       if (half) std::memcpy(x[1][r] + j * kPart, from + kWhole / 2, kPart);
     }
   auto* w = static_cast<const uint8_t*>(p.w) + column * stride + group * kPart;
-  for (int64_t c = 0; c < count; c += 4) {
-    Ints acc[R][4] = {};
-    ED_UNROLL
-    for (int q = 0; q < 4; ++q) {
-      const uint8_t* from = w + least(c + q, count - 1) * stride;
-      prefetch(from + kTile * stride);
-      alignas(64) uint8_t rest[kBytes] = {};
-      if (there < P) std::memcpy(rest, from, there * kPart);
-      Ints codes = load_ints(there < P ? rest : from);
-      Ints odd = (codes >> 4) & 0x0f0f0f0f;
-      if (half) codes &= 0x0f0f0f0f;
-      if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
+  auto all = [&](auto codes_at) __attribute__((always_inline)) {
+    for (int64_t c = 0; c < count; c += 4) {
+      Ints acc[R][4] = {};
       ED_UNROLL
-      for (int r = 0; r < R; ++r) {
-        acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(x[0][r]));
-        if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(x[1][r]));
+      for (int q = 0; q < 4; ++q) {
+        const uint8_t* from = w + least(c + q, count - 1) * stride;
+        prefetch(from + kTile * stride);
+        Ints codes = codes_at(from);
+        Ints odd = (codes >> 4) & 0x0f0f0f0f;
+        if (half) codes &= 0x0f0f0f0f;
+        if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
+        ED_UNROLL
+        for (int r = 0; r < R; ++r) {
+          acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(x[0][r]));
+          if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(x[1][r]));
+        }
       }
+      ED_UNROLL
+      for (int r = 0; r < R; ++r)
+        totals_of_parts<P>(acc[r], to + r * kTile + c, kFewRows * kTile);
     }
-    ED_UNROLL
-    for (int r = 0; r < R; ++r)
-      totals_of_parts<P>(acc[r], to + r * kTile + c, kFewRows * kTile);
-  }
+  };
+  if (there == P) return all([](const uint8_t* from) { return load_ints(from); });
+  all([&](const uint8_t* from) {
+    alignas(64) uint8_t rest[kBytes] = {};
+    std::memcpy(rest, from, there * kPart);
+    return load_ints(rest);
+  });
 }
 
 // Few rows of x. P groups of codes fill a vector; 1: a block of inputs fills one or more.

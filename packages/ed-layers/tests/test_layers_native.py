@@ -95,9 +95,16 @@ def test_a_row_does_not_depend_on_its_company(transposed, dtype) -> None:
 
 @built
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(("form", "group"), [("int8", 600), ("int8", 30), ("int4", 200)])
-def test_a_row_of_codes_does_not_depend_on_its_company(form, group, whole) -> None:
-    x, w = drawn(0, 40, 600), encode(drawn(1, 600, 145), form, group, activations=whole)
+@pytest.mark.parametrize(
+    ("form", "group", "groups"),
+    [
+        *[("int8", 600, 1), ("int8", 30, 20), ("int8", 32, 7)],
+        *[("int4", 200, 3), ("int4", 32, 18), ("int4", 64, 9)],
+    ],
+)
+def test_a_row_of_codes_does_not_depend_on_its_company(form, group, groups, whole) -> None:
+    x = drawn(0, 40, group * groups)
+    w = encode(drawn(1, group * groups, 145), form, group, activations=whole)
     assert isinstance(w.scale, jax.Array)
     table = jnp.arange(16.0) if form == "int4" else None
     for tied in (False, True):
@@ -144,7 +151,7 @@ def test_quantized_matrices_take_it(form, dtype, monkeypatch) -> None:
 @given(
     n=st.integers(1, 20),
     form=st.sampled_from(["int8", "int4"]),
-    group=st.sampled_from([None, 6, 32]),
+    group=st.sampled_from([None, 6, 32, 64]),
     groups=st.integers(1, 12),
     o=st.integers(1, 90),
     tied=st.booleans(),
