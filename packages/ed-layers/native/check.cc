@@ -37,7 +37,7 @@ bool finite(const std::vector<float>& numbers) {
 bool product(const ed::Level& level) {
   ed::Product p{};
   int64_t groups = draw(1, 4), outputs = draw(1, 200);
-  p.group = 2 * draw(1, 150), p.inputs = groups * p.group, p.rows = draw(1, 20);
+  p.group = draw(0, 1) ? 2 * draw(1, 150) : 16 << draw(0, 3), p.inputs = groups * p.group, p.rows = draw(1, 20);
   p.outputs = outputs, p.transposed = draw(0, 1);
   p.format = static_cast<ed::Format>(draw(0, 4));
   auto x = floats(p.rows * p.inputs), table = floats(16), scale = floats(groups * outputs);

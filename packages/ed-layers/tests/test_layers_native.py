@@ -277,9 +277,9 @@ def _same_arrays() -> list[np.ndarray]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["base", *(name for _, name, _ in LEVELS["x86_64"][1:])])
 def test_every_level_computes_everything(name, tmp_path) -> None:
-    """The tests of this file and of attention, by each level that this processor has."""
+    """The tests of values, by each level that this processor has."""
     environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
-    tests = [Path(__file__), Path(__file__).with_name("test_layers_native_attention.py")]
+    tests = sorted(Path(__file__).parent.glob("test_layers_native*.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "exact or lie or company"]
     done = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
