@@ -1,5 +1,7 @@
 """Compiled programs are kept where the user's caches are, unless the user said otherwise."""
 
+import os
+
 import jax
 import pytest
 from ed_elarge import actions
@@ -39,3 +41,15 @@ def test_small_programs_are_kept_too(unset, monkeypatch, tmp_path):
         assert jax.config.values[name] == 0
     finally:
         jax.config.update(name, before)
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=4"])
+def test_simulated_devices_have_threads_to_wait_in(unset, monkeypatch, tmp_path, flags):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("NPROC", raising=False)
+    actions.keep_compiled_programs()
+    assert os.environ.get("NPROC") == ("64" if flags else None)
+    monkeypatch.setenv("NPROC", "3")
+    actions.keep_compiled_programs()
+    assert os.environ["NPROC"] == "3", "what the user has set stands"

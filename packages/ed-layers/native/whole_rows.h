@@ -8,6 +8,23 @@ namespace ed {
 namespace {
 
 constexpr int kOutputsAtOnce = 4;
+
+// acc [R, q] += a vector of codes of output q times the numbers of R rows of x; those of odd inputs
+// lie `to_odd` behind.
+template <int R, int Q, bool half>
+ED_INLINE void add_codes(Ints codes, int q, const int8_t* x, int64_t x_stride, int64_t to_odd,
+                         Ints (*acc)[Q]) {
+  Ints odd = (codes >> 4) & 0x0f0f0f0f;
+  if (half) codes &= 0x0f0f0f0f;
+  if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
+  ED_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const int8_t* numbers = x + r * x_stride;
+    acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(numbers));
+    if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(numbers + to_odd));
+  }
+}
+
 // acc [R, Q] += the products of R rows of x with Q rows of codes, over one block of inputs.
 template <int R, int Q, bool half>
 ED_INLINE void dots_of_bytes(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t w_stride,
@@ -15,18 +32,8 @@ ED_INLINE void dots_of_bytes(const int8_t* x, int64_t x_stride, const uint8_t* w
   constexpr int64_t kBytes = kLanes * 4;
   auto add = [&](int64_t i, const uint8_t* from, int64_t stride) __attribute__((always_inline)) {
     ED_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      Ints codes = load_ints(from + q * stride);
-      Ints odd = (codes >> 4) & 0x0f0f0f0f;
-      if (half) codes &= 0x0f0f0f0f;
-      if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
-      ED_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const int8_t* numbers = x + r * x_stride + i;
-        acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(numbers));
-        if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(numbers + kWhole / 2));
-      }
-    }
+    for (int q = 0; q < Q; ++q)
+      add_codes<R, Q, half>(load_ints(from + q * stride), q, x + i, x_stride, kWhole / 2, acc);
   };
   int64_t i = 0;
   for (; i + kBytes <= bytes; i += kBytes) add(i, w + i, w_stride);
@@ -36,25 +43,39 @@ ED_INLINE void dots_of_bytes(const int8_t* x, int64_t x_stride, const uint8_t* w
   add(i, rest[0], kBytes);
 }
 
-// The sums of the lanes of each of Q vectors.
-template <int Q>
-ED_INLINE void whole_totals(const Ints* v, int32_t* to) {
+#if defined(__AVX512F__)
+// The sums of each quarter of the lanes of four vectors: four of each.
+ED_INLINE __m512i totals_of_quarters(const Ints* v) {
+  auto a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+  __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+ED_INLINE void store_four(int32_t* to, __m128i numbers) { std::memcpy(to, &numbers, 16); }
+#endif
+
+// The sums of each of P equal parts of the lanes of Q vectors: of part j at to + j * stride.
+template <int Q, int P>
+ED_INLINE void whole_totals(const Ints* v, int32_t* to, int64_t stride) {
 #if defined(__AVX512F__)
   if constexpr (Q == 4) {
-    auto a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
-    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_add_epi32(_mm256_castsi256_si128(half),
-                                                   _mm256_extracti128_si256(half, 1)));
+    __m512i sums = totals_of_quarters(v);
+    if (P < 4) sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4(sums, sums, 0xb1));
+    if (P < 2) sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4(sums, sums, 0x4e));
+    store_four(to, _mm512_castsi512_si128(sums));
+    if (P > 1) store_four(to + stride, _mm512_extracti32x4_epi32(sums, P == 2 ? 2 : 1));
+    if (P > 2) store_four(to + 2 * stride, _mm512_extracti32x4_epi32(sums, 2));
+    if (P > 2) store_four(to + 3 * stride, _mm512_extracti32x4_epi32(sums, 3));
     return;
   }
 #endif
-  for (int q = 0; q < Q; ++q) {
-    to[q] = 0;
-    for (int l = 0; l < kLanes; ++l) to[q] += v[q][l];
-  }
+  for (int j = 0; j < P; ++j)
+    for (int q = 0; q < Q; ++q) {
+      int32_t sum = 0;
+      for (int l = 0; l < kLanes / P; ++l) sum += v[q][kLanes / P * j + l];
+      to[j * stride + q] = sum;
+    }
 }
 
 // A block of inputs by Q outputs, for R rows.
@@ -70,32 +91,7 @@ void sums_of_block(const Product& p, int64_t row, int64_t block, int64_t output,
   dots_of_bytes<R, Q, half>(p.numbers + (row * all + block) * kWhole, all * kWhole, w, stride,
                             bytes, acc);
   ED_UNROLL
-  for (int r = 0; r < R; ++r) whole_totals<Q>(acc[r], to + r * kTile);
-}
-
-// The sums of each of P equal parts of the lanes of four vectors: of part j at to + j * stride.
-template <int P>
-ED_INLINE void totals_of_parts(const Ints* v, int32_t* to, int64_t stride) {
-#if defined(__AVX512F__)
-  auto a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
-  __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-  __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-  __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-  if (P == 2) all = _mm512_add_epi32(all, _mm512_shuffle_i32x4(all, all, 0xb1));
-  auto put = [&](int j, __m128i quarter) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + j * stride), quarter);
-  };
-  put(0, _mm512_castsi512_si128(all));
-  put(1, _mm512_extracti32x4_epi32(all, P == 2 ? 2 : 1));
-  if (P == 4) put(2, _mm512_extracti32x4_epi32(all, 2)), put(3, _mm512_extracti32x4_epi32(all, 3));
-#else
-  for (int j = 0; j < P; ++j)
-    for (int q = 0; q < 4; ++q) {
-      int32_t sum = 0;
-      for (int l = 0; l < kLanes / P; ++l) sum += v[q][kLanes / P * j + l];
-      to[j * stride + q] = sum;
-    }
-#endif
+  for (int r = 0; r < R; ++r) whole_totals<Q, 1>(acc[r], to + r * kTile, 0);
 }
 
 // Of groups of few codes, P lie in a vector: their sums [P, kFewRows, kTile], from `group` on.
@@ -120,19 +116,11 @@ void sums_of_groups(const Product& p, int64_t row, int64_t group, int64_t column
       for (int q = 0; q < 4; ++q) {
         const uint8_t* from = w + least(c + q, count - 1) * stride;
         prefetch(from + kTile * stride);
-        Ints codes = codes_at(from);
-        Ints odd = (codes >> 4) & 0x0f0f0f0f;
-        if (half) codes &= 0x0f0f0f0f;
-        if (!half && kBias) codes ^= static_cast<int32_t>(0x80808080u);
-        ED_UNROLL
-        for (int r = 0; r < R; ++r) {
-          acc[r][q] = dot_of_bytes(acc[r][q], codes, load_ints(x[0][r]));
-          if (half) acc[r][q] = dot_of_bytes(acc[r][q], odd, load_ints(x[1][r]));
-        }
+        add_codes<R, 4, half>(codes_at(from), q, x[0][0], kBytes, R * kBytes, acc);
       }
       ED_UNROLL
       for (int r = 0; r < R; ++r)
-        totals_of_parts<P>(acc[r], to + r * kTile + c, kFewRows * kTile);
+        whole_totals<4, P>(acc[r], to + r * kTile + c, kFewRows * kTile);
     }
   };
   if (there == P) return all([](const uint8_t* from) { return load_ints(from); });

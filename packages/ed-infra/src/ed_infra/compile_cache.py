@@ -11,6 +11,8 @@ from pathlib import Path
 
 #: When this process began to import what it runs, in seconds since the epoch.
 IMPORTED = time.time()
+#: Threads of XLA where one process plays several CPU devices.
+THREADS = "64"
 _lock = threading.Lock()
 
 
@@ -28,6 +30,11 @@ def keep_compiled_programs() -> None:
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_compilation_cache_dir", str(_home() / "jax"))
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        # A program from the cache starts collectives that do not depend on each other at once, and
+        # each waits in a thread on each device. With as many threads as devices, the default, all
+        # of them can wait for one that has none.
+        os.environ.setdefault("NPROC", THREADS)
 
 
 def engines_folder() -> Path | None:
