@@ -31,17 +31,27 @@ WholeSizes whole_sizes(const Product& p) {
 // The largest size of some numbers; NaN if one of them is.
 inline float largest_size(const float* x, int64_t count) {
   Vec high = {};
+  Ints strange = {};  // all bits where a number is NaN
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     Vec size = load(x + i);
     size = size < 0 ? -size : size;
-    high = (size > high) | (size != size) ? size : high;
+    strange |= size != size;
+    high = size > high ? size : high;
   }
-  float largest = 0;
-  auto add = [&](float size) { largest = size > largest || size != size ? size : largest; };
-  for (int l = 0; l < kLanes; ++l) add(high[l]);
-  for (; i < count; ++i) add(__builtin_fabsf(x[i]));
-  return largest;
+  float lanes[kLanes];
+  int32_t any = 0;
+  store(lanes, high);
+  for (int l = 0; l < kLanes; ++l) any |= strange[l];
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int l = 0; l < n; ++l) lanes[l] = lanes[l] > lanes[l + n] ? lanes[l] : lanes[l + n];
+  float largest = lanes[0];
+  for (; i < count; ++i) {
+    float size = __builtin_fabsf(x[i]);
+    any |= size != size;
+    largest = size > largest ? size : largest;
+  }
+  return any ? __builtin_nanf("") : largest;
 }
 
 // Numbers, scales and sums of one row: as `rounded` of ed_layers.quantization.qarray has them.

@@ -79,6 +79,15 @@ inline bool whole_of_few(const Product& p) {
   return p.rows <= kFewRows && p.group % (4 * Blocks(p).halves) == 0;
 }
 
+// Ask early for the numbers of a group, if there is such a group.
+inline void fetch_ahead(const Product& p, const OfGroups& numbers, int64_t group, int64_t first,
+                        int64_t count) {
+  if (numbers.data == nullptr || group * p.group >= p.inputs) return;
+  int64_t width = numbers.kind == Small::kFloat32 ? 4 : 1;
+  auto* from = static_cast<const char*>(numbers.data) + (group * p.outputs + first) * width;
+  for (int64_t i = 0; i < count * width; i += 64) prefetch(from + i);
+}
+
 // Whole tiles of outputs from `first` on.
 void whole_in_runs(const Product& p, int64_t first, int64_t count) {
   Blocks blocks(p);
@@ -89,6 +98,8 @@ void whole_in_runs(const Product& p, int64_t first, int64_t count) {
   TileNumbers of_scale, of_zero;
   for (int64_t block = 0; block < all; ++block) {
     int64_t group = block / blocks.count;
+    fetch_ahead(p, p.scale, group + 2, first, count);
+    fetch_ahead(p, p.zero, group + 2, first, count);
     row_blocks<4>(p.rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       auto* to = whole_sums + row * count;
