@@ -55,6 +55,9 @@ def test_values_of_flags() -> None:
     )
     buckets = parsed("--max-num-seqs", "4", "--max-num-seq-buckets", "1,2,4").max_num_seq_buckets
     assert buckets == (1, 2, 4)
+    one = parsed("--max-num-seqs", "4", "--max-num-seq-buckets", "4", "--extra-stops", "a")
+    assert (one.max_num_seq_buckets, one.extra_stops) == ((4,), ("a",))
+    assert parsed("--max-num-seq-buckets", "null").max_num_seq_buckets is None
     assert [plain(text) for text in ("1.5", "null", "False", "left")] == [1.5, None, False, "left"]
     with pytest.raises(ConfigError, match="--page-size: Input should be greater than 0"):
         parsed("--page-size", "0")

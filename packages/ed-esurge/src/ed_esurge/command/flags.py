@@ -8,7 +8,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options
@@ -47,12 +47,21 @@ def options_of(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT:
     """
     written = {name: getattr(values, name) for name in table.model_fields}
     given = {name: plain(text) for name, text in written.items() if text is not None}
+    for name, value in given.items():
+        one = value is not None and not isinstance(value, list)
+        if one and takes_several(table.model_fields[name].annotation):
+            given[name] = [value]
     try:
         return table(**given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         flag = "--" + str(first["loc"][0]).replace("_", "-") + ": " if first["loc"] else ""
         raise ConfigError(f"{flag}{first['msg']}") from None
+
+
+def takes_several(annotation: object) -> bool:
+    """Whether a tuple fits a type."""
+    return get_origin(annotation) is tuple or any(map(takes_several, get_args(annotation)))
 
 
 def plain(text: str) -> Any:

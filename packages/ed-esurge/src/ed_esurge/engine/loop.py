@@ -72,7 +72,7 @@ class EngineLoop:
         self._pending: StepResult | None = None
         self.spoilt = False
         """Pages hold numbers that are not finite."""
-        self._steps = 0
+        self._steps = self._traced_early = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ledger
@@ -301,6 +301,7 @@ class EngineLoop:
         self.runner.compile_all(progress)
         if self.scheduler.proposer is not None:
             self.scheduler.proposer.compile_all(progress)
+        self._traced_early = self.runner.num_traces
 
     # ---- numbers
 
@@ -329,6 +330,7 @@ class EngineLoop:
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": self._steps,
             "num_compiled": self.runner.num_traces,
+            "recompiles": self.runner.num_traces - self._traced_early,
             **offload,
             **(scheduler.proposer.stats() if scheduler.proposer is not None else {}),
         }

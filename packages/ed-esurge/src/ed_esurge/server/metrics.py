@@ -260,10 +260,11 @@ class EngineCollector(Collector):
 
     The numbers of a replica, whose label `engine` is its index, are a mapping with
     `num_requests_running`, `num_requests_waiting`, `kv_cache_usage` (0 … 1),
-    `prefix_cache_queries`, `prefix_cache_hits` (tokens), `num_preemptions`; with proposals,
-    `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and `spec_decode_num_accepted_tokens`;
-    with pages in host memory, `external_prefix_cache_queries`, `external_prefix_cache_hits`
-    (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage`
+    `prefix_cache_queries`, `prefix_cache_hits` (tokens), `num_preemptions`, `recompiles` (since it
+    was ready); with proposals, `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and
+    `spec_decode_num_accepted_tokens`; with pages in host memory, `external_prefix_cache_queries`,
+    `external_prefix_cache_hits` (tokens), `kv_offload_store_bytes`, `kv_offload_load_bytes` and
+    `kv_offload_cpu_cache_usage`
     (0 … 1). A number that is missing is not exported.
     """
 
@@ -301,6 +302,7 @@ class EngineCollector(Collector):
             "Bytes of pages copied back.",
         ),
         ("num_preemptions", "vllm:num_preemptions", "Times a request lost its pages."),
+        ("recompiles", "esurge:recompiles", "Functions compiled while somebody waited for them."),
         ("spec_decode_num_drafts", "vllm:spec_decode_num_drafts", "Proposals of tokens."),
         (
             "spec_decode_num_draft_tokens",

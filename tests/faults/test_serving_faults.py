@@ -1,0 +1,227 @@
+"""A server under clients of every kind, in a process of its own: who behaves gets the right answer,
+who does not gets an error, and afterwards nothing is left of either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from ed_esurge.testing import byte_tokenizer
+from ed_infra.testing import tiny_llama
+
+TOKENS, CLIENTS = 12, 24
+LIMITS = {"max_body_bytes": 4096, "body_timeout": 2.0}
+# Fewer pages than eight sequences want: some are preempted.
+FLAGS = """
+--dtype float32 --sharding-axis-dims 1,1,1,1,1 --max-model-len 128 --max-num-batched-tokens 64
+--max-num-seqs 8 --max-num-seq-buckets 8 --page-size 16 --num-pages 12
+--drain-seconds 20 --log-level warning
+"""
+PROMPTS = ["a", "the cat", "x" * 40, "once upon a time there was"]
+JSON = {"Content-Type": "application/json"}
+#: What clients do, and how often.
+KINDS = {"whole": 4, "stream": 4, "slow": 1, "cut": 3, "gone": 2, "half": 1, "wrong": 4}
+WRONG = {
+    b'{"prompt": "\xff\xfe"}': 400,
+    b'{"prompt": ': 400,
+    b'{"prompt": "a", "top_k": 2147483648}': 400,
+    b'{"prompt": "a", "max_tokens": -1}': 400,
+    b'{"prompt": "' + b"a" * 5000 + b'"}': 413,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose tokens are bytes."""
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("served")
+    fields = tiny_llama(vocab_size=260, num_hidden_layers=2, initializer_range=0.2)
+    fields.pop("model_type")
+    config = LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
+    LlamaForCausalLM.create(config, seed=1).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+Server = tuple["subprocess.Popen[str]", str]
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    """The process, and its address; the last test ends it."""
+    command = [sys.executable, "-m", "ed_esurge", "serve", str(directory), "--port", "0"]
+    command += [*shlex.split(FLAGS), "--limits", json.dumps(LIMITS)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        yield process, next(m[1] for m in (re.match(r"serving at (\S+)", x) for x in lines) if m)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def body(prompt: str, **more: object) -> bytes:
+    fields = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return json.dumps({**fields, **more}).encode()
+
+
+class Client:
+    """Requests over plain sockets, so that they can end anywhere."""
+
+    def __init__(self, url: str, expected: dict[str, str], seed: int) -> None:
+        self.place, self.expected = urlsplit(url), expected
+        self.draw = random.Random(seed)
+        self.seen = Counter[str]()
+
+    async def run(self, count: int) -> None:
+        kinds = self.draw.choices([*KINDS], [*KINDS.values()], k=count)
+        waiting = iter(kinds)
+
+        async def one() -> None:
+            for kind in waiting:
+                await asyncio.wait_for(self.request(kind), 60)
+                self.seen[kind] += 1
+
+        await asyncio.gather(*(one() for _ in range(CLIENTS)))
+
+    async def request(self, kind: str) -> None:
+        prompt = self.draw.choice(PROMPTS)
+        content, status = body(prompt, stream=kind in ("stream", "slow", "cut")), 200
+        if kind == "wrong":
+            content, status = self.draw.choice([*WRONG.items()])
+        reader, writer = await asyncio.open_connection(self.place.hostname, self.place.port)
+        try:
+            head = f"POST {self.place.path}/completions HTTP/1.1\r\nHost: {self.place.netloc}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+            head += "Connection: close\r\n\r\n"
+            writer.write(head.encode() + content[: len(content) // (2 if kind == "half" else 1)])
+            await writer.drain()
+            if kind in ("gone", "half"):
+                await asyncio.sleep(self.draw.random() * 0.05)
+            elif kind == "cut":
+                await reader.read(self.draw.randint(1, 2000))
+            else:
+                said = await self.read(reader, slowly=kind == "slow")
+                assert said.split(b" ", 2)[1] == str(status).encode(), (kind, said)
+                self.check(kind, prompt, said)
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def read(self, reader: asyncio.StreamReader, *, slowly: bool) -> bytes:
+        said = b""
+        while part := await reader.read(200 if slowly else 65536):
+            said += part
+            if slowly:
+                await asyncio.sleep(0.01)
+        return said
+
+    def check(self, kind: str, prompt: str, said: bytes) -> None:
+        if kind == "wrong":
+            assert b'"error"' in said
+        elif kind == "whole":
+            text = json.loads(said[said.index(b"{") :].split(b"\r\n")[0])["choices"][0]["text"]
+            assert text == self.expected[prompt]
+        else:
+            assert text_of(said) == self.expected[prompt]
+
+
+def text_of(stream: bytes) -> str:
+    """The text of a stream that came to its end."""
+    assert b"data: [DONE]" in stream, stream
+    chunks = re.findall(rb"data: (\{.*?\})\r?\n", stream)
+    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+
+
+def resident(pid: int) -> float:
+    """MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+
+def metric(url: str, name: str) -> float:
+    page = httpx.get(url.replace("/v1", "/metrics"), timeout=60).text
+    values = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.M)
+    assert values, f"there is no metric {name}"
+    return sum(map(float, values))
+
+
+def at_rest(url: str) -> bool:
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return not any(metric(url, f"vllm:{name}") for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts pages of /proc")
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_clients_of_every_kind(server: Server, count: int, record_property) -> None:
+    process, url = server
+    expected = {}
+    for prompt in PROMPTS:
+        answer = httpx.post(f"{url}/completions", content=body(prompt), headers=JSON, timeout=60)
+        expected[prompt] = answer.json()["choices"][0]["text"]
+    client = Client(url, expected, seed=count)
+    asyncio.run(client.run(count // 4))  # buffers grow to what they need
+    before, began = resident(process.pid), time.perf_counter()
+    asyncio.run(client.run(count - count // 4))
+    seconds = time.perf_counter() - began
+    until = time.monotonic() + 30
+    while not at_rest(url) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert at_rest(url), "requests or pages are left"
+    grown = resident(process.pid) - before
+    assert grown < 40, f"the server has grown by {grown:.0f} MiB"
+    assert set(client.seen) == set(KINDS)
+    assert httpx.get(url.replace("/v1", "/health/decode"), timeout=60).status_code == 200
+    assert metric(url, "esurge:recompiles_total") == 0
+    assert metric(url, "vllm:num_preemptions_total") > 0
+    left = sum(client.seen[kind] for kind in ("cut", "gone", "half"))
+    text = f"{count} requests, of which {left} were left: {grown:+.0f} MiB"
+    record_property("summary", f"{text}, {(count - count // 4) / seconds:.0f} requests/s")
+
+
+def test_sigterm_under_load(server: Server) -> None:
+    """Streams that run come to their end, and so does the process."""
+    process, url = server
+
+    async def streams() -> list[str]:
+        begun = asyncio.Semaphore(0)
+        content = body("a", stream=True, max_tokens=100)
+
+        async def one(http: httpx.AsyncClient) -> str:
+            said = b""
+            async with http.stream(
+                "POST", f"{url}/completions", content=content, headers=JSON
+            ) as answer:
+                async for part in answer.aiter_bytes():
+                    if not said:
+                        begun.release()
+                    said += part
+            return text_of(said)
+
+        async with httpx.AsyncClient(timeout=60) as http:
+            tasks = [asyncio.create_task(one(http)) for _ in range(16)]
+            for _ in range(8):
+                await begun.acquire()
+            process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*tasks)
+
+    texts = asyncio.run(streams())
+    assert len({*texts}) == 1
+    assert process.wait(30) == 0
