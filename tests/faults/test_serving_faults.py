@@ -190,7 +190,8 @@ def test_clients_of_every_kind(server: Server, count: int, record_property) -> N
     assert set(client.seen) == set(KINDS)
     assert httpx.get(url.replace("/v1", "/health/decode"), timeout=60).status_code == 200
     assert metric(url, "esurge:recompiles_total") == 0
-    assert metric(url, "vllm:num_preemptions_total") > 0 or count < 1000
+    if count >= 1000:  # fewer may all find pages
+        assert metric(url, "vllm:num_preemptions_total") > 0
     left = sum(client.seen[kind] for kind in ("cut", "gone", "half"))
     text = f"{count} requests, of which {left} were left: {grown:+.0f} MiB"
     record_property("summary", f"{text}, {(count - count // 4) / seconds:.0f} requests/s")

@@ -11,7 +11,7 @@ from ed_esurge.core.commands import Add
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.intake import seed_of, seeds_of
-from ed_esurge.outputs import CompletionOutput, RequestOutput
+from ed_esurge.outputs import CompletionOutput, FinishReason, RequestOutput
 from ed_esurge.runner.result import NotFinite, StepResult
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Tokenizer
@@ -41,9 +41,6 @@ class Ledger:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def __getitem__(self, request_id: str) -> OpenRequest:
-        return self._open[request_id]
-
     @property
     def names(self) -> list[str]:
         """Ids of the requests, in order of arrival."""
@@ -67,25 +64,23 @@ class Ledger:
             self._owner[name] = opened
             self._scheduler.add(request)
 
-    def owner(self, sequence: str) -> OpenRequest | None:
-        """The request of a sequence; None where it has ended."""
-        return self._owner.get(sequence)
+    def mark_scheduled(self, sequence: str) -> None:
+        """Note that a step with a sequence begins."""
+        self._owner[sequence].mark_scheduled()
 
-    def abort(self, opened: OpenRequest) -> RequestOutput:
-        """End a request because somebody asked for that."""
-        for sequence in opened.sequences:
-            self._scheduler.finish(sequence, "abort")
-        return self._close(opened, opened.end("abort"))
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request because somebody asked for that; nothing if it has ended."""
+        opened = self._open.get(request_id)
+        return [] if opened is None else [self._end(opened, "abort")]
 
-    def fail(self, opened: OpenRequest, error: BaseException | None) -> RequestOutput:
-        """End a request whose own work failed; the others go on."""
+    def fail(self, sequence: str, error: BaseException | None) -> list[RequestOutput]:
+        """End the request of a sequence, whose own work failed; nothing if it has ended."""
+        opened = self._owner.get(sequence)
+        if opened is None:
+            return []
         logger.error("request %r failed", opened.add.request_id, exc_info=error)
-        for sequence in opened.sequences:
-            self._scheduler.finish(sequence, "error")
         said = str(error) if isinstance(error, NotFinite) else repr(error)
-        return self._close(
-            opened, opened.end("error", f"the engine failed on this request: {said}")
-        )
+        return [self._end(opened, "error", f"the engine failed on this request: {said}")]
 
     def take(
         self,
@@ -139,6 +134,13 @@ class Ledger:
         if out.finish_reason is not None:
             self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)
         return out
+
+    def _end(
+        self, opened: OpenRequest, reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        for sequence in opened.sequences:
+            self._scheduler.finish(sequence, reason)
+        return self._close(opened, opened.end(reason, error))
 
     def _close(self, opened: OpenRequest, delta: RequestOutput) -> RequestOutput:
         """Forget a request with its last output."""

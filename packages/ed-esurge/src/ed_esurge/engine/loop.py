@@ -67,7 +67,7 @@ class EngineLoop:
         self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
         """Outputs that the next `step` gives."""
-        self._ledger = Ledger(scheduler, tokenizer, seed)
+        self.ledger = Ledger(scheduler, tokenizer, seed)
         self._overlap, self._ahead = overlap, ahead
         self._pending: StepResult | None = None
         self.spoilt = False
@@ -75,21 +75,12 @@ class EngineLoop:
         self._steps = self._traced_early = 0
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ledger
+        return request_id in self.ledger
 
     @property
     def open_requests(self) -> list[str]:
         """Ids of the requests that wait or run."""
-        return self._ledger.names
-
-    @property
-    def arrivals(self) -> int:
-        """Sequences that have come so far; the next one's number."""
-        return self._ledger.arrivals
-
-    @arrivals.setter
-    def arrivals(self, count: int) -> None:
-        self._ledger.arrivals = count
+        return self.ledger.names
 
     # ---- commands
 
@@ -104,8 +95,7 @@ class EngineLoop:
             case Add():
                 self._add(command)
             case Abort(request_id):
-                if request_id in self._ledger:
-                    self.backlog.append(self._ledger.abort(self._ledger[request_id]))
+                self.backlog += self.ledger.abort(request_id)
             case Pause(free_pages):
                 self._settle()
                 self.paused = True
@@ -140,7 +130,7 @@ class EngineLoop:
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        self._ledger.add(add)
+        self.ledger.add(add)
 
     def _resume(self) -> None:
         if not self.runner.allocated:
@@ -232,9 +222,7 @@ class EngineLoop:
             return None
         self._steps += 1
         for new in plan.started:
-            opened = self._ledger.owner(new.request_id)
-            if opened is not None:
-                opened.mark_scheduled()
+            self.ledger.mark_scheduled(new.request_id)
         try:
             return self.runner.run(plan)
         except RequestError as error:
@@ -249,9 +237,7 @@ class EngineLoop:
     def _fail(self, sequence: str, error: BaseException | None) -> None:
         """End the request of a sequence, unless it has ended while the step ran."""
         self.spoilt |= isinstance(error, NotFinite)
-        opened = self._ledger.owner(sequence)
-        if opened is not None:
-            self.backlog.append(self._ledger.fail(opened, error))
+        self.backlog += self.ledger.fail(sequence, error)
 
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
         """The sampled tokens of a step; a request whose logits are no numbers has ended."""
@@ -262,7 +248,7 @@ class EngineLoop:
         return tokens
 
     def _deliver(self, result: StepResult, taken: dict[str, int]) -> None:
-        self.backlog += self._ledger.take(result, taken, self._fail)
+        self.backlog += self.ledger.take(result, taken, self._fail)
 
     def _renew_pages(self) -> None:
         """After numbers that are not finite: masked attention to them gives such numbers again.

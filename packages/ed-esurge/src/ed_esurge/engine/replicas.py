@@ -119,9 +119,9 @@ class Replicas:
         where = self._router.choose(len(add.token_ids), known)
         loop = self.loops[where]
         # Numbers, and the seeds that follow from them, are those of an engine without replicas.
-        loop.arrivals = self._arrivals
+        loop.ledger.arrivals = self._arrivals
         loop.execute(add)
-        self._arrivals = loop.arrivals
+        self._arrivals = loop.ledger.arrivals
         completions = add.params.n if isinstance(add.params, SamplingParams) else 0
         new = len(add.token_ids) - known[where]
         self._router.place(add.request_id, where, new, completions, add.max_tokens)
