@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from typing import Any, cast
+from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ed_esurge.config import ServerLimits
@@ -17,9 +16,6 @@ logger = logging.getLogger(__name__)
 
 # Files that the process needs besides its connections.
 OTHER_FILES = 128
-
-# The other one, on httptools, has the same attributes.
-HTTPProtocol = cast("type[H11Protocol]", AutoHTTPProtocol)
 
 
 def most_connections(limits: ServerLimits) -> int:
@@ -31,10 +27,13 @@ def most_connections(limits: ServerLimits) -> int:
 
 
 def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol within limits."""
+    """Return uvicorn's h11 protocol with limits.
+
+    uvicorn would prefer httptools where it is installed, which has no limit on header sizes.
+    """
     most, seconds = most_connections(limits), limits.body_timeout
 
-    class Connection(HTTPProtocol):
+    class Connection(H11Protocol):
         """Closed at once beyond the limit, and when the head of a request does not arrive.
 
         uvicorn waits forever for the first bytes of a connection, and for the rest of a head.

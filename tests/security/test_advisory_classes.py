@@ -1,0 +1,318 @@
+"""Attacks of public advisories about other engines, repeated against this project.
+
+`docs/advisories.md` lists the advisories. A class of attack that a package tests already is not
+repeated here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from ed_esurge.replies.formats import TOOL_FORMATS
+from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.server.launch import background
+from ed_esurge.template import ChatTemplate
+from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from ed_infra.testing import tiny_llama
+from ed_models import AutoEasyDeLConfig
+from ed_models.checkpoints.tokenizers import load_tokenizer
+from jinja2.exceptions import SecurityError, UndefinedError
+
+from tools.workspace import ROOT
+
+KEY = "a-secret-key"
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+#: Modules that may unpickle, and the reason why the sender is trusted.
+UNPICKLERS = {
+    "ed_data/worker.py": "reads the pipe of the parent process",
+    "ed_data/workers.py": "reads the pipes of its own child processes",
+    "ed_models/checkpoints/pickled_files.py": "allows tensors only; everything else is refused",
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server that requires a key."""
+    with background(ScriptedEngine(), api_key=KEY) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+        yield client
+
+
+def raw(url: str, head: str, body: bytes = b"") -> bytes:
+    """The answer to bytes that no HTTP client would send."""
+    place = httpx.URL(url)
+    with socket.create_connection((place.host, place.port or 80), timeout=30) as client:
+        client.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    return answer
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        name = file.relative_to(ROOT).as_posix().split("/src/")[1]
+        yield name, ast.parse(file.read_text(encoding="utf-8"))
+
+
+def called(tree: ast.AST) -> Iterator[str]:
+    """Names of the functions that a module calls, with the module they are attributes of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Name):
+                yield function.id
+            elif isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+                yield f"{function.value.id}.{function.attr}"
+
+
+def test_only_listed_modules_unpickle() -> None:
+    unpicklers = {
+        name
+        for name, tree in sources()
+        if {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads"} & {*called(tree)}
+        or any(
+            isinstance(node, ast.ClassDef)
+            and any(isinstance(b, ast.Attribute) and b.attr == "Unpickler" for b in node.bases)
+            for node in ast.walk(tree)
+        )
+    }
+    assert unpicklers == set(UNPICKLERS)
+
+
+def test_no_module_evaluates_text_as_code() -> None:
+    evaluating = {name for name, tree in sources() if {"eval", "exec", "compile"} & {*called(tree)}}
+    assert not evaluating
+
+
+def test_yaml_is_always_loaded_safely() -> None:
+    unsafe = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all"}
+    assert not {name for name, tree in sources() if unsafe & {*called(tree)}}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/models",
+        "//v1/models",
+        "/health/../v1/models",
+        "/health/%2e%2e/v1/models",
+        "/v1/models?x=/health",
+        "/v1/models#/health",
+        "http://127.0.0.1/v1/models",
+        "http://127.0.0.1/health/../v1/models",
+        "/V1/MODELS",
+        "/v1/models/",
+        "/v1%2fmodels",
+    ],
+)
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1/health?", "localhost/health#"])
+def test_no_spelling_of_a_path_or_host_passes_the_key_check(
+    url: str, target: str, host: str
+) -> None:
+    answer = raw(url, f"GET {target} HTTP/1.1\nHost: {host}\nConnection: close\n")
+    assert answer.split(b" ", 2)[1] in (b"400", b"401", b"404", b"421"), answer
+    assert b'"owned_by"' not in answer
+
+
+@pytest.mark.parametrize("field", ["n", "best_of", "max_tokens", "logprobs", "top_k", "seed"])
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30, -(2**63), 1.5, True, "1" * 5000])
+def test_every_count_of_a_request_has_bounds(http: httpx.Client, field: str, value: object) -> None:
+    body = {"prompt": "a", "max_tokens": 1, field: value}
+    answer = http.post("completions", json=body)
+    harmless = field == "seed" and isinstance(value, int)
+    assert answer.status_code == 400 or (harmless and answer.status_code == 200), answer.text
+    assert len(answer.content) < 4096
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"prompt_embeds": "gASVAAAA"},
+        {"logits_processors": [{"qualname": "os.system"}]},
+        {"custom_logit_processor": "gASVAAAA"},
+        {"chat_template": "{{ ''.__class__.__mro__ }}"},
+        {"media_io_kwargs": {"image": {}}},
+        {"mm_processor_kwargs": {"size": 10**9}},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_fields_that_carry_code_or_objects_are_refused(
+    http: httpx.Client, field: dict[str, object]
+) -> None:
+    assert http.post("chat/completions", json={**CHAT, **field}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "variable", ["tokenize", "chat_template", "tokenizer_kwargs", "return_tensors", "max_length"]
+)
+def test_template_variables_cannot_replace_arguments_of_the_renderer(
+    http: httpx.Client, variable: str
+) -> None:
+    body = {**CHAT, "chat_template_kwargs": {variable: True}}
+    answer = http.post("chat/completions", json=body)
+    assert answer.status_code == 400
+    assert variable in answer.json()["error"]["message"]
+
+
+def test_the_server_never_fetches_an_address_that_a_client_names(http: httpx.Client) -> None:
+    """Neither images nor files by URL, nor Markdown images in a text."""
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+
+        def watch() -> None:
+            try:
+                listener.accept()[0].close()
+                asked.set()
+            except TimeoutError:
+                pass
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
+        parts = [
+            {"type": "image_url", "image_url": {"url": address}},
+            {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
+            {"type": "file", "file": {"file_data": address}},
+            {"type": "text", "text": f"![an image]({address})"},
+        ]
+        for part in parts:
+            body = {**CHAT, "messages": [{"role": "user", "content": [part]}]}
+            answer = http.post("chat/completions", json=body)
+            assert answer.status_code == (200 if part["type"] == "text" else 400), answer.text
+        http.post("responses", json={"input": f"![an image]({address})", "max_output_tokens": 16})
+        watcher.join()
+    assert not asked.is_set()
+
+
+@pytest.mark.parametrize("size", [400_000, 4_000_000])
+def test_a_header_has_a_limit(url: str, size: int) -> None:
+    try:
+        answer = raw(url, f"GET /health HTTP/1.1\nHost: localhost\nX-Long: {'a' * size}\n")
+    except ConnectionError:  # the server closes while the rest is sent
+        answer = b""
+    assert not answer or answer.split(b" ", 2)[1] in (b"400", b"431"), answer[:200]
+    assert httpx.get(url.replace("/v1", "/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages|attr('__class__')|attr('__base__') }}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
+        "{% set x = messages.append %}{{ x.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+        "{{ lipsum.__globals__['os'] }}",
+    ],
+)
+def test_a_chat_template_cannot_reach_the_interpreter(template: str) -> None:
+    conversation = [{"role": "user", "content": "a"}]
+    try:
+        text, _ = ChatTemplate(byte_tokenizer(), template).render(conversation)
+    except (SecurityError, UndefinedError):
+        return
+    # An undefined value renders as nothing, which is as safe as an error.
+    assert "class" not in text
+    assert "module" not in text
+
+
+def test_a_loop_of_a_chat_template_is_bounded() -> None:
+    template = ChatTemplate(byte_tokenizer(), "{% for i in range(10 ** 12) %}x{% endfor %}")
+    with pytest.raises(OverflowError, match="Range too big"):
+        template.render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.timeout(120)
+def test_every_tool_format_reads_hostile_text_to_its_end(name: str) -> None:
+    """Repeated openings, quotes and brackets: the parsers of other engines never ended."""
+    pieces = [
+        "[f(a=",
+        "{{" * 9,
+        '{"name": "f", "arguments": {"a": "',
+        "<tool_call>",
+        "<function=f>",
+    ]
+    pieces += ["[TOOL_CALLS]f[ARGS]", "\\" * 9, "(((((", "\t\n ", "a=1,", "<|python_start|>["]
+    for piece in pieces:
+        parser = ReplyParser(calls=Calls(TOOL_FORMATS[name], {"f": {"type": "object"}}))
+        text = piece * (60_000 // len(piece))
+        for at in range(0, len(text), 500):
+            parser.feed(text[at : at + 500])
+        parser.close()
+
+
+def hostile_config(folder: Path, **changes: object) -> Path:
+    """A config.json that asks for Python code beside it; the code leaves a trace when it runs."""
+    code = f"open({str(folder / 'ran')!r}, 'w').close()\n"
+    for module in ("configuration_evil.py", "modeling_evil.py", "tokenization_evil.py"):
+        (folder / module).write_text(code + "class Evil: pass\n")
+    (folder / "config.json").write_text(json.dumps({**tiny_llama(), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"auto_map": {"AutoConfig": "configuration_evil.Evil", "AutoModel": "modeling_evil.Evil"}},
+        {"_attn_implementation_internal": "modeling_evil.Evil"},
+        {"_attn_implementation": "evil/kernels:modeling_evil"},
+        {"vision_config": {"auto_map": {"AutoConfig": "configuration_evil.Evil"}}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_configuration_never_runs_code(tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = hostile_config(tmp_path, **changes)
+    config = AutoEasyDeLConfig.from_pretrained(folder)
+    assert config.model_type == "llama"
+    assert not (folder / "ran").exists()
+
+
+def test_a_tokenizer_never_runs_code_unless_asked(tmp_path: Path) -> None:
+    folder = hostile_config(tmp_path)
+    byte_tokenizer().save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Evil", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(str(folder)).eos_token == "</s>"
+    assert not (folder / "ran").exists()
+
+
+def test_names_of_files_never_become_paths(tmp_path: Path) -> None:
+    """An uploaded file keeps its name as a label; the server chooses where its bytes are."""
+    folder = tmp_path / "files"
+    line = json.dumps(
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    )
+    with background(ScriptedEngine(), api_key=KEY, batch_directory=folder) as url:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        for name in ("../../escaped.jsonl", "/absolute.jsonl", "..\\escaped.jsonl", "a\0b.jsonl"):
+            answer = httpx.post(
+                f"{url}/files",
+                headers=headers,
+                data={"purpose": "batch"},
+                files={"file": (name, line.encode(), "application/jsonl")},
+            )
+            assert answer.status_code in (200, 400), answer.text
+        for name in ("../../escaped", "..%2f..%2fescaped", "%2e%2e%2fescaped", "file-..", "."):
+            answer = httpx.get(f"{url}/files/{name}/content", headers=headers)
+            assert answer.status_code in (400, 404), (name, answer.text)
+    outside = {path for path in tmp_path.rglob("*") if not path.is_relative_to(folder)}
+    assert not outside, "something was written beside the directory"
