@@ -1,7 +1,9 @@
-"""Experts by a loop over blocks of rows that share one: no needless product, no copy of a matrix.
+"""Experts as a loop over blocks of rows that share one expert.
 
-Legend: n tokens, k experts of a token, e experts, d hidden, p places: rows and what fills them up
-to whole blocks.
+The loop multiplies no row that is not needed, and copies no matrix.
+
+Legend: n tokens, k experts of a token, e experts, d hidden, p places (rows, padded to whole
+blocks).
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from ed_layers.linear import dot
 
 @runtime_checkable
 class Matrices(Protocol):
-    """The matrices [e, i, o] of experts where these are no plain array (quantized): a pytree."""
+    """Matrices [e, i, o] of experts that are not a plain array (quantized): a pytree."""
 
-    #: Whether their gradient is wanted.
+    #: Whether the matrices need a gradient.
     learns: ClassVar[bool]
 
     @property
@@ -31,7 +33,7 @@ class Matrices(Protocol):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Along each dimension, into how many parts they can be cut so that each is one."""
+        """For each dimension, the number of parts that the matrices can be split into."""
         ...
 
     def product(self, x: jax.Array, *, precision: Any = None) -> jax.Array:
@@ -41,21 +43,21 @@ class Matrices(Protocol):
     def grouped_product(
         self, rows: jax.Array, counts: jax.Array, *, precision: Any = None
     ) -> jax.Array:
-        """As `jax.lax.ragged_dot`: the first `counts[0]` rows by the first matrix, and so on."""
+        """Multiply the first `counts[0]` rows by the first matrix, and so on, as `ragged_dot`."""
         ...
 
 
-#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on; of an adapter
-#: "up_proj.lora_a" and "up_proj.lora_b", its scale in the latter. A quantized kernel is a pytree.
+#: The arrays of all experts, or of one: "up_proj.kernel", "up_proj.bias" and so on; for an adapter
+#: "up_proj.lora_a" and "up_proj.lora_b", which contains the scale. A quantized kernel is a pytree.
 Params = Mapping[str, jax.Array | Matrices]
-#: `(name of a layer, x) -> y`: how the rows of `x` meet the matrices of their experts.
+#: `(name of a layer, x) -> y`: multiplies the rows of `x` by the matrices of their experts.
 Product = Callable[[str, jax.Array], jax.Array]
-#: A feed-forward network, whichever its matrices are.
+#: A feed-forward network as a function of its products.
 Network = Callable[[jax.Array, Product], jax.Array]
 
 
 def product_of(params: Params, precision: Any) -> Product:
-    """The layers of one expert."""
+    """Return the layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
         y = times(x, f"{name}.kernel")
@@ -71,26 +73,28 @@ def product_of(params: Params, precision: Any) -> Product:
 
 
 def plain(array: jax.Array | Matrices) -> jax.Array:
-    """An array that is never quantized."""
+    """Return an array that is never quantized."""
     assert isinstance(array, jax.Array)
     return array
 
 
 def apart(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What has gradients, and what has none."""
+    """Split the parameters into those with gradients and those without."""
     learned = {n: v for n, v in params.items() if isinstance(v, jax.Array) or v.learns}
     return learned, {name: v for name, v in params.items() if name not in learned}
 
 
 class Blocks(NamedTuple):
-    """Rows sorted by expert, each expert's filled up to whole blocks.
+    """Rows sorted by expert; the rows of each expert are padded to whole blocks.
 
     Attributes:
-        token: of each place, [p]; choice: which pair of a token and an expert, in [0, n * k).
-        real: whether a place is a row and not filling, [p].
-        place: of each pair, [n, k]; any place, where no expert was chosen.
-        chosen: whether one was, [n, k].
-        expert: of each block; used: how many blocks have rows.
+        token: token of each place, [p].
+        choice: pair of a token and an expert of each place, in [0, n * k), [p].
+        real: whether a place holds a row and not padding, [p].
+        place: place of each pair, [n, k]; arbitrary where no expert was chosen.
+        chosen: whether an expert was chosen, [n, k].
+        expert: expert of each block.
+        used: number of blocks that hold rows.
     """
 
     token: Int[Array, " p"]
@@ -103,12 +107,12 @@ class Blocks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Rows of a block."""
+        """Number of rows in a block."""
         return self.token.shape[0] // self.expert.shape[0]
 
 
 def blocks_of(chosen: Int[Array, "n k"], experts: int) -> Blocks:
-    """Sort the pairs of tokens and experts; a block holds about the rows of half an expert."""
+    """Sort the pairs by expert; a block holds about half of the rows of one expert."""
     n, k = chosen.shape
     size = min(256, max(1, 1 << (n * k // experts).bit_length() - 1)) if n * k > experts else 1
     most = n * k // size + (min(experts, n * k) if size > 1 else 0)
@@ -140,7 +144,7 @@ def over_blocks(
     params: Params,
     plan: Blocks,
 ) -> Float[Array, "n d"]:
-    """A loop over the blocks that have rows: no copy of a matrix, no product that is not needed."""
+    """Loop over the blocks that hold rows, without copying a matrix."""
     rows = x[plan.token]
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -157,7 +161,7 @@ def _forward(network, precision, x, weights, params, plan):
 
 
 def _backward(network, precision, kept, g):
-    """Each block is computed again, and its gradients added to those of its expert."""
+    """Recompute each block and add its gradients to the gradients of its expert."""
     x, weights, params, plan = kept
     learned, frozen = apart(params)
     rows, g_rows = x[plan.token], g[plan.token]
@@ -195,7 +199,7 @@ over_blocks.defvjp(_forward, _backward)
 
 
 def block_of(rows: jax.Array, i: jax.Array, plan: Blocks) -> jax.Array:
-    """The rows of block `i`."""
+    """Return the rows of block `i`."""
     return jax.lax.dynamic_slice_in_dim(rows, i * plan.size, plan.size)
 
 

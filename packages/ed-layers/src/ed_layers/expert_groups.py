@@ -1,4 +1,4 @@
-"""Experts by grouped products of rows that are sorted by expert.
+"""Experts as grouped products of rows that are sorted by expert.
 
 Legend: n tokens, k experts of a token, e experts, d hidden, r rows: pairs of a token and an expert.
 """
@@ -24,12 +24,12 @@ def over_groups(
     params: Params,
     share: int = 1,
 ) -> Float[Array, "n d"]:
-    """One grouped product for each layer, of as many rows as there are experts for.
+    """Compute each layer as one grouped product over the rows of the local experts.
 
     Args:
-        share: experts are 1 / share of those that tokens choose from. Where tokens choose evenly,
-            so many rows are here; they are computed in parts of that length, because a grouped
-            product may take the time of all its rows, those of no group too.
+        share: the tokens choose from `share` times as many experts as this device holds. With an
+            even choice, 1 / share of the rows are local. The rows are computed in parts of that
+            length, because the time of a grouped product includes rows that belong to no group.
     """
     (n, k), experts = chosen.shape, params["up_proj.kernel"].shape[0]
     order = jnp.argsort(chosen.reshape(-1))
@@ -52,7 +52,7 @@ def grouped(
     params: Params,
     bounds: Int[Array, " bounds"],
 ) -> Float[Array, "r d"]:
-    """Rows through their experts: those of expert i begin at `bounds[i]`; zeros behind the last."""
+    """Apply the experts to their rows; those of expert i start at `bounds[i]`. The rest is zero."""
     counts, places = jnp.diff(bounds), jnp.arange(rows.shape[0])
     real = (places < bounds[-1])[:, None]
     expert = jnp.searchsorted(bounds[1:-1], places, side="right")
@@ -71,7 +71,7 @@ def grouped(
         kernel = plain(kernel).astype(rows.dtype)
         return jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
 
-    # What a grouped product makes of rows that are in no group is open.
+    # A grouped product leaves the rows that belong to no group undefined.
     return jnp.where(real, network(jnp.where(real, rows, 0), product), 0)
 
 
@@ -83,7 +83,7 @@ def one_part(
     operands: tuple[jax.Array, jax.Array, dict[str, jax.Array]],
     plan: tuple[jax.Array, jax.Array, Params],
 ) -> Float[Array, "n d"]:
-    """What the rows from `i * size` to `(i + 1) * size` add to the output."""
+    """Return the contribution of the rows from `i * size` to `(i + 1) * size` to the output."""
     (x, weights, learned), (order, bounds, frozen) = operands, plan
     params = {**learned, **frozen}
     pair = jax.lax.dynamic_slice_in_dim(order, i * size, size)
@@ -95,9 +95,9 @@ def one_part(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def summed(part: Any, operands: Any, plan: Any, count: Int[Array, ""]) -> jax.Array:
-    """`sum(part(i, operands, plan) for i in range(count))`, of a count that is known at run time.
+    """Return `sum(part(i, operands, plan) for i in range(count))` for a traced `count`.
 
-    The backward pass computes each part again.
+    The backward pass recomputes each part.
     """
     total = jax.eval_shape(part, count, operands, plan)
     start = jnp.zeros(total.shape, total.dtype)

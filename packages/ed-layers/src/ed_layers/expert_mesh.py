@@ -1,14 +1,13 @@
-"""Experts on many devices: which device has which, and how tokens come to them.
+"""Expert parallelism: the placement of experts on devices, and the exchange of tokens.
 
-No device gets an expert of another one. What is split over the devices besides experts says what
-moves instead:
+Experts never move between devices. The other sharded dimensions decide the exchange:
 
-- devices that have the same tokens (along `ep` and `tp`) each compute their share, and the results
-  are added up;
-- devices that have tokens of their own (along `fsdp` and `sp`, where experts are split over these:
-  `fsdp_is_ep_bound`, `sp_is_ep_bound`) collect each other's tokens, and add up and split the
-  results; in a ring (`use_ring_of_experts`) each device passes its tokens on to the next one, with
-  the results so far, so that it never holds more than one device's tokens.
+- devices with the same tokens (along `ep` and `tp`) each compute their experts, and the results are
+  summed;
+- devices with different tokens (along `fsdp` and `sp`, if experts are sharded over these axes:
+  `fsdp_is_ep_bound`, `sp_is_ep_bound`) gather the tokens of the group, and reduce-scatter the
+  results. In a ring (`use_ring_of_experts`) each device passes its tokens and partial results to
+  the next device, so no device holds more than the tokens of one device.
 
 Legend: b batch, s sequence, d hidden, f intermediate, e experts, k experts of a token.
 """
@@ -31,20 +30,20 @@ from ed_layers.attention.devices import axes_of, ways
 from ed_layers.expert_blocks import Matrices, Params, plain
 from ed_layers.linear import Axes
 
-#: `(x, chosen, weights, params) -> out`: the experts of one device on the tokens it has.
+#: `(x, chosen, weights, params) -> out`: applies the experts of one device to its tokens.
 Local = Callable[[jax.Array, jax.Array, jax.Array, Params], jax.Array]
 
 
 @dataclass(frozen=True)
 class ExpertMesh:
-    """How tokens and experts are split over the devices of a mesh.
+    """The sharding of tokens and experts over a mesh.
 
     Attributes:
         mesh: the devices.
-        specs: of the experts' arrays; of a quantized matrix in its structure.
-        tokens: of x, chosen and weights.
-        experts, features: mesh axes over which e and f are split.
-        ring: whether tokens go round, or are collected.
+        specs: partition specs of the experts' arrays; a pytree for a quantized matrix.
+        tokens: partition specs of x, chosen and weights.
+        experts, features: mesh axes over which e and f are sharded.
+        ring: whether tokens are passed around a ring or gathered.
     """
 
     mesh: Mesh
@@ -63,13 +62,13 @@ class ExpertMesh:
         shape: tuple[int, ...],
         mode: str,
     ) -> ExpertMesh:
-        """Work it out.
+        """Derive the sharding from a configuration.
 
         Args:
-            config: says the mesh, what is split over which of its axes, and `use_ring_of_experts`.
+            config: the mesh, the partition axes, and `use_ring_of_experts`.
             params, axes: the experts' arrays and their logical axes.
-            shape: of x, [b, s, d].
-            mode: of `ed_layers.context.Ctx`.
+            shape: shape of x, [b, s, d].
+            mode: `ed_layers.context.Ctx.mode`.
         """
         mesh, specs = config.mesh, whole_groups(config, params, axes)
         by = [split(entry) for entry in (*specs["up_proj.kernel"], None, None, None)]
@@ -79,7 +78,7 @@ class ExpertMesh:
         )
         rows = [tuple(name for name in split(entry) if name not in features) for entry in own]
         if config.use_ring_of_experts:
-            # Devices that have the same tokens share them out, to have something to pass on.
+            # Devices with the same tokens split them, so that each device has tokens to pass on.
             for name in experts:
                 for dim in (0, 1) if name not in rows[0] + rows[1] else ():
                     if shape[dim] % ways(mesh, (*rows[dim], name)) == 0:
@@ -91,7 +90,7 @@ class ExpertMesh:
 
     @property
     def moving(self) -> dict[int, tuple[str, ...]]:
-        """The mesh axes that split experts and tokens alike, by the dimension of the tokens."""
+        """The mesh axes that shard both experts and tokens, by dimension of the tokens."""
         shared = {
             dim: tuple(name for name in split(entry) if name in self.experts)
             for dim, entry in enumerate(self.tokens)
@@ -106,7 +105,7 @@ class ExpertMesh:
         weights: Float[Array, "b s k"],
         params: Params,
     ) -> Float[Array, "b s d"]:
-        """Return the sum over the experts of each token, computed where the experts are."""
+        """Return the sum over the experts of each token, computed on the devices of the experts."""
         # One array, so that one collective moves both.
         routes = jnp.concatenate([chosen.astype(jnp.float32), weights.astype(jnp.float32)], axis=-1)
         body = jax.shard_map(
@@ -121,17 +120,17 @@ class ExpertMesh:
     def body(
         self, local: Local, x: jax.Array, routes: jax.Array, params: dict[str, jax.Array | Matrices]
     ) -> jax.Array:
-        """What one device does."""
+        """Compute the part of one device."""
         own = params["up_proj.kernel"].shape[0]
         first = jax.lax.axis_index(self.experts) * own if self.experts else 0
-        if "down_proj.bias" in params:  # each device that has a part of f adds a part of it
+        if "down_proj.bias" in params:  # Each device with a part of f adds a part of the sum.
             part = plain(params["down_proj.bias"]) / ways(self.mesh, self.features)
             params = {**params, "down_proj.bias": part}
 
         def compute(x: jax.Array, routes: jax.Array) -> jax.Array:
             chosen, weights = jnp.split(routes, 2, axis=-1)
             number = chosen.astype(jnp.int32) - first
-            # Experts of other devices are beyond the last.
+            # Experts of other devices get numbers beyond the last local expert.
             number = jnp.where((number >= 0) & (number < own), number, own)
             return local(x, number, weights, params)
 
@@ -153,14 +152,14 @@ class ExpertMesh:
 def whole_groups(
     config: EasyDeLBaseConfig, params: Params, axes: Mapping[str, Axes]
 ) -> dict[str, PartitionSpec]:
-    """The specs of the experts' matrices and biases, as each device computes with its part alone.
+    """Return the partition specs of the experts' matrices and biases.
 
-    A quantized matrix is cut between groups. Where that is not possible for one matrix, f is not
-    split for any: the results of the others would not be what it takes.
+    A quantized matrix is split between groups. If one matrix cannot be split, f is not sharded for
+    any matrix, because the outputs of the others would not fit its input.
     """
     mesh, specs = config.mesh, {}
     for name, array in params.items():
-        # Parts of the hidden size are parts of what is stored, not of what is computed.
+        # The hidden size is sharded in storage only; the computation uses all of it.
         own = [None if axis == "embed" else axis for axis in axes[name]]
         spec = config.partition_manager.param(own, array.shape, mesh)
         pieces = array.shape if isinstance(array, jax.Array) else array.pieces
@@ -174,7 +173,7 @@ def whole_groups(
 
 
 def spec_tree(spec: PartitionSpec, array: jax.Array | Matrices) -> Any:
-    """The spec of each array of a matrix; a dimension of size 1 belongs to all parts."""
+    """Return the spec of each array of a matrix; dimensions of size 1 are replicated."""
     return jax.tree.map(
         lambda leaf: PartitionSpec(
             *(entry if size > 1 else None for entry, size in zip(spec, leaf.shape, strict=True))
@@ -190,9 +189,9 @@ def around(
     axes: tuple[str, ...],
     devices: int,
 ) -> Float[Array, "b s d"]:
-    """Pass tokens and their results round the devices along `axes`, once.
+    """Pass tokens and their results once around the ring of devices along `axes`.
 
-    The routes, a few numbers for a token, are collected at the beginning.
+    The chosen experts and weights, a few numbers per token, are gathered at the beginning.
     """
     all_routes = jax.lax.all_gather(routes, axes)
     me = jax.lax.axis_index(axes)

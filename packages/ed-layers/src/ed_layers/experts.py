@@ -1,4 +1,4 @@
-"""Many feed-forward networks of which a token visits a few, and the ways to compute them.
+"""Experts: feed-forward networks of which each token uses a few, and the methods to compute them.
 
 Legend: b batch, s sequence, d hidden, f intermediate, e experts, k experts of a token, n tokens,
 r rows: pairs of a token and an expert, in the order of experts.
@@ -28,11 +28,11 @@ class ExpertLinear(nnx.Module):
     """The linear layers of all experts: kernel [e, in, out], bias [e, out].
 
     Args:
-        parts: says dtypes and initialisation.
+        parts: dtypes and initialisation.
         experts: e.
         inputs, outputs: sizes.
         axes: logical axes of one kernel, (in, out).
-        bias: whether there are biases.
+        bias: whether the layers have biases.
     """
 
     def __init__(
@@ -46,33 +46,34 @@ class ExpertLinear(nnx.Module):
             self.bias = nnx.Param(zeros, axes=("expert", axes[1]))
 
     def variables(self) -> dict[str, nnx.Variable]:
-        """What the experts are computed with, by name; each with a leading dimension of experts."""
+        """The arrays of the experts by name; the first dimension of each is the expert."""
         return {name: v for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
 
     def arrays(self) -> dict[str, jax.Array]:
-        """The values of the variables, as `ed_layers.expert_blocks.Params` has them."""
+        """Return the values of the variables as `ed_layers.expert_blocks.Params`."""
         return {name: variable.get_value() for name, variable in self.variables().items()}
 
 
 class Experts(nnx.Module):
     """Feed-forward networks `down(act(gate(x)) * up(x))`, stacked along the first axis.
 
-    `moe_method` of the configuration says how they are computed, with the same numbers:
+    `moe_method` of the configuration selects the method; all methods produce the same numbers:
 
-    - `fused_moe`: rows sorted by expert, grouped products (`jax.lax.ragged_dot`). On a CPU that
-      would cost e times the products, so there it is `standard_moe`, unless `moe_force_xla_gmm`;
+    - `fused_moe`: rows sorted by expert, grouped products (`jax.lax.ragged_dot`). On a CPU a
+      grouped product costs e times the work, so `standard_moe` is used there unless
+      `moe_force_xla_gmm` is set;
     - `standard_moe`: rows sorted by expert, a loop over blocks of rows that share an expert;
     - `dense_moe`: every expert on every token.
 
-    On a mesh each device keeps its experts and its part of f: see `ed_layers.expert_mesh`.
+    On a mesh each device keeps its experts and its part of f; see `ed_layers.expert_mesh`.
 
     Args:
         parts: makes the layers.
         experts: e.
         intermediate_size: f.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
-        bias: of all layers.
-        gated: whether there is a gate; `down(act(up(x)))` without one (Nemotron-H).
+        bias: whether the layers have biases.
+        gated: whether the network has a gate; without one it is `down(act(up(x)))` (Nemotron-H).
         features: d; default: the configuration's `hidden_size`.
     """
 
@@ -101,17 +102,17 @@ class Experts(nnx.Module):
         self.count = experts
 
     def glu(self, gate: Float[Array, "r f"], up: Float[Array, "r f"]) -> Float[Array, "r f"]:
-        """What stands between the layers."""
+        """Apply the activation and the gate between the layers."""
         return self.act(gate) * up
 
     def network(self, x: Float[Array, "r d"], product: Product) -> Float[Array, "r d"]:
-        """One expert, whichever the product takes."""
+        """Apply the network of the experts with the given product."""
         up = product("up_proj", x)
         inner = self.glu(product("gate_proj", x), up) if self.gated else self.act(up)
         return product("down_proj", inner)
 
     def act(self, x: Float[Array, "r f"]) -> Float[Array, "r f"]:
-        """The activation."""
+        """Apply the activation."""
         return activation(self.hidden_act)(x)
 
     def __call__(
@@ -124,8 +125,8 @@ class Experts(nnx.Module):
         """Return the weighted sum of the outputs of each token's experts.
 
         Args:
-            chosen: numbers of the experts; e and beyond = none (padding).
-            weights: of their outputs.
+            chosen: numbers of the experts; e and above mean no expert (padding).
+            weights: weights of the experts' outputs.
         """
         x = x.astype(self.dtype)
         layers = {name: own for name, own in vars(self).items() if isinstance(own, ExpertLinear)}
@@ -149,7 +150,7 @@ class Experts(nnx.Module):
         params: Params,
         ctx: Ctx,
     ) -> Float[Array, "b s d"]:
-        """The experts `params`, on the tokens of one device."""
+        """Apply the experts `params` to the tokens of one device."""
         flat, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
         experts = params["up_proj.kernel"].shape[0]
         chosen, weights = chosen.reshape(-1, k), weights.reshape(-1, k).astype(jnp.float32)
@@ -158,7 +159,7 @@ class Experts(nnx.Module):
         if self.method == "dense_moe":
             out = dense(self.network, self.precision, flat, chosen, weights, params)
         elif self.method == "fused_moe" and grouped:
-            share = self.count // experts  # of all rows one is expected here
+            share = self.count // experts  # Of `share` rows, one is expected on this device.
             out = over_groups(self.network, self.precision, flat, chosen, weights, params, share)
         else:
             plan = blocks_of(chosen, experts)
@@ -174,7 +175,7 @@ def dense(
     weights: Float[Array, "n k"],
     params: Params,
 ) -> Float[Array, "n d"]:
-    """Every expert on every token."""
+    """Apply every expert to every token."""
     experts = params["up_proj.kernel"].shape[0]
     each = jax.vmap(lambda own: network(x, product_of(own, precision)))(params)
     shares = jnp.sum(jax.nn.one_hot(chosen, experts) * weights[..., None], axis=1)

@@ -21,16 +21,16 @@ from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.updated import Updated
 
-#: Metrics that layers report for the loss of `balance`; vectors [e], no figures of a log.
+#: Metrics [e] that layers report as the input of `balance`; they are not logged.
 LOAD, PROBABILITY = "router_load", "router_probability"
-#: Metric: which part of the visits of tokens to experts was over the experts' capacity.
+#: Metric: the fraction of token-expert pairs that exceeded the capacity of the expert.
 DROPPED = "router_dropped"
 
 
 @dataclass(frozen=True)
 class FollowLoad:
-    """Rule of a selection bias: a step up for an expert that saw fewer tokens than the mean, a step
-    down for one that saw more (Wang et al. 2024, DeepSeek-V3)."""
+    """Update rule of a selection bias: increase the bias of an expert with fewer tokens than the
+    mean, decrease the bias of an expert with more (Wang et al. 2024, DeepSeek-V3)."""
 
     rate: float
 
@@ -39,33 +39,33 @@ class FollowLoad:
 
 
 class Router(nnx.Module):
-    """Scores of the experts, and the choice of a few; computed in float32.
+    """Scores the experts and selects a few per token, in float32.
 
-    What it reports in training:
+    Reports in training:
 
     - `losses["router_z"]`: mean square of `logsumexp(logits)` (Zoph et al. 2022), times
       `router_z_loss_coef` of the configuration;
-    - for `balance`: how many tokens chose each expert, and the sum of its probabilities;
-    - `updates`: tokens of each expert, for the selection bias;
-    - with `expert_capacity_factor`, `metrics["router_dropped"]`: the share of visits beyond it.
+    - for `balance`: the number of tokens and the sum of the probabilities of each expert;
+    - `updates`: the number of tokens of each expert, for the selection bias;
+    - with `expert_capacity_factor`, `metrics["router_dropped"]`: the fraction of dropped pairs.
 
-    With `expert_capacity_factor` of the configuration, in training, an expert takes
-    `ceil(factor * s * k / e)` tokens of a row, the first ones that choose it (Lepikhin et al. 2020,
-    whose groups are rows here: so the result depends on no other row, and on no mesh).
+    With `expert_capacity_factor` in the configuration, an expert processes in training at most
+    `ceil(factor * s * k / e)` tokens of a row: the first tokens that choose it (Lepikhin et al.
+    2020). A group is a row here, so the result depends neither on other rows nor on the mesh.
 
     Args:
-        parts: says initialisation and dtype of the parameters.
+        parts: initialisation and dtype of the parameters.
         experts: e.
         per_token: k.
-        score: of an expert: softmax over all of them, or the sigmoid of its logit.
-        normalize: the scores of the chosen experts are divided by their sum.
+        score: the softmax over all experts, or the sigmoid of each logit.
+        normalize: divide the scores of the chosen experts by their sum.
         scale: factor on the weights.
         bias: whether the logits have a bias.
-        selection_bias: whether scores get a bias for the choice alone, which training moves towards
-            equal loads without a gradient (`router_bias_rate` of the configuration).
+        selection_bias: add a bias to the scores for the selection only. Training moves the bias
+            towards equal loads without a gradient (`router_bias_rate` of the configuration).
         groups: g; experts are chosen from the best `groups_chosen` of g groups.
-        groups_chosen: how many.
-        group_score: the score of a group is the sum of its so many best ones.
+        groups_chosen: number of groups to choose from.
+        group_score: number of best expert scores whose sum is the score of a group.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Router(nnx.Module):
     ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"], Report]:
         """Return the experts of each token, their weights, and the report.
 
-        Padding has the expert e, which does not exist.
+        Padding tokens get the expert number e, which does not exist.
         """
         logits = self.logits(x)
         logits = ctx.named(logits, "moe_router_logits")
@@ -136,7 +136,7 @@ class Router(nnx.Module):
         scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
         chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
         if self.normalize and softmax:
-            # A softmax that is divided by a part of its sum is the softmax of that part.
+            # Normalizing a softmax over a subset equals the softmax over that subset.
             weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
         else:
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -145,7 +145,7 @@ class Router(nnx.Module):
         return chosen, weights * self.scale
 
     def ranks(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        """What experts are chosen by: scores, biased, of the best groups."""
+        """Return the values that the selection sorts by: biased scores of the best groups."""
         if hasattr(self, "e_score_correction_bias"):
             scores = scores + self.e_score_correction_bias.get_value().reshape(-1)
         if self.groups == 1:
@@ -159,7 +159,7 @@ class Router(nnx.Module):
     def admitted(
         self, chosen: Int[Array, "b s k"], real: Bool[Array, "b s"], experts: int
     ) -> tuple[Int[Array, "b s k"], Metric]:
-        """The choices within the capacity of the experts, e for others; and the share of those."""
+        """Replace choices beyond the capacity by e; return the choices and the dropped fraction."""
         assert self.capacity_factor is not None
         share = chosen.shape[1] * self.per_token / experts
         visits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.int32), axis=2)
@@ -186,7 +186,7 @@ class Router(nnx.Module):
             squares = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real
             report.losses["router_z"] = Metric(self.z_loss * jnp.sum(squares), tokens)
         if self.balanced:
-            # By the logits alone, as transformers has it, whatever bias the choice has.
+            # As in transformers, the probabilities ignore the selection bias.
             probabilities = jax.nn.softmax(logits)
             best = jax.lax.top_k(jax.lax.stop_gradient(logits), self.per_token)[1]
             total = jnp.sum(probabilities * real[..., None], axis=(0, 1))
@@ -198,15 +198,15 @@ class Router(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Each token visits the experts that a router chooses for it.
+    """A sparse feed-forward layer: a router sends each token to a few experts.
 
     Args:
         parts: makes the gate of the shared experts.
         gate: the router.
-        experts: those that are chosen.
-        shared: a feed-forward network that all tokens visit.
-        shared_gate: its output is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
-        scale_inputs: the weights multiply what experts read, not what they return (Llama 4).
+        experts: the routed experts.
+        shared: a feed-forward network that processes all tokens.
+        shared_gate: multiply the output of `shared` by the sigmoid of a linear layer (Qwen2-MoE).
+        scale_inputs: the weights multiply the inputs of the experts, not the outputs (Llama 4).
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class SparseMLP(nnx.Module):
         self.scale_inputs = scale_inputs
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> tuple[Float[Array, "b s d"], Report]:
-        """Return what is added to the stream, and what the router reports."""
+        """Return the output [b, s, d] and the report of the router."""
         x = ctx.named(x, "normed_input")
         chosen, weights, report = self.gate(x, ctx)
         if self.scale_inputs:
@@ -243,14 +243,14 @@ class SparseMLP(nnx.Module):
         return ctx.named(out, "moe_output"), report.under("gate")
 
     def on_scaled(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, ctx: Ctx) -> jax.Array:
-        """Each pair of a token and an expert is a token of its own, scaled."""
+        """Treat each pair of a token and an expert as a separate, scaled token."""
         b, s, k = chosen.shape
         pairs = (x[:, :, None] * weights[..., None].astype(x.dtype)).reshape(b, s * k, -1)
         out = self.experts(pairs, chosen.reshape(b, -1, 1), jnp.ones((b, s * k, 1)), ctx)
         return jnp.sum(out.reshape(b, s, k, -1), axis=2)
 
     def shared(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        """The output of the shared experts."""
+        """Return the output of the shared experts."""
         out = self.shared_experts(x, ctx)
         if hasattr(self, "shared_expert_gate"):
             logits = ctx.named(self.shared_expert_gate(x, ctx), "moe_gate_logits")
@@ -260,16 +260,17 @@ class SparseMLP(nnx.Module):
     def joined(
         self, routed: Float[Array, "b s d"], shared: Float[Array, "b s d"]
     ) -> Float[Array, "b s d"]:
-        """How the two outputs make one."""
+        """Combine the outputs of the routed and the shared experts."""
         return routed + shared
 
 
 def balance(report: Report, config: Any) -> Report:
-    """Turn what the routers of all layers counted into the auxiliary loss of Fedus et al. 2021.
+    """Compute the auxiliary loss of Fedus et al. 2021 from the counts of all routers.
 
-    As in `transformers`: the loss is of the mean over layers, `e * sum(load * probability)`, times
-    `router_aux_loss_coef`, where `output_router_logits` is set. It is `losses["router_balance"]`;
-    the metric `router_load` becomes a number, the load of the busiest expert over the mean load.
+    As in `transformers`, the loss is `e * sum(load * probability)` of the mean over the layers,
+    times `router_aux_loss_coef`, if `output_router_logits` is set. The result adds
+    `losses["router_balance"]` and the metric `router_load`: the load of the busiest expert divided
+    by the mean load.
     """
     if LOAD not in report.metrics:
         return report

@@ -1,10 +1,11 @@
-"""Depth: many layers, stored stacked and scanned, or as separate leaves and unrolled.
+"""The layer stack: layers stored stacked and scanned, or as separate leaves and unrolled.
 
-Both give the same numbers and the same checkpoint. Scanned compiles one body for any depth;
-unrolled is faster per step on a CPU, because every weight is a leaf of its own.
+Both layouts produce the same numbers and the same checkpoint. The scanned layout compiles one body
+for any depth. The unrolled layout is faster per step on a CPU, because every weight is a separate
+leaf.
 
-Storage names tell their layers (`ed_infra.paths`): `run_0_30_1` holds layers 0 to 29, stacked;
-`layer_3` holds layer 3.
+The storage names contain the layer numbers (`ed_infra.paths`): `run_0_30_1` holds layers 0 to 29,
+stacked; `layer_3` holds layer 3.
 
 Legend: L layers, n layers of a run, p period.
 """
@@ -38,20 +39,20 @@ MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
 class Stack(nnx.Module):
     """The layers of a decoder.
 
-    A layer is called `layer(x, ctx, cache, index) -> (x, cache, report)`; its index is a traced
-    number where it is scanned, so that a table of windows, say, is indexed by it. Its report
-    (`ed_infra.outputs.Report`) has one structure for all layers of a run.
+    A layer is called as `layer(x, ctx, cache, index) -> (x, cache, report)`. In a scan the index is
+    a traced number, so a layer can index a table with it, for example a table of windows. The
+    report (`ed_infra.outputs.Report`) has one structure for all layers of a run.
 
     Args:
         make: `make(layer_index, rngs)` builds one layer.
         num_layers: L.
-        scan: store runs of layers stacked and scan over them; False stores every layer on its own.
-        period: how many layers make one repeating unit (Gemma 3's five windowed layers and a full
-            one: 6). What is left over at the end is a run of its own.
-        kinds: instead of `period`, a value for each layer; layers of the same value are equal in
-            structure. Runs and periods are found from them: a dense layer before those with
-            experts, or one layer that a rule singles out, is a run of its own.
-        remat: what the backward pass keeps.
+        scan: store runs of layers stacked and scan over them; False stores every layer separately.
+        period: number of layers in one repeating unit (6 for Gemma 3: five windowed layers and a
+            full one). The layers that remain at the end form a separate run.
+        kinds: instead of `period`, one value per layer; layers with the same value have the same
+            structure. Runs and periods are derived from these values: a dense layer before the
+            layers with experts, or one layer that a rule singles out, is a separate run.
+        remat: the values that the backward pass keeps.
         rngs: layer i gets `fold_in(rngs.params(), i)`, whatever the storage.
 
     Raises:
@@ -89,7 +90,7 @@ class Stack(nnx.Module):
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """The storage layout of the layers."""
         return "leaves" if hasattr(self, "layer_0") else "stacked"
 
     def __call__(
@@ -106,7 +107,7 @@ class Stack(nnx.Module):
             x, the cache, the report of all layers, and the hidden states.
 
         Raises:
-            ConfigError: a `gradient_checkpointing_targets` is made by no layer.
+            ConfigError: no layer produces one of the `gradient_checkpointing_targets`.
         """
         hidden: list[jax.Array] = []
         reports: list[Report] = []
@@ -140,7 +141,7 @@ class Stack(nnx.Module):
         return x, cache, sum(reports, Report()), (*hidden, x) if keep_hidden else None
 
     def layer(self, index: int) -> Any:
-        """A layer by its number, as a module of its own that shares or slices the arrays."""
+        """Return layer `index` as a separate module that shares or slices the stored arrays."""
         if self.layout == "leaves":
             return getattr(self, f"layer_{index}")
         for run, units in self.stored():
@@ -152,7 +153,7 @@ class Stack(nnx.Module):
         raise ConfigError(f"there is no layer {index}: the stack has {self.num_layers}")
 
     def cache_specs(self) -> list[LayerSpecs]:
-        """What each layer keeps in a cache, as the layers' `cache_specs()` say."""
+        """Return the `cache_specs()` of every layer."""
         if self.layout == "leaves":
             return [getattr(self, f"layer_{i}").cache_specs() for i in range(self.num_layers)]
         specs: list[LayerSpecs] = [()] * self.num_layers
@@ -163,19 +164,19 @@ class Stack(nnx.Module):
         return specs
 
     def stored(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
-        """The runs with their split layers, one for each slot of the period; none if unrolled."""
+        """The runs with their split layers, one per slot of the period; empty if unrolled."""
         for run in self.runs if self.layout == "stacked" else ():
             yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
 
     def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
-        """Names that `ed_layers.named` gives in each kind of layer; a kind is traced when asked."""
+        """The names that each kind of layer passes to `ed_layers.named`, traced on first use."""
         trace = jax.make_jaxpr(apply, return_shape=True)
         for layer, graphdef, state in self.kinds():
             jaxpr, (_, cache, _) = trace(Static(graphdef, layer), state, x, cache)
             yield names_in(jaxpr)
 
     def kinds(self) -> Iterator[tuple[int, nnx.GraphDef, nnx.State]]:
-        """The first layer of each kind, in order: its number, and what it is made of, in shapes."""
+        """The first layer of each kind, in order: its number, and the shapes of its arrays."""
         if self.layout == "leaves":
             for i in range(self.num_layers):
                 yield i, *nnx.split(getattr(self, f"layer_{i}"))
@@ -185,7 +186,7 @@ class Stack(nnx.Module):
                 yield run.start + slot, graphdef, shapes
 
     def to_layout(self, layout: Layout) -> None:
-        """Change the storage in place: separate leaves for a CPU engine, stacks for training."""
+        """Convert the storage in place: separate leaves for a CPU engine, stacks for training."""
         if layout == self.layout:
             return
         if layout == "leaves":
@@ -209,9 +210,9 @@ class Stack(nnx.Module):
 
 @jax.tree_util.register_static
 class Static:
-    """What a layer is built from besides arrays, hidden from tracing.
+    """The static part of a layer, hidden from tracing.
 
-    A layer that is on its own knows its index here; a scanned one is told by a traced number.
+    An unrolled layer stores its index here; a scanned layer receives the index as a traced number.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, layer: int | None = None):
@@ -227,18 +228,18 @@ class Static:
 def apply_layer(
     static: Static, state: Any, x: jax.Array, cache: Any, layer: Any = None, *, ctx: Ctx
 ):
-    """One layer, as a function of arrays: what remat wraps and scan repeats."""
+    """Apply one layer as a function of arrays; remat wraps this function and scan repeats it."""
     index: Any = static.layer if layer is None else layer
-    # Named on its way in: so a policy that offloads it holds no second copy on the device.
+    # The input is named here, so a policy that offloads it keeps no second copy on the device.
     x = named(x, BETWEEN)
     x, cache, report = nnx.merge(static.graphdef, state)(x, ctx.at_layer(index), cache, index)
-    # The stream is placed between layers on any mesh; inside of a layer the compiler may choose.
+    # The stream has a fixed placement between layers; inside a layer the compiler may choose.
     x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
     return x, cache, report
 
 
 def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):
-    """One period of a run: the body of the scan. Gives the layers' inputs and their reports."""
+    """Apply one period of a run, the body of the scan; return the layers' inputs and reports."""
     x, cache = carry
     states, repeat = xs
     inputs, slots = [], []
@@ -251,7 +252,7 @@ def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, car
 
 
 def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.Module:
-    """The equal layers of one slot, every leaf with a leading axis; metadata stays that of one."""
+    """Stack the equal layers of one slot along a new first axis; keep the metadata of one layer."""
     layers = run.layers(slot)
     graphdefs: list[nnx.GraphDef] = []
 
@@ -263,7 +264,7 @@ def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.M
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.asarray(layers))
     state = jax.vmap(partial(build, layers[0]))(keys)
     if len(layers) > 1:
-        # Only the ends are compared: what lies between is the caller's word.
+        # Only the first and the last layer are compared; the caller guarantees the others.
         last = jax.eval_shape(partial(build, layers[-1]), key)
         shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(state)]
         if graphdefs[0] != graphdefs[1] or shapes != [x.shape for x in jax.tree.leaves(last)]:
@@ -277,7 +278,7 @@ def build_stacked(make: MakeLayer, key: jax.Array, run: Run, slot: int) -> nnx.M
 
 
 def to_layout(module: nnx.Module, layout: Layout) -> None:
-    """Change the storage of every Stack inside a module, in place."""
+    """Convert the storage of every `Stack` inside a module, in place."""
     for _, node in nnx.iter_modules(module):
         if isinstance(node, Stack):
             node.to_layout(layout)
