@@ -210,7 +210,7 @@ actions:
             enable_function_calling: true, tool_parser_name: hermes, reasoning_parser: none,
             oai_like_processor: true, drain_seconds: 5, lora_directory: loras,
             batch_directory: batches, otlp_traces_endpoint: "http://127.0.0.1:4318/v1/traces",
-            enable_sleep_mode: true,
+            enable_sleep_mode: true, unknown_fields: refuse,
             limits: {max_body_bytes: 2048, max_concurrent_requests: 2,
             max_connections: 3, max_generations: 4, max_stored_responses: 5,
             max_file_bytes: 2048, max_files: 7, max_batches: 8, max_batch_requests: 9,

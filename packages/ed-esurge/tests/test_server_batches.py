@@ -73,7 +73,7 @@ def test_one_bad_line_stops_no_other(served):
     bad = {
         "json": '{"custom_id": ',
         "list": "[1]",
-        "unknown": line("unknown", {**CHAT, "temprature": 1}),
+        "unknown": line("unknown", {**CHAT, "temperature": "hot"}),
         "model": line("model", {**CHAT, "model": "other"}),
         "stream": line("stream", {**CHAT, "stream": True}),
         "url": line("url", {"prompt": "a"}, "/v1/completions"),

@@ -154,7 +154,6 @@ def test_refusals(client):
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
-        ({"temprature": 1}, "temperature"),
     ):
         body = {
             "model": "scripted",

@@ -180,7 +180,6 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "text": NO_SCHEMA}, "text.format.schema", "missing"),
-        ({"input": "a", "modle": "x"}, "modle", "did you mean 'model'"),
         ({"input": [PICTURE]}, "input", "text only"),
     ],
 )

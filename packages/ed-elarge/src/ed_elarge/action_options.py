@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from ed_esurge.config import ServerLimits
+from ed_esurge.config import ServerLimits, UnknownFields
 from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS
 from ed_infra.options import Options, choice
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
@@ -125,6 +125,9 @@ class ServeOptions(Options):
     """URL of a collector that takes OpenTelemetry's spans by OTLP over HTTP (`ed-esurge[otel]`)."""
     enable_sleep_mode: bool = False
     """Clients may lend the memory of the device to others (`POST /sleep`, `/wake_up`)."""
+    unknown_fields: UnknownFields = "warn"
+    """Request fields that the server does not know: `ignore`, `warn` (the header `X-Ignored-Fields`
+    of the answer names the fields, and the log does once), or `refuse` with status 400."""
     limits: ServerLimits = ServerLimits()
     """How much clients may ask for."""
     drain_seconds: NotNegative = 30

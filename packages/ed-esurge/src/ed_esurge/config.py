@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 # Tokens and pages are counted in 32 bits on the device.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+#: What becomes of request fields that the HTTP server does not know.
+UnknownFields = Literal["ignore", "warn", "refuse"]
 
 
 class ServerLimits(Options):

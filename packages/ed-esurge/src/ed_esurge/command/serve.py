@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import Any, get_args
 
 from ed_infra.errors import ConfigError
 
 from ed_esurge.command.flags import mapping_of, options_of
 from ed_esurge.command.load import add_model_arguments, engine_of, name_of
-from ed_esurge.config import EngineConfig, ServerLimits
+from ed_esurge.config import EngineConfig, ServerLimits, UnknownFields
 
 #: Environment variable with the API key: a command line is read by every user of the machine.
 KEY = "ESURGE_API_KEY"
@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--otlp-traces-endpoint", help="URL of a collector of spans (extra: otel)")
     group.add_argument(
         "--enable-sleep-mode", action="store_true", help="clients may lend the device to others"
+    )
+    group.add_argument(
+        "--unknown-fields",
+        choices=get_args(UnknownFields),
+        default="warn",
+        help="request fields that the server does not know (default: %(default)s)",
     )
     group.add_argument("--log-level", default="info", help="default: %(default)s")
     group.add_argument("--drain-seconds", type=int, default=30, help="default: %(default)s")
@@ -115,6 +121,7 @@ def run(values: argparse.Namespace) -> int:
         batch_directory=values.batch_directory,
         otlp_traces_endpoint=values.otlp_traces_endpoint,
         enable_sleep_mode=values.enable_sleep_mode,
+        unknown_fields=values.unknown_fields,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

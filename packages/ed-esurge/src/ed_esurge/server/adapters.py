@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
-from ed_infra.options import Options
 from fastapi import Request
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from ed_esurge.server.errors import APIError, engine_unavailable
+from ed_esurge.server.fields import Body
 from ed_esurge.server.served import Served
 
 Name = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]{1,256}$")]
 
 
-class LoadAdapterRequest(Options):
+class LoadAdapterRequest(Body):
     """Body of `POST /v1/load_lora_adapter`."""
 
     lora_name: Name
@@ -28,7 +28,7 @@ class LoadAdapterRequest(Options):
     """The model that it is for, where a server has several (extension)."""
 
 
-class UnloadAdapterRequest(Options):
+class UnloadAdapterRequest(Body):
     """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: Name

@@ -30,6 +30,7 @@ from ed_esurge.server.served import Served, ServedEngine
 from ed_esurge.server.site import Site
 from ed_esurge.server.state import ServerState
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
+from ed_esurge.server.unknown import HEADER
 
 
 def create_app(
@@ -49,6 +50,7 @@ def create_app(
     batch_directory: str | Path | None = None,
     otlp_traces_endpoint: str | None = None,
     enable_sleep_mode: bool = False,
+    unknown_fields: str = "warn",
 ) -> FastAPI:
     """Build the application that serves one engine, or several.
 
@@ -78,6 +80,9 @@ def create_app(
             see `ed_esurge.server.tracing`. None: nothing is traced.
         enable_sleep_mode: clients may let the engine sleep, and wake it up (`POST /sleep`,
             `/wake_up`).
+        unknown_fields: what becomes of request fields that the server does not know: "ignore",
+            "warn" (the header `X-Ignored-Fields` of the answer names the fields, and the log does
+            once) or "refuse".
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
@@ -89,7 +94,10 @@ def create_app(
     tracing = None
     if otlp_traces_endpoint is not None:
         tracing = Tracing(provider_for(otlp_traces_endpoint))
-    state, metrics = ServerState(limits, tracing, enable_sleep_mode), ServerMetrics()
+    state, metrics = (
+        ServerState(limits, tracing, enable_sleep_mode, unknown_fields),
+        ServerMetrics(),
+    )
 
     def model(engine: Any, names: str | Sequence[str] | None) -> Served:
         if not isinstance(engine, ServedEngine):
@@ -154,7 +162,7 @@ def create_app(
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", HEADER],
         )
     if tracing is not None:
         app.add_middleware(TraceContext)
@@ -186,9 +194,15 @@ def _register(app: FastAPI, site: Site, endpoint: Endpoint) -> None:
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
 
     async def handle(request: Request) -> Response:
-        body = None
-        if endpoint.takes is not None:
-            body = await read(request, endpoint.takes, site.state.limits)
-        return await dispatch(site, endpoint, body, request)
+        if endpoint.takes is None:
+            return await dispatch(site, endpoint, None, request)
+        unknown = site.state.unknown_fields
+        ignored = unknown.request()
+        body = await read(request, endpoint.takes, site.state.limits, ignored)
+        unknown.log(ignored, endpoint.path)
+        response = await dispatch(site, endpoint, body, request)
+        if ignored.header is not None:
+            response.headers[HEADER] = ignored.header
+        return response
 
     app.add_api_route(path, handle, methods=methods, response_model=None, include_in_schema=False)

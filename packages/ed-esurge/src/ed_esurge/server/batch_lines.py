@@ -17,6 +17,7 @@ from ed_esurge.server.body import LONG_BODY
 from ed_esurge.server.dispatch import dispatch
 from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
 from ed_esurge.server.errors import APIError, from_validation
+from ed_esurge.server.fields import validated
 from ed_esurge.server.site import Site
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,9 @@ async def _answer(
     takes = endpoint.takes
     assert takes is not None, "what a batch may ask has a body"
     try:
-        request = await _aside(raw, lambda: takes.model_validate(body))
+        ignored = site.state.unknown_fields.request()
+        request = await _aside(raw, lambda: validated(takes, body, ignored))
+        site.state.unknown_fields.log(ignored, endpoint.path)
         response = await dispatch(site, endpoint, request, Request(scope, stays))
     except APIError as error:
         response = error.response()

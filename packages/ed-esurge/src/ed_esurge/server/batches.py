@@ -7,7 +7,6 @@ from email.message import Message
 from email.parser import BytesParser
 from typing import Annotated, Any, Literal
 
-from ed_infra.options import Options
 from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import Field
@@ -17,6 +16,7 @@ from ed_esurge.server.auth import owner_of
 from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, public
 from ed_esurge.server.body import read_bytes
 from ed_esurge.server.errors import APIError
+from ed_esurge.server.fields import Body
 from ed_esurge.server.site import Site
 
 # Of a form; those that are needed are two.
@@ -25,7 +25,7 @@ MAX_PARTS = 16
 Text = Annotated[str, Field(max_length=512)]
 
 
-class BatchRequest(Options):
+class BatchRequest(Body):
     """Body of `POST /v1/batches`."""
 
     input_file_id: str

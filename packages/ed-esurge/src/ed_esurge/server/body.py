@@ -11,6 +11,8 @@ from pydantic_core import from_json
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.errors import APIError
+from ed_esurge.server.fields import validated
+from ed_esurge.server.unknown import IgnoredKeys
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -18,12 +20,17 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 LONG_BODY = 2**16
 
 
-async def read(request: Request, kind: type[OptionsT], limits: ServerLimits) -> OptionsT:
+async def read(
+    request: Request, kind: type[OptionsT], limits: ServerLimits, ignored: IgnoredKeys | None = None
+) -> OptionsT:
     """The body of a request as one of the request models.
 
+    Args:
+        ignored: collects the unknown keys; None: unknown keys are refused.
+
     Raises:
-        APIError: 400 no JSON, 408 too slow, 413 too long, 415 compressed.
-        pydantic.ValidationError: a field is not as it should be.
+        APIError: 400 no JSON, or a field is not as it should be; 408 too slow, 413 too long, 415
+            compressed.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -41,8 +48,8 @@ async def read(request: Request, kind: type[OptionsT], limits: ServerLimits) -> 
         )
     raw = await read_bytes(request, limits.max_body_bytes, limits.body_timeout)
     if len(raw) < LONG_BODY:
-        return kind.model_validate(_parsed(raw))
-    return await asyncio.to_thread(lambda: kind.model_validate(_parsed(raw)))
+        return validated(kind, _parsed(raw), ignored)
+    return await asyncio.to_thread(lambda: validated(kind, _parsed(raw), ignored))
 
 
 async def read_bytes(request: Request, most: int, seconds: float) -> bytes:

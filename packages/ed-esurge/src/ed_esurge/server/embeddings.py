@@ -6,22 +6,21 @@ import base64
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from ed_infra.options import Options
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import Field, PlainValidator
 
 from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.answers import Answer
 from ed_esurge.server.errors import APIError, client_gone
-from ed_esurge.server.fields import or_default
+from ed_esurge.server.fields import Body
 from ed_esurge.server.protocol import as_prompts
 from ed_esurge.server.served import Served
 
-Pooling = Annotated[Literal["last", "mean"], BeforeValidator(or_default("last"))]
+Pooling = Literal["last", "mean"]
 
 
-class EmbeddingRequest(Options):
+class EmbeddingRequest(Body):
     """Body of `POST /v1/embeddings`. `input` is normalised to a list."""
 
     input: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
@@ -33,7 +32,7 @@ class EmbeddingRequest(Options):
 
     # Extensions.
     pooling: Pooling = "last"
-    normalize: Annotated[bool, BeforeValidator(or_default(True))] = True
+    normalize: bool = True
     add_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 

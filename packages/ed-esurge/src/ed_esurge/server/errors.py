@@ -6,7 +6,7 @@ typed exceptions; FastAPI's own `{"detail": ...}` reaches them as an unreadable 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +15,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+
+from ed_esurge.server.locations import in_body, joined, spelled
 
 
 class APIError(Exception):
@@ -92,17 +94,21 @@ def engine_unavailable(reason: str = "the engine is not running") -> APIError:
     )
 
 
-def from_validation(errors: Sequence[Any]) -> APIError:
-    """Turn pydantic's list of errors into one envelope that names the first field at fault."""
+def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
+    """Turn pydantic's errors into one envelope that names the first field at fault.
+
+    Args:
+        body: what was validated, so that fields are named as the client spells them.
+    """
     lines, param, code = [], None, None
-    for error in errors:
+    for error in _of_best_branches(errors, body):
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", error["msg"])
             return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
-        path = _path(error["loc"])
+        path = _path(error, body)
         refusal = error.get("ctx", {}).get("error")
         if isinstance(refusal, Refusal) and refusal.field is not None:
-            path = refusal.field if path is None else f"{path}.{refusal.field}"
+            path = joined(path, refusal.field)
         if path is None and error["type"] in ("model_attributes_type", "model_type"):
             return APIError(
                 "the request body is not a JSON object sent with Content-Type: application/json",
@@ -113,7 +119,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
             code = "unknown_parameter" if error["type"] == "unknown_key" else "invalid_value"
             if error["type"] == "missing":
                 code = "missing_required_parameter"
-        message = error["msg"].removeprefix("Value error, ")
+        message = _message(error)
         given = error.get("input")
         if error["type"] != "missing" and isinstance(given, str | int | float | bool):
             message = f"{message} (given {given!r:.80})"
@@ -125,12 +131,58 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     return APIError(shown + more, param=param, code=code)
 
 
-def _path(location: Sequence[str | int]) -> str | None:
-    """`("body", "messages", 0, "role")` -> `messages[0].role`."""
-    path = ""
-    for part in location[1:] if location and location[0] in ("body", "query", "path") else location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path or None
+def _path(error: Mapping[str, Any], body: Any) -> str | None:
+    """The field of an error, as the client spells it; None: the whole body."""
+    parts: Sequence[str | int] = error["loc"]
+    if body is not None:
+        parts = in_body(parts, body, missing=error["type"] == "missing")
+    if error["type"] in _OF_TAGS:
+        parts = [*parts, "type"]
+    return spelled(parts) or None
+
+
+# Errors of a union whose members are told apart by the field `type`.
+_OF_TAGS = frozenset({"union_tag_invalid", "union_tag_not_found"})
+# Errors about the type of a value: each member of a union reports one.
+_OF_TYPES = frozenset(
+    {
+        *("string_type", "list_type", "dict_type", "int_type", "float_type", "bool_type"),
+        *("model_type", "model_attributes_type", "literal_error"),
+    }
+)
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    """The message of an error, without the names of pydantic and of this server's classes."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "union_tag_invalid":
+            return f"{context['tag']!r:.80} is not supported: use {context['expected_tags']}"
+        case "union_tag_not_found":
+            return "Field required"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "Input should be an object"
+        case _:
+            return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _of_best_branches(errors: Sequence[Any], body: Any) -> list[Any]:
+    """The errors of the union members that the client meant.
+
+    Every member of a union reports why a value is not of its type. A problem deeper in the value
+    shows that the value has the type of that member, so the others' reports say nothing.
+    """
+    if body is None or len(errors) < 2:
+        return [*errors]
+    paths = [
+        tuple(in_body(error["loc"], body, missing=error["type"] == "missing")) for error in errors
+    ]
+    above = {path[:length] for path in paths for length in range(len(path))}
+    return [
+        error
+        for error, path in zip(errors, paths, strict=True)
+        if not (error["type"] in _OF_TYPES and path in above)
+    ]
 
 
 def client_gone() -> Response:

@@ -2,15 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from ed_infra.options import Options
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from ed_esurge.server.errors import Refusal
+from ed_esurge.server.errors import Refusal, from_validation
+from ed_esurge.server.unknown import IgnoredKeys
 
 # A JSON schema that clients send: it is walked in Python, and compiled.
 MAX_SCHEMA_DEPTH, MAX_SCHEMA_ITEMS, MAX_SCHEMA_CHARACTERS = 32, 4096, 2**17
+
+
+class Body(Options):
+    """Base of everything that clients send.
+
+    `null` is the default of an optional field. An unknown key is ignored and noted where the
+    context of the validation is an `IgnoredKeys` that does not refuse it; else it is an error.
+    """
+
+    HISTORY: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls_and_unknown(cls, data: object, info: ValidationInfo) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        noted = info.context if isinstance(info.context, IgnoredKeys) else None
+        refuses = not cls.HISTORY and (noted is None or noted.refuses)
+        result = {}
+        for key, value in data.items():
+            field = cls.model_fields.get(cls.ALIASES.get(key, key))
+            if field is None:
+                if refuses:
+                    result[key] = value  # `Options` refuses the key
+                elif noted is not None and not cls.HISTORY:
+                    noted.add(key)
+            elif value is not None or field.is_required():
+                result[key] = value
+        return result
+
+
+class History(Body):
+    """Base of everything that clients send back: messages, their parts, calls, items.
+
+    Clients append whole answers to the conversation, with keys of their own and of other servers.
+    Unknown keys are therefore ignored, whatever the server does with unknown request fields.
+    """
+
+    HISTORY = True
+
+
+BodyT = TypeVar("BodyT", bound=Options)
+
+
+def validated(kind: type[BodyT], body: object, ignored: IgnoredKeys | None = None) -> BodyT:
+    """Return a parsed body as one of the request models.
+
+    Args:
+        ignored: collects the unknown keys; None: unknown keys are refused.
+
+    Raises:
+        APIError: 400, naming the field at fault as the client spells it.
+    """
+    try:
+        return kind.model_validate(body, context=ignored)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False), body) from None
 
 
 def few(count: int) -> BeforeValidator:
@@ -36,11 +102,6 @@ def unsupported(why: str, *harmless: object) -> Any:
         raise Refusal(f"not supported by this server: {why}")
 
     return Annotated[Any, PlainValidator(check)]
-
-
-def or_default(default: Any) -> Callable[[object], object]:
-    """OpenAI's clients send `null` for "the default"."""
-    return lambda value: default if value is None else value
 
 
 def _schema(value: object) -> object:

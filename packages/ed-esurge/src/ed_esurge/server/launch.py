@@ -119,6 +119,7 @@ def serve(
     batch_directory: str | Path | None = None,
     otlp_traces_endpoint: str | None = None,
     enable_sleep_mode: bool = False,
+    unknown_fields: str = "warn",
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -170,6 +171,7 @@ def serve(
                     "batch_directory": batch_directory,
                     "otlp_traces_endpoint": otlp_traces_endpoint,
                     "enable_sleep_mode": enable_sleep_mode,
+                    "unknown_fields": unknown_fields,
                 },
             )
             if host not in LOOPBACK and not api_key:

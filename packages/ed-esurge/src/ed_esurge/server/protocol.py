@@ -1,20 +1,20 @@
-"""What clients may send: request models of the OpenAI endpoints, unknown keys refused.
+"""Request models of the OpenAI endpoints.
 
-A field of the OpenAI API that this server does not implement is accepted only where ignoring it
-cannot change the answer (`user`, `metadata`, `store`, ...); any other is refused by name, with
-the way out. Fields marked *extension* are not OpenAI's; vLLM spells them the same.
+A known field that this server does not implement is accepted where ignoring the field cannot change
+the answer (`user`, `metadata`, `store`, ...). `unsupported` fields are refused by name, with the
+way out. Unknown keys follow the server's `unknown_fields`. Fields marked *extension* are vLLM's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from ed_infra.options import Options
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import TokenIds, few, or_default, unsupported
+from ed_esurge.server.fields import Body, History, TokenIds, few, unsupported
 from ed_esurge.server.structured import Guided, ResponseFormat
 from ed_esurge.server.tools import (
     MAX_TOOL_CALLS,
@@ -23,6 +23,7 @@ from ed_esurge.server.tools import (
     ToolChoice,
     Tools,
 )
+from ed_esurge.server.unsupported import OtherSamplers, OtherTemplates
 
 #: How much to think, as OpenAI and Anthropic say it.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -87,26 +88,33 @@ Stops = Annotated[list[Word], BeforeValidator(_stops), few(MAX_STOPS)]
 Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
 
 
-class StreamOptions(Options):
-    """`include_usage`: one last chunk without choices carries the token counts."""
+class StreamOptions(Body):
+    """What a stream reports beside the answer.
 
-    include_usage: Annotated[bool, BeforeValidator(or_default(False))] = False
+    Attributes:
+        include_usage: a last chunk without choices carries the token counts.
+        continuous_usage_stats: with `include_usage`, every chunk carries the token counts so far
+            (extension).
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(Guided):
+class GenerationRequest(Guided, OtherSamplers):
     """The fields that both generation endpoints share. OpenAI's defaults."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(or_default(1.0))] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(or_default(1.0))] = 1.0
-    n: Annotated[int, Field(ge=1, le=128), BeforeValidator(or_default(1))] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: Stops = Field(default_factory=list)
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(or_default(0.0))] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(or_default(0.0))] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Bias = None
-    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
 
     # Extensions.
@@ -121,9 +129,9 @@ class GenerationRequest(Guided):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    return_token_ids: Annotated[bool, BeforeValidator(or_default(False))] = False
+    return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), BeforeValidator(or_default(0))] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
 
@@ -162,7 +170,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
     max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    echo: Annotated[bool, BeforeValidator(or_default(False))] = False
+    echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     add_special_tokens: bool = True  # extension
@@ -186,14 +194,14 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class TextPart(Options):
+class TextPart(History):
     """One text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Options):
+class RefusalPart(History):
     """What the assistant said when it refused, sent back."""
 
     type: Literal["refusal"]
@@ -209,17 +217,22 @@ ContentParts = list[Annotated[TextPart | RefusalPart, Field(discriminator="type"
 
 
 def _content(value: object) -> object:
-    """Teach about parts of content that are not text before pydantic lists them."""
+    """Refuse a content part that is not text, and name the part."""
     if isinstance(value, list):
-        for part in value:
+        for place, part in enumerate(value[:MAX_PARTS]):
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind is not None and kind not in ("text", "refusal"):
-                raise Refusal(f"content part of type {kind!r}: this model takes text only")
+            if isinstance(kind, str) and kind not in ("text", "refusal"):
+                field = kind[:64] if kind in part else "type"
+                raise Refusal(
+                    f"a content part of type {kind!r:.64} is not supported: this model takes text "
+                    "only",
+                    f"[{place}].{field}",
+                )
     return value
 
 
-class Message(Options):
-    """One chat message; an answer's message can be sent back as it came."""
+class Message(History):
+    """One chat message; the message of an answer can be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | ContentParts | None, BeforeValidator(_content), few(MAX_PARTS)] = None
@@ -229,8 +242,15 @@ class Message(Options):
     reasoning_content: str | None = None  # extension
     function_call: unsupported("function calls; send tool_calls") = None  # type: ignore[valid-type]
     audio: unsupported("audio") = None  # type: ignore[valid-type]
-    refusal: str | None = None
-    annotations: list[Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reasoning(cls, data: object) -> object:
+        """Read `reasoning`, the other name of `reasoning_content`, where it is text."""
+        if not isinstance(data, Mapping) or data.get("reasoning_content") is not None:
+            return data
+        thoughts = data.get("reasoning")
+        return {**data, "reasoning_content": thoughts} if isinstance(thoughts, str) else data
 
     @model_validator(mode="after")
     def _consistent(self) -> Message:
@@ -259,13 +279,13 @@ class Message(Options):
 Messages = Annotated[list[Message], Field(fail_fast=True), few(MAX_MESSAGES)]
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, OtherTemplates):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[Messages, Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    logprobs: Annotated[bool, BeforeValidator(or_default(False))] = False
+    logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     # Extensions.
@@ -275,7 +295,7 @@ class ChatRequest(GenerationRequest):
 
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
+    parallel_tool_calls: bool = True
     functions: unsupported("functions; send tools", []) = None  # type: ignore[valid-type]
     function_call: unsupported("functions; send tool_choice", "none", "auto") = None  # type: ignore[valid-type]
     response_format: ResponseFormat | None = None
@@ -283,7 +303,7 @@ class ChatRequest(GenerationRequest):
     audio: unsupported("audio output") = None  # type: ignore[valid-type]
     reasoning_effort: Effort | None = None
     moderation: unsupported("moderation") = None  # type: ignore[valid-type]
-    verbosity: unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
+    verbosity: unsupported("verbosity; ask for a length in a message", "medium") = None  # type: ignore[valid-type]
     web_search_options: unsupported("web search") = None  # type: ignore[valid-type]
     # A hint about the expected answer that may only save time.
     prediction: Any = None
@@ -314,7 +334,7 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class TokenizeRequest(Options):
+class TokenizeRequest(Body):
     """Body of `POST /tokenize`: either `prompt`, or `messages` as a chat would send them."""
 
     model: str | None = None
@@ -333,7 +353,7 @@ class TokenizeRequest(Options):
         return self
 
 
-class DetokenizeRequest(Options):
+class DetokenizeRequest(Body):
     """Body of `POST /detokenize`."""
 
     model: str | None = None

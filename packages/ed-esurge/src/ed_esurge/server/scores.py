@@ -6,7 +6,6 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-from ed_infra.options import Options
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field
@@ -15,7 +14,7 @@ from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.answers import Answer
 from ed_esurge.server.embeddings import EmbeddingUsage, Pooling
 from ed_esurge.server.errors import APIError, client_gone
-from ed_esurge.server.fields import few, or_default
+from ed_esurge.server.fields import Body, few
 from ed_esurge.server.protocol import MAX_PROMPTS
 from ed_esurge.server.served import Served, new_id
 
@@ -27,7 +26,7 @@ def _listed(value: object) -> object:
 Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)]
 
 
-class ScoreRequest(Options):
+class ScoreRequest(Body):
     """Body of `POST /v1/score`: one text against many, or as many pairs."""
 
     text_1: Texts
@@ -38,7 +37,7 @@ class ScoreRequest(Options):
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 
 
-class RerankRequest(Options):
+class RerankRequest(Body):
     """Body of `POST /v1/rerank`, as Jina and Cohere have it."""
 
     query: str
@@ -46,7 +45,7 @@ class RerankRequest(Options):
     model: str | None = None
     user: str | None = None
     top_n: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    return_documents: Annotated[bool, BeforeValidator(or_default(True))] = True
+    return_documents: bool = True
     pooling: Pooling = "last"
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
 

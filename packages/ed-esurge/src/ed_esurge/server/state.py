@@ -7,6 +7,7 @@ import asyncio
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.store import ResponseStore
 from ed_esurge.server.tracing import Tracing
+from ed_esurge.server.unknown import UnknownFieldsPolicy
 
 
 class ServerState:
@@ -16,6 +17,7 @@ class ServerState:
         limits: what clients may ask for at once.
         tracing: where spans of requests go; None: there are none.
         enable_sleep_mode: clients may let the engines sleep.
+        unknown_fields: what becomes of unknown request fields: "ignore", "warn" or "refuse".
 
     Attributes:
         draining: the server was asked to stop.
@@ -28,9 +30,11 @@ class ServerState:
         limits: ServerLimits,
         tracing: Tracing | None = None,
         enable_sleep_mode: bool = False,
+        unknown_fields: str = "warn",
     ) -> None:
         self.limits, self.tracing = limits, tracing
         self.enable_sleep_mode = enable_sleep_mode
+        self.unknown_fields = UnknownFieldsPolicy(unknown_fields)
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError
-from ed_infra.options import Options
 from pydantic import Field, model_validator
 
 from ed_esurge.sampling import StructuredOutputs
 from ed_esurge.server.errors import APIError, Refusal
-from ed_esurge.server.fields import Schema, few
+from ed_esurge.server.fields import Body, Schema, few
 from ed_esurge.server.tools import NamedTool, Tool, ToolChoice
 
 MAX_CALLS = 64
 
 
-class JSONSchema(Options):
+class JSONSchema(Body):
     """The schema of an answer, which OpenAI spells `schema`. `strict` or not, it is kept to."""
 
     ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
@@ -31,7 +30,7 @@ class JSONSchema(Options):
     strict: bool | None = None
 
 
-class ResponseFormat(Options):
+class ResponseFormat(Body):
     """What an answer must be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -52,7 +51,7 @@ class ResponseFormat(Options):
         return json.dumps({"type": "object"} if schema is None else schema)
 
 
-class Guided(Options):
+class Guided(Body):
     """Extensions by vLLM's names; at most one."""
 
     guided_json: Schema | Annotated[str, Field(max_length=2**17)] | None = None

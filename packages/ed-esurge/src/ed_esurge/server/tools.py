@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from ed_infra.options import Options
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Schema, few
+from ed_esurge.server.fields import Body, History, Schema, few
 
 MAX_TOOLS, MAX_TOOL_CALLS = 128, 128
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class Function(Options):
+class Function(Body):
     """A function: what it is called and what it takes."""
 
     name: Name
@@ -30,7 +29,7 @@ class Function(Options):
         return self.parameters or {"type": "object", "properties": {}}
 
 
-class Tool(Options):
+class Tool(Body):
     """A tool; functions are the only ones."""
 
     type: Literal["function"]
@@ -46,33 +45,32 @@ class Tool(Options):
         return {"type": "function", "function": function}
 
 
-class FunctionName(Options):
+class FunctionName(Body):
     """The name of a function."""
 
     name: Name
 
 
-class NamedTool(Options):
+class NamedTool(Body):
     """The one function that is to be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class CalledFunction(Options):
+class CalledFunction(History):
     """A call: name, and arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Options):
+class ToolCall(History):
     """A call in a message of the assistant."""
 
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
     @model_validator(mode="after")
     def _arguments_are_json(self) -> ToolCall:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from ed_infra.options import Options
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Schema, few, or_default
+from ed_esurge.server.fields import Body, History, Schema, few, unsupported
 from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
 
-class Block(Options):
+class Block(History):
     """Base of the blocks. What may be cached is not theirs to say."""
 
     cache_control: dict[str, Any] | None = None
@@ -69,7 +68,7 @@ AnyBlock = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discrimi
 Blocks = Annotated[str | list[AnyBlock], BeforeValidator(_known), few(MAX_PARTS)]
 
 
-class AnthropicMessage(Options):
+class AnthropicMessage(History):
     """One message."""
 
     role: Literal["user", "assistant"]
@@ -111,7 +110,7 @@ class AnthropicMessage(Options):
         return results if alone else [*results, message]
 
 
-class AnthropicTool(Options):
+class AnthropicTool(Body):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -133,7 +132,7 @@ class AnthropicTool(Options):
         return {"type": "function", "function": function}
 
 
-class AnthropicChoice(Options):
+class AnthropicChoice(Body):
     """Whether and what to call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -141,7 +140,7 @@ class AnthropicChoice(Options):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thoughts(Options):
+class Thoughts(Body):
     """Whether to think: a variable of the chat template, `enable_thinking`. The budget is a target,
     as Anthropic has it; what bounds thoughts here is `max_tokens`."""
 
@@ -156,7 +155,7 @@ class Thoughts(Options):
         return self
 
 
-class OutputFormat(Options):
+class OutputFormat(Body):
     """What an answer must be."""
 
     type: Literal["json_schema"]
@@ -165,14 +164,14 @@ class OutputFormat(Options):
     ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
 
 
-class OutputConfig(Options):
+class OutputConfig(Body):
     """How much to think, and what the answer must be."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
-class CountRequest(Options):
+class CountRequest(Body):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str
@@ -182,9 +181,24 @@ class CountRequest(Options):
     tool_choice: AnthropicChoice | None = None
     thinking: Thoughts | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The name of `output_config.format` in older betas."""
     # What may be cached, and how quickly to answer: there is one way here.
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
+    container: unsupported("containers") = None  # type: ignore[valid-type]
+    context_management: unsupported("context_management; shorten the messages", {}) = None  # type: ignore[valid-type]
+    compaction: unsupported("compaction; shorten the messages") = None  # type: ignore[valid-type]
+    mcp_servers: unsupported("mcp_servers; call them in the client, and send tools", []) = None  # type: ignore[valid-type]
+    fallbacks: unsupported("fallbacks; ask again with another model", []) = None  # type: ignore[valid-type]
+    thread: unsupported("threads; send all messages") = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _one_format(self) -> CountRequest:
+        config = self.output_config
+        if self.output_format is not None and config is not None and config.format is not None:
+            raise Refusal("contradicts output_config.format: send one of both", "output_format")
+        return self
 
     def for_chat(self) -> dict[str, Any]:
         """Fields of the chat request that it means."""
@@ -206,12 +220,12 @@ class CountRequest(Options):
         if self.thinking is not None:
             enabled = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": enabled}
-        wanted = self.output_config
-        if wanted is not None:
-            fields["reasoning_effort"] = wanted.effort
-            if wanted.format is not None:
-                schema = {"name": "answer", "schema": wanted.format.json_schema}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        wanted = self.output_config or OutputConfig()
+        fields["reasoning_effort"] = wanted.effort
+        form = wanted.format or self.output_format
+        if form is not None:
+            schema = {"name": "answer", "schema": form.json_schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
 
@@ -220,10 +234,10 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stop_sequences: Annotated[list[Word] | None, few(MAX_STOPS)] = None
-    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(or_default(1.0))] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(or_default(1.0))] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
+    stream: bool = False
     # Who is billed, and how.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from ed_infra.options import Options
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Schema, few, or_default, unsupported
+from ed_esurge.server.fields import Body, History, Schema, few, unsupported
 from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
 Id = Annotated[str, Field(max_length=256)]
 
 
-class Part(Options):
+class Part(History):
     """A part of a message, or of thoughts: text."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -36,7 +35,7 @@ def _text_only(value: object) -> object:
 Parts = Annotated[list[Part], BeforeValidator(_text_only), few(MAX_PARTS)]
 
 
-class MessageItem(Options):
+class MessageItem(History):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -47,7 +46,7 @@ class MessageItem(Options):
     phase: str | None = None
 
 
-class CallItem(Options):
+class CallItem(History):
     """A call of a function by the model."""
 
     type: Literal["function_call"]
@@ -58,7 +57,7 @@ class CallItem(Options):
     status: str | None = None
 
 
-class ResultItem(Options):
+class ResultItem(History):
     """What a call gave."""
 
     type: Literal["function_call_output"]
@@ -68,7 +67,7 @@ class ResultItem(Options):
     status: str | None = None
 
 
-class ReasoningItem(Options):
+class ReasoningItem(History):
     """Thoughts, sent back."""
 
     type: Literal["reasoning"]
@@ -101,7 +100,7 @@ def text_of(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class FunctionTool(Options):
+class FunctionTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -111,14 +110,14 @@ class FunctionTool(Options):
     strict: bool | None = None
 
 
-class NamedFunction(Options):
+class NamedFunction(Body):
     """The one function that is to be called."""
 
     type: Literal["function"]
     name: Name
 
 
-class TextFormat(Options):
+class TextFormat(Body):
     """What an answer must be."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -136,14 +135,14 @@ class TextFormat(Options):
         return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
 
 
-class TextOptions(Options):
+class TextOptions(Body):
     """Options of the answer's text."""
 
     format: TextFormat = TextFormat()
-    verbosity: unsupported("verbosity; ask for a length in a message") = None  # type: ignore[valid-type]
+    verbosity: unsupported("verbosity; ask for a length in a message", "medium") = None  # type: ignore[valid-type]
 
 
-class ReasoningOptions(Options):
+class ReasoningOptions(Body):
     """How much to think. The thoughts themselves come back, and no summary of them."""
 
     effort: Effort | None = None
@@ -153,25 +152,23 @@ class ReasoningOptions(Options):
     mode: Literal["standard"] | None = None
 
 
-class ResponseRequest(Options):
+class ResponseRequest(Body):
     """Body of `POST /v1/responses`. What it leaves out is OpenAI's default."""
 
     input: Input
     model: str | None = None
     instructions: str | None = None
     previous_response_id: Id | None = None
-    store: Annotated[bool, BeforeValidator(or_default(True))] = True
-    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
+    store: bool = True
+    stream: bool = False
     max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
-    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(or_default(1.0))] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(or_default(1.0))] = 1.0
-    tools: Annotated[list[FunctionTool], BeforeValidator(or_default(())), few(MAX_TOOLS)] = Field(
-        default_factory=list
-    )
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    tools: Annotated[list[FunctionTool], few(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
-    text: Annotated[TextOptions, BeforeValidator(or_default({}))] = TextOptions()
-    reasoning: Annotated[ReasoningOptions, BeforeValidator(or_default({}))] = ReasoningOptions()
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     metadata: Annotated[dict[str, str] | None, few(16)] = None
     user: str | None = None
 
@@ -183,6 +180,7 @@ class ResponseRequest(Options):
     background: unsupported("background; stream the answer", False) = None  # type: ignore[valid-type]
     conversation: unsupported("conversation; use previous_response_id") = None  # type: ignore[valid-type]
     context_management: unsupported("context_management", []) = None  # type: ignore[valid-type]
+    image: unsupported("images; this model answers with text only") = None  # type: ignore[valid-type]
     moderation: unsupported("moderation") = None  # type: ignore[valid-type]
     prompt: unsupported("stored prompts; send instructions") = None  # type: ignore[valid-type]
     top_logprobs: unsupported("top_logprobs; use /v1/chat/completions", 0) = None  # type: ignore[valid-type]

@@ -1,0 +1,157 @@
+"""Unknown request fields follow `unknown_fields`; `null` is the default of every optional field."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+import pytest
+from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.fields import Body, History, validated
+from ed_esurge.server.launch import background
+from ed_esurge.server.messages.request import MessagesRequest
+from ed_esurge.server.protocol import ChatRequest
+from ed_esurge.server.unknown import MAX_CHARACTERS, MAX_NAMED, IgnoredKeys
+from ed_esurge.testing import ScriptedEngine
+from ed_infra.errors import ConfigError
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+HEADER = "x-ignored-fields"
+
+
+@pytest.fixture(scope="module")
+def http():
+    with background(ScriptedEngine()) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_header_names_ignored_fields(http, stream):
+    body = {**CHAT, "stream": stream, "temprature": 1, "provider": {"order": []}}
+    answer = http.post("chat/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers[HEADER] == "temprature, provider"
+    body = {**CHAT, "stream": True, "stream_options": {"include_usag": True}}
+    assert http.post("chat/completions", json=body).headers[HEADER] == "include_usag"
+    assert HEADER not in http.post("chat/completions", json=CHAT).headers
+
+
+def test_the_header_of_ignored_fields_is_bounded_and_printable(http):
+    many = {f"key {number}": 1 for number in range(1000)}
+    long = {"é\n" + "a" * 100_000: 1}
+    answer = http.post("chat/completions", json={**CHAT, **long, **many})
+    assert answer.status_code == 200
+    named = answer.headers[HEADER]
+    assert len(named) < (MAX_NAMED + 1) * (MAX_CHARACTERS + 8)
+    assert named.isascii() and named.isprintable()
+    assert "(and 993 more)" in named
+
+
+def test_the_log_names_an_ignored_field_once(caplog):
+    with background(ScriptedEngine()) as url, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            httpx.post(f"{url}/chat/completions", json={**CHAT, "some_field": 1})
+    said = [record for record in caplog.records if "some_field" in record.getMessage()]
+    assert len(said) == 1
+
+
+def test_fields_may_be_ignored_or_refused():
+    with background(ScriptedEngine(), unknown_fields="ignore") as url:
+        answer = httpx.post(f"{url}/chat/completions", json={**CHAT, "temprature": 1})
+        assert answer.status_code == 200 and HEADER not in answer.headers
+    with background(ScriptedEngine(), unknown_fields="refuse") as url:
+        answer = httpx.post(f"{url}/chat/completions", json={**CHAT, "temprature": 1})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+        assert "did you mean 'temperature'" in error["message"]
+        # Conversations are echoes of other servers' answers: their keys are never refused.
+        message = {"role": "assistant", "content": "a", "provider_specific_fields": {}}
+        body = {"messages": [*CHAT["messages"], message, *CHAT["messages"]]}
+        assert httpx.post(f"{url}/chat/completions", json=body).status_code == 200
+    with pytest.raises(ConfigError, match="ignore, warn, refuse"):
+        background(ScriptedEngine(), unknown_fields="drop").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "harmless"),
+    [
+        ("use_beam_search", True, False),
+        ("length_penalty", 0.5, 1.0),
+        ("prompt_embeds", "abc", None),
+        ("typical_p", 0.5, 1.0),
+        ("repeat_penalty", 1.1, 1.0),
+        ("thinking_token_budget", 5, -1),
+        ("logits_processors", ["x"], []),
+        ("chat_template", "{{ 1 }}", None),
+        ("documents", [{"text": "a"}], []),
+        ("echo", True, False),
+        ("best_of", 2, 1),
+        ("include_reasoning", False, True),
+    ],
+)
+def test_a_known_field_that_would_change_the_answer_is_refused(http, field, value, harmless):
+    answer = http.post("chat/completions", json={**CHAT, field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert "not supported" in answer.json()["error"]["message"]
+    answer = http.post("chat/completions", json={**CHAT, field: harmless})
+    assert answer.status_code == 200
+    assert HEADER not in answer.headers
+
+
+BODIES = {endpoint.takes for endpoint in ENDPOINTS if endpoint.takes is not None}
+
+
+def _models(kind, known):
+    """A model and every model that its fields hold."""
+    if kind in known:
+        return known
+    known.add(kind)
+    todo = [field.annotation for field in kind.model_fields.values()]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, type) and issubclass(here, Body):
+            _models(here, known)
+        todo += getattr(here, "__args__", ())
+    return known
+
+
+def _all_models():
+    known = set()
+    for kind in BODIES:
+        _models(kind, known)
+    return sorted(known, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+
+
+@pytest.mark.parametrize("kind", _all_models(), ids=lambda kind: kind.__name__)
+def test_null_is_the_default_of_every_optional_field(kind):
+    assert issubclass(kind, Body)
+    for name, field in kind.model_fields.items():
+        if field.is_required():
+            continue
+        spelled = next((key for key, known in kind.ALIASES.items() if known == name), name)
+        kept = kind._without_nulls_and_unknown({spelled: None, "no such key": 1}, _Info())
+        assert kept == {}, name
+
+
+class _Info:
+    context = IgnoredKeys("ignore")
+
+
+def test_null_everywhere_changes_no_request():
+    for kind, least in (
+        (ChatRequest, CHAT),
+        (MessagesRequest, {**CHAT, "model": "m", "max_tokens": 1}),
+    ):
+        nulls = {name: None for name, f in kind.model_fields.items() if not f.is_required()}
+        assert validated(kind, {**nulls, **least}) == validated(kind, least)
+
+
+def test_every_message_of_a_conversation_ignores_unknown_keys():
+    history = {kind.__name__ for kind in _all_models() if issubclass(kind, History)}
+    assert history == {
+        *("Message", "TextPart", "RefusalPart", "ToolCall", "CalledFunction"),
+        *("AnthropicMessage", "TextBlock", "ToolUse", "ToolResult", "Thinking"),
+        *("Part", "MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
+    }
