@@ -1,10 +1,10 @@
-"""Low-rank adapters: a frozen matrix, and a learned change of few numbers.
+"""Low-rank adapters: a frozen matrix with a trained low-rank update.
 
 `y = x W + scale * dropout(x) A B`, with A [i, r] and B [r, o] (Hu et al. 2021). B starts at zero,
-so an adapter changes nothing at first. DoRA (Liu et al. 2024) learns the length of each column too.
+so a new adapter changes nothing. DoRA (Liu et al. 2024) also trains the norm of each column.
 
-An adapted layer keeps the parameters and the names that it had; `lora_a`, `lora_b` and
-`lora_magnitude` stand beside them. They are `nnx.LoRAParam`, by which trainers tell them apart.
+An adapted layer keeps its parameters and their names, and adds `lora_a`, `lora_b` and
+`lora_magnitude`. These are `nnx.LoRAParam`, so trainers can select them.
 
 Legend: i in features, o out features, r rank, v vocabulary, d hidden, e experts.
 """
@@ -31,13 +31,13 @@ from ed_layers.quantization.qarray import QArray
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:
-    """The matrix `(W + scale * A B) * factor`, which never exists as a whole.
+    """The matrix `(W + scale * A B) * factor`, which is never materialized.
 
     Attributes:
         base: W [i, o].
         a, b: [i, r] and [r, o].
-        factor: of each column, [o]; None = 1.
-        scale: a number.
+        factor: factor on each column, [o]; None = 1.
+        scale: factor on the update.
     """
 
     base: Weight
@@ -52,7 +52,7 @@ class LowRank:
         return self.base.shape
 
     def dense(self) -> jax.Array:
-        """`W + scale * A B`, float32; without the factor."""
+        """Return `W + scale * A B` in float32, without the factor."""
         assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
         return self.base.astype(jnp.float32) + self.scale * (self.a @ self.b)
 
@@ -68,7 +68,7 @@ class LowRank:
         return dot(inner, self.b, precision=precision) * self.scale
 
     def finish(self, base: jax.Array, change: jax.Array) -> jax.Array:
-        """Join the two products."""
+        """Combine the two products."""
         out = base + change
         return out if self.factor is None else out * self.factor.astype(out.dtype)
 
@@ -77,9 +77,9 @@ class LoRALinear(Linear):
     """A linear layer with an adapter.
 
     Args:
-        base: the layer; its variables become this layer's.
+        base: the layer to adapt; this layer takes over its variables.
         spec: rank, scale, dropout, DoRA.
-        key: of the random numbers of A.
+        key: random key of A.
     """
 
     def __init__(self, base: Linear, spec: LoraSpec, key: jax.Array):
@@ -93,17 +93,17 @@ class LoRALinear(Linear):
 
     @property
     def weight(self) -> LowRank:
-        """The matrix with its change, as `dot` takes it."""
+        """The matrix with its update, as an argument of `dot`."""
         a, b = self.lora_a.get_value(), self.lora_b.get_value()
         weight = LowRank(self.kernel.get_value(), a, b, scale=self.spec.scale)
         if not self.spec.dora:
             return weight
-        # The length is a constant to the gradient (section 4.3 of the paper).
+        # The gradient treats the norm as a constant (section 4.3 of the paper).
         length = jax.lax.stop_gradient(jnp.linalg.norm(weight.dense(), axis=0))
         return replace(weight, factor=self.lora_magnitude.get_value() / length)
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
-        """Project [..., in] to [..., out]; in training the adapter's input has dropout."""
+        """Project [..., in] to [..., out]; training applies dropout to the adapter's input."""
         x, weight = x.astype(self.dtype), self.weight
         dropped = x
         if ctx is not None:
@@ -112,7 +112,7 @@ class LoRALinear(Linear):
         base = dot(x, weight.base, precision=self.precision)
         change = weight.change(dropped, precision=self.precision)
         if self.spec.dora and dropped is not x:
-            # PEFT scales what dropout left of the input, and takes the rest as it is.
+            # As in PEFT: the base term of DoRA is not affected by the dropout of the adapter.
             assert weight.factor is not None
             left = dot(dropped, weight.base, precision=self.precision)
             factor = weight.factor.astype(x.dtype)
@@ -124,7 +124,7 @@ class LoRALinear(Linear):
         return y
 
     def merged(self) -> Linear:
-        """The layer without an adapter, its kernel changed."""
+        """Return the layer without an adapter and with the updated kernel."""
         weight = self.weight
         whole = weight.dense() if weight.factor is None else weight.dense() * weight.factor
         layer = self.base()
@@ -132,13 +132,13 @@ class LoRALinear(Linear):
         return layer
 
     def base(self) -> Linear:
-        """The layer without its adapter."""
+        """Return the layer without its adapter."""
         return plain(Linear, self)
 
 
 class LoRAEmbed(Embed):
     """An embedding with an adapter: `E[id] + scale * A[id] B`, A [v, r] and B [r, d]; A starts at
-    zero, as in PEFT. A head that is tied to the embedding has no adapter."""
+    zero, as in PEFT. A head that is tied to the embedding does not use the adapter."""
 
     def __init__(self, base: Embed, spec: LoraSpec, key: jax.Array):
         if spec.dora:
@@ -156,7 +156,7 @@ class LoRAEmbed(Embed):
         return super().__call__(input_ids) + (change * self.spec.scale).astype(self.dtype)
 
     def merged(self) -> Embed:
-        """The embedding without an adapter, its table changed."""
+        """Return the embedding without an adapter and with the updated table."""
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
         layer.embedding = plain_matrix(
@@ -165,15 +165,15 @@ class LoRAEmbed(Embed):
         return layer
 
     def base(self) -> Embed:
-        """The embedding without its adapter."""
+        """Return the embedding without its adapter."""
         return plain(Embed, self)
 
 
 class LoRAExperts(ExpertLinear):
-    """The linear layers of all experts, each with an adapter of its own: A [e, i, r], B [e, r, o].
+    """The linear layers of all experts, each with a separate adapter: A [e, i, r], B [e, r, o].
 
     Raises:
-        ConfigError: the specification has dropout or DoRA, which PEFT has not for experts either.
+        ConfigError: the specification has dropout or DoRA, which PEFT does not support for experts.
     """
 
     def __init__(self, base: ExpertLinear, spec: LoraSpec, key: jax.Array):
@@ -187,12 +187,12 @@ class LoRAExperts(ExpertLinear):
         self.spec = spec
 
     def arrays(self) -> dict[str, jax.Array]:
-        """With the scale in B."""
+        """Return the arrays, with the scale multiplied into B."""
         arrays = super().arrays()
         return {**arrays, "lora_b": arrays["lora_b"] * self.spec.scale}
 
     def merged(self) -> ExpertLinear:
-        """The layers without adapters, their kernels changed."""
+        """Return the layers without adapters and with updated kernels."""
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
         layer.kernel = plain_matrix(
@@ -201,15 +201,14 @@ class LoRAExperts(ExpertLinear):
         return layer
 
     def base(self) -> ExpertLinear:
-        """The layers without their adapters."""
+        """Return the layers without their adapters."""
         return plain(ExpertLinear, self)
 
 
-#: A layer with an adapter: it has `lora_a`, `lora_b` and `spec`, and knows itself `merged()` and as
-#: its `base()`.
+#: A layer with an adapter: it has `lora_a`, `lora_b` and `spec`, `merged()` and `base()`.
 AdaptedLayer = LoRALinear | LoRAEmbed | LoRAExperts
 
-#: What can have an adapter -> the layer that it becomes.
+#: Class of a layer that can have an adapter -> class of the adapted layer.
 ADAPTED: dict[type[nnx.Module], type[AdaptedLayer]] = {
     Linear: LoRALinear,
     Embed: LoRAEmbed,
@@ -218,10 +217,10 @@ ADAPTED: dict[type[nnx.Module], type[AdaptedLayer]] = {
 
 
 def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
-    """A and B of a kernel [*experts, i, o]; B is zero."""
+    """Create A and B for a kernel [*experts, i, o]; B is zero."""
     *leading, inputs, outputs = kernel.get_value().shape
     *before, of_inputs, of_outputs = kernel.get_metadata().get("axes", (None, None))
-    # As torch initialises a linear layer, which is what PEFT does.
+    # PEFT uses torch's initialization of a linear layer.
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*leading, inputs, rank), jnp.float32, -bound, bound)
     b = jnp.zeros((*leading, rank, outputs))
@@ -232,7 +231,7 @@ def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAPara
 
 
 def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Variable:
-    """A parameter with another value, in the place of one that may be quantized."""
+    """Return a plain parameter with another value, to replace one that may be quantized."""
     value = value.astype(old.get_value().dtype)
     if isinstance(old, nnx.Param):
         return old.replace(value)
@@ -240,7 +239,7 @@ def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Variable:
 
 
 def adopt(new: Any, old: nnx.Module) -> Any:
-    """Give the variables and attributes of a layer to another one, but none of an adapter."""
+    """Copy the variables and attributes of a layer to another layer, except those of an adapter."""
     for name, value in vars(old).items():
         if not name.startswith(("_", "lora_")) and name != "spec":
             setattr(new, name, value)
@@ -248,8 +247,8 @@ def adopt(new: Any, old: nnx.Module) -> Any:
 
 
 def plain(cls: type[Any], adapted: nnx.Module) -> Any:
-    """A layer of class `cls` with the variables of an adapted one."""
-    # Its constructor would make new ones, so the layer is made without.
+    """Return a layer of class `cls` with the variables of an adapted layer."""
+    # The constructor would create new variables, so the layer is created without calling it.
     new: Any = nnx.Module()
     object.__setattr__(new, "__class__", cls)  # not an attribute in the eyes of nnx
     return adopt(new, adapted)

@@ -1,11 +1,11 @@
-"""Many adapters over one layer, of which each token of a batch uses one, or none.
+"""Many adapters on one layer; each token of a batch uses one adapter or none.
 
-An adapter lies in a slot of `lora_a` [n, i, r] and `lora_b` [n, r, o]. The products are those of
-all slots at once, and what is of another slot than the token's becomes zero in between. For few
-slots that is the fastest way. Measured on a CPU of two cores, 5 slots of rank 16 over a 1024 x 1024
-matrix, least time over that of the matrix alone, for 1, 8, 32 and 512 tokens: 1.1, 1.2, 1.2, 2.4;
-with matrices gathered for each token 1.0, 1.4, 1.5 and too much memory; sorted by slot, in grouped
-products (`ragged_dot`) 1.2, 1.5, 1.5, 3.2.
+An adapter is stored in a slot of `lora_a` [n, i, r] and `lora_b` [n, r, o]. The layer multiplies by
+all slots together, and sets the part of the other slots to zero between the two products. For a few
+slots this is the fastest method. Minimum time relative to the matrix alone, on a CPU with two
+cores, 5 slots of rank 16 on a 1024 x 1024 matrix, for 1, 8, 32 and 512 tokens: 1.1, 1.2, 1.2, 2.4.
+Matrices gathered per token: 1.0, 1.4, 1.5, and too much memory. Grouped products (`ragged_dot`) of
+tokens sorted by slot: 1.2, 1.5, 1.5, 3.2.
 
 Legend: i in features, o out features, n slots, r rank, t tokens.
 """
@@ -25,19 +25,19 @@ from ed_layers.lora import adopt
 
 
 class SlotParam(nnx.Variable):
-    """A matrix of served adapters: it neither learns nor belongs to the model's checkpoint."""
+    """A matrix of served adapters, which is neither trained nor saved with the model."""
 
 
 class LoRASlots(Linear):
-    """A linear layer with `n` places for adapters, all of them empty (zero) at first.
+    """A linear layer with `n` adapter slots, which are initially empty (zero).
 
-    `Ctx.adapter_ids` says for each token which one it uses: 1 to n, or 0 for none, which gives the
-    numbers of the layer without places, to the bit.
+    `Ctx.adapter_ids` selects the slot of each token: 1 to n, or 0 for none. Slot 0 produces the
+    numbers of the layer without slots, bit for bit.
 
     Args:
-        base: the layer; its variables become this layer's.
+        base: the layer; this layer takes over its variables.
         slots: n.
-        rank: r; an adapter of a smaller rank leaves the rest zero.
+        rank: r; the rest of an adapter with a smaller rank is zero.
     """
 
     def __init__(self, base: Linear, slots: int, rank: int):
@@ -50,7 +50,7 @@ class LoRASlots(Linear):
         self.lora_b = SlotParam(b, axes=(None, None, axes[1]))
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
-        """Project [..., in] to [..., out], each token with its adapter."""
+        """Project [..., in] to [..., out], with the adapter of each token."""
         assert ctx is not None, (
             "a layer that is called without a context knows no tokens: its module names it in "
             "`without_tokens`"
@@ -67,7 +67,7 @@ class LoRASlots(Linear):
 
 
 def by_row(ids: Int[Array, "b s"], x: Float[Array, "*rows i"]) -> Int[Array, "*rows"]:
-    """The adapter of each row of `x`: of [b, s, i], of [b, s, parts, i], or of [b * s, i].
+    """Return the adapter of each row of `x` [b, s, i], [b, s, parts, i], or [b * s, i].
 
     `ids` may be [b, 1] for rows [b, s, i] of a dense batch.
     """
@@ -81,5 +81,5 @@ def by_row(ids: Int[Array, "b s"], x: Float[Array, "*rows i"]) -> Int[Array, "*r
 def written(
     leaf: Float[Array, "*layers n j k"], slot: Int[Array, ""], value: Float[Array, "*layers j k"]
 ) -> jax.Array:
-    """A leaf with one slot (1 to n) replaced."""
+    """Return a leaf in which one slot (1 to n) is replaced."""
     return leaf.at[..., slot - 1, :, :].set(value.astype(leaf.dtype))

@@ -1,8 +1,8 @@
 """Log-probabilities and cross-entropy from hidden states, without the [n, v] array of logits.
 
-`token_logprobs` is the one function under every trainer's loss, `prompt_logprobs` and evaluation,
-so that they agree by construction. `cross_entropy_sum` is its special case for a weighted sum,
-whose gradient is computed in the forward pass: three matmuls instead of four.
+Every trainer's loss, `prompt_logprobs` and evaluation call `token_logprobs`, so they agree by
+construction. `cross_entropy_sum` is the special case of a weighted sum: it computes the gradient in
+the forward pass, with three matmuls instead of four.
 
 Legend: n tokens, d hidden, v vocabulary, c tokens in a chunk.
 """
@@ -34,13 +34,13 @@ def token_logprobs(
     *,
     chunk: int = DEFAULT_CHUNK,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Log-probability of each target under softmax(hidden @ head), in nats.
+    """Return the log-probability of each target under softmax(hidden @ head), in nats.
 
     Args:
         hidden: final hidden states (after the last norm).
         head: language-model head, or its matrix [d, v].
-        targets: token ids in [0, v); mask others to a valid id and drop their result.
-        chunk: tokens at a time; the backward pass recomputes each chunk's logits.
+        targets: token ids in [0, v); replace ignored ids by a valid id and drop their result.
+        chunk: number of tokens per chunk; the backward pass recomputes the logits of each chunk.
 
     Returns:
         `(logp, logz)`, float32 [n]: log-probability, and the log-partition (for a z-loss).
@@ -57,11 +57,11 @@ def token_logprobs(
 
 
 class TokenLoss(NamedTuple):
-    """The loss of a token beside `-logp(target)`.
+    """Additional terms of the loss of a token.
 
     Attributes:
-        label_smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et
-            al. 2016; `torch.nn.CrossEntropyLoss` has it).
+        label_smoothing: fraction of the target probability that is spread evenly over the
+            vocabulary (Szegedy et al. 2016), as in `torch.nn.CrossEntropyLoss`.
         z_loss: factor on the square of the log-partition, which keeps logits near zero (PaLM).
     """
 
@@ -71,7 +71,7 @@ class TokenLoss(NamedTuple):
     def value(
         self, logits: Float[Array, "c v"], logz: Float[Array, " c"], targets: Int[Array, " c"]
     ) -> Float[Array, " c"]:
-        """The loss of each token of a chunk, in nats."""
+        """Return the loss of each token of a chunk, in nats."""
         score = target_logit(logits, targets)
         if self.label_smoothing:
             spread = jnp.mean(logits, axis=-1) - score
@@ -81,7 +81,7 @@ class TokenLoss(NamedTuple):
     def gradient(
         self, softmax: Float[Array, "c v"], logz: Float[Array, " c"], targets: Int[Array, " c"]
     ) -> Float[Array, "c v"]:
-        """The gradient of `value` in the logits."""
+        """Return the gradient of `value` with respect to the logits."""
         v = softmax.shape[1]
         wanted = (jnp.arange(v, dtype=targets.dtype) == targets[:, None]).astype(softmax.dtype)
         if self.label_smoothing:
@@ -100,9 +100,10 @@ def cross_entropy_sum(
     chunk: int = DEFAULT_CHUNK,
     loss: TokenLoss = TokenLoss(),  # noqa: B008 - a tuple of numbers
 ) -> Float[Array, ""]:
-    """Weighted sum of `-logp(target)`, in nats; weight 0 drops a token.
+    """Return the weighted sum of `-logp(target)` in nats; a token with weight 0 is ignored.
 
-    Differentiable in `hidden` and `head`; `weights` get no gradient. `loss` adds to each token.
+    The result is differentiable in `hidden` and `head`, not in `weights`. `loss` adds its terms to
+    each token.
     """
     return fused_cross_entropy((chunk, loss), hidden, Head.of(head), targets, weights)
 
@@ -123,7 +124,7 @@ def fused_cross_entropy(
 
 
 def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, weights):
-    """The loss and, while each chunk's softmax is at hand, its gradient for a unit cotangent."""
+    """Return the loss, and its gradient for a unit cotangent from the same softmax."""
     chunk, loss = static
     leaves, treedef = jax.tree.flatten(head)
     learned = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -145,7 +146,7 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
     zeros = [jnp.zeros(leaves[i].shape, jnp.float32) for i in learned]
     (total, sums), d_hidden = jax.lax.scan(of_chunk, (jnp.zeros((), jnp.float32), zeros), parts)
     d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    # Integers (codes of a quantized head) have no gradient, which jax spells float0.
+    # Integers (codes of a quantized head) have no gradient; jax represents that as float0.
     d_leaves: list[Any] = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
     for i, total_of_leaf in zip(learned, sums, strict=True):
         d_leaves[i] = total_of_leaf.astype(leaves[i].dtype)
@@ -168,9 +169,10 @@ fused_cross_entropy.defvjp(fused_forward, fused_backward)
 def logits_and_pullback(
     head: Head, hidden: Float[Array, "c d"]
 ) -> tuple[Float[Array, "c v"], Callable[[jax.Array], tuple[Head, jax.Array]]]:
-    """Float32 logits of a chunk, and the function from their gradient to those of head and hidden.
+    """Return the float32 logits of a chunk, and the function from their gradient to the gradients
+    of head and hidden.
 
-    A plain matrix gets its gradient summed over the chunk in float32, whatever its dtype is.
+    The gradient of a plain matrix is summed over the chunk in float32 for every dtype.
     """
     weight, tail = head.weight, replace(head, weight=None)  # type: ignore[arg-type]
     transposed = isinstance(weight, Transposed)
@@ -193,18 +195,18 @@ def logits_and_pullback(
 
 
 def logits_and_logz(hidden: jax.Array, head: Head | Weight) -> tuple[jax.Array, jax.Array]:
-    """Float32 logits [c, v] and their log-sum-exp [c]."""
+    """Return the float32 logits [c, v] and their log-sum-exp [c]."""
     logits = Head.of(head)(hidden)
     return logits, jax.nn.logsumexp(logits, axis=-1)
 
 
 def target_logit(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The logit of each row's target, [c]."""
+    """Return the logit of each row's target, [c]."""
     return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
 
 
 def split(x: jax.Array, chunk: int) -> jax.Array:
-    """[n, ...] to [n / chunk, chunk, ...], padded with zeros (weight 0, or sliced off)."""
+    """Reshape [n, ...] to [n / chunk, chunk, ...], padded with zeros (weight 0, or sliced off)."""
     chunk = min(chunk, x.shape[0])
     x = jnp.pad(x, ((0, -x.shape[0] % chunk), *[(0, 0)] * (x.ndim - 1)))
     return x.reshape(-1, chunk, *x.shape[1:])

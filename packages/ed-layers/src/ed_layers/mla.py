@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one short
-vector per token, the latent, and a cache stores that vector alone.
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are computed from
+one short vector per token, the latent. A cache stores only the latent.
 
-Legend: b batch, s sequence, t keys, d hidden, h heads, l latent (`kv_lora_rank`), n numbers of a
-head's key without position (`qk_nope_head_dim`), p turned numbers (`qk_rope_head_dim`), v numbers
-of a head's value (`v_head_dim`), a numbers of a compressed query (`q_lora_rank`).
+Legend: b batch, s sequence, t keys, d hidden, h heads, l latent (`kv_lora_rank`), n size of a key
+without position (`qk_nope_head_dim`), p rotary size (`qk_rope_head_dim`), v size of a value
+(`v_head_dim`), a size of a compressed query (`q_lora_rank`).
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from ed_layers.sparse_index import Chosen, Indexer, Places, attend_to_places
 
 
 class LatentAttention(nnx.Module):
-    """Attention over latents; Hugging Face's names: `q_a_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`.
+    """Attention over latents.
 
-    A token has a latent [l] and a turned key [p] that all heads share. `kv_b_proj` makes each
-    head's key [n] and value [v] of the latent. There are two ways to attend, with the same numbers:
+    Parameters have Hugging Face's names: `q_a_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`. A token has
+    a latent [l] and a rotated key [p] that all heads share. `kv_b_proj` computes the key [n] and
+    the value [v] of each head from the latent. Two methods produce the same numbers:
 
-    - *expanded*, where there is no cache: keys and values of all heads are made, and attended to
-      as those of any model. That is the fewest products for a whole sequence, and has gradients;
-    - *absorbed*, where there is a cache: the part of `kv_b_proj` that makes keys is applied to the
-      queries, the part that makes values to the result. So attention reads latents as one key
-      head, whose values are a part of its keys, and what was stored is never expanded. Prompts
-      too: a compiled step does not know whether its cache is empty, and one way for all steps of
-      a cache keeps memory at the latents. It costs `(2 l + p) / (n + p + v)` of the products of
-      the expanded form within attention (3.4 in DeepSeek-V3).
+    - *expanded*, without a cache: the layer computes keys and values of all heads and attends as
+      any other model. This method needs the fewest products for a whole sequence, and it has
+      gradients;
+    - *absorbed*, with a cache: the layer applies the key part of `kv_b_proj` to the queries, and
+      the value part to the result. Attention reads the latents as one key head whose values are a
+      part of its keys, so stored latents are never expanded. Prompts use this method too: a
+      compiled step does not know whether the cache is empty. Within attention it costs
+      `(2 l + p) / (n + p + v)` times the products of the expanded method (3.4 in DeepSeek-V3).
 
-    Sizes come from the configuration: `num_attention_heads`, `q_lora_rank` (None = queries are not
-    compressed), `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`,
+    The configuration provides the sizes: `num_attention_heads`, `q_lora_rank` (None = queries are
+    not compressed), `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`,
     `attention_bias`.
 
     Args:
-        parts: makes the projections.
-        interleaved: rotary pairs are neighbours, not halves.
-        norm_eps: of the norms of both compressed vectors.
-        scaled: queries are multiplied by `(d / a) ** 0.5` and latents by `(d / l) ** 0.5`
+        parts: creates the projections.
+        interleaved: rotary pairs are adjacent elements instead of halves.
+        norm_eps: epsilon of the norms of both compressed vectors.
+        scaled: multiply queries by `(d / a) ** 0.5` and latents by `(d / l) ** 0.5`
             (LongCat-Flash).
-        group: of the cache; a layer with two attentions gives each its own.
-        indexer: chooses the keys that a query sees (DeepSeek-V3.2).
+        group: name of the cache group; a layer with two attentions uses two groups.
+        indexer: selects the keys that a query attends to (DeepSeek-V3.2).
     """
 
-    #: Layers that are called on something else than the tokens of a batch: its matrix is absorbed.
+    #: Layers whose input is not the tokens of the batch, because their matrix is absorbed.
     without_tokens: ClassVar[tuple[str, ...]] = ("kv_b_proj",)
 
     def __init__(
@@ -78,12 +79,12 @@ class LatentAttention(nnx.Module):
         else:
             self.q_a_proj = parts.linear(d, q_rank, axes=("embed", None), bias=bias)
             self.q_a_layernorm = parts.norm(q_rank, eps=norm_eps)
-            # "embed" is what fsdp splits: these matrices are as large as any.
+            # "embed" lets fsdp shard these matrices, which are as large as any other.
             self.q_b_proj = parts.linear(q_rank, h * (plain + turned), axes=("embed", "heads"))
         self.kv_a_proj_with_mqa = parts.linear(d, rank + turned, axes=("embed", None), bias=bias)
         self.kv_a_layernorm = parts.norm(rank, eps=norm_eps)
         self.kv_b_proj = parts.linear(rank, h * (plain + v), axes=("embed", "heads"))
-        # `expansion` takes its matrix apart from any latent: so no format may quantize latents.
+        # `expansion` reads this matrix without a latent, so no format may quantize latents.
         self.kv_b_proj.absorbed = True
         self.o_proj = parts.linear(h * v, d, axes=("heads", "embed"), bias=bias)
         self.heads, self.rank, self.plain, self.turned = h, rank, plain, turned
@@ -108,7 +109,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Attend; returns what is added to the stream, and the cache."""
+        """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.named(x, "normed_input")
         compressed = self.compressed(x, ctx)
         q, latents = self.queries(compressed, ctx), self.latents(x, ctx)
@@ -123,25 +124,25 @@ class LatentAttention(nnx.Module):
         return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
 
     def compressed(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s a"]:
-        """What queries are made of."""
+        """Return the input of the query projection."""
         return self.q_a_layernorm(self.q_a_proj(x, ctx)) if hasattr(self, "q_a_proj") else x
 
     def queries(self, x: Float[Array, "b s a"], ctx: Ctx) -> Float[Array, "b s h n+p"]:
-        """Queries of all heads, their last p numbers turned."""
+        """Return the queries of all heads; their last p elements are rotated."""
         project = self.q_b_proj if hasattr(self, "q_b_proj") else self.q_proj
         q = project(x, ctx).reshape(*x.shape[:2], self.heads, -1)
         q = ctx.named(q, "attn_query") * self.q_scale
         return self.turn(q, self.plain, ctx)
 
     def latents(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s 1 l+p"]:
-        """Latent and turned key of each token: what a cache stores."""
+        """Return the latent and the rotated key of each token, which a cache stores."""
         both = ctx.named(self.kv_a_proj_with_mqa(x, ctx), "attn_key_value")
         latent, key = jnp.split(both, [self.rank], axis=-1)
         latent = self.kv_a_layernorm(latent) * self.kv_scale
         return self.turn(jnp.concatenate([latent, key], axis=-1)[:, :, None], self.rank, ctx)
 
     def turn(self, x: Float[Array, "b s h k"], first: int, ctx: Ctx) -> Float[Array, "b s h k"]:
-        """Rotary positions, of the numbers from `first` on."""
+        """Apply rotary positions to the elements from `first` on."""
         still, turning = jnp.split(x, [first], axis=-1)
         turning = apply_rotary(turning, ctx.rope[ALL_LAYERS], interleaved=self.interleaved)
         return jnp.concatenate([still, turning], axis=-1)
@@ -153,7 +154,7 @@ class LatentAttention(nnx.Module):
         ctx: Ctx,
         chosen: Chosen,
     ) -> Float[Array, "b s h v"]:
-        """Attention to the keys and values of all heads."""
+        """Attend to the keys and values of all heads."""
         latent, turned = jnp.split(latents[:, :, 0], [self.rank], axis=-1)
         both = self.kv_b_proj(latent, ctx).reshape(*latent.shape[:2], self.heads, -1)
         k, v = jnp.split(both, [self.plain], axis=-1)
@@ -171,7 +172,7 @@ class LatentAttention(nnx.Module):
         cache: Any,
         layer: Layer,
     ) -> tuple[Float[Array, "b s h v"], Any]:
-        """Attention to the latents of a cache."""
+        """Attend to the latents of a cache."""
         of_keys, of_values = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
         precision = self.kv_b_proj.precision
         plain, turned = jnp.split(q, [self.plain], axis=-1)
@@ -187,8 +188,8 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("bshl,lhv->bshv", out, of_values, precision=precision), cache
 
     def expansion(self, dtype: Any) -> Float[Array, "l h n+v"]:
-        """The matrix of `kv_b_proj` by heads; of a layer that took its place (quantized, with an
-        adapter) what it makes of the unit vectors."""
+        """Return the matrix of `kv_b_proj` by heads. For a layer that replaced `kv_b_proj`
+        (quantized, or with an adapter), return its outputs for the unit vectors."""
         layer, weight = self.kv_b_proj, self.kv_b_proj.weight
         if type(layer) is not Linear or isinstance(weight, Product):
             weight = layer(jnp.eye(self.rank, dtype=dtype)[None])[0]
@@ -204,7 +205,7 @@ class LatentAttention(nnx.Module):
         cache: Any,
         layer: Layer,
     ) -> tuple[jax.Array, Any]:
-        """`ed_layers.attention.attend` as this layer calls it."""
+        """Call `ed_layers.attention.attend` with the settings of this layer."""
         assert not isinstance(chosen, Places), "places are in pages, which `absorbed` reads"
         return attend(
             q,
@@ -223,7 +224,7 @@ class LatentAttention(nnx.Module):
 
 
 def yarn_factor(rope: Any) -> float:
-    """What YaRN multiplies the scale of the scores by, where `mscale_all_dim` is set.
+    """Return YaRN's factor on the scale of the scores, if `mscale_all_dim` is set.
 
     Args:
         rope: `rope_parameters` of the configuration.

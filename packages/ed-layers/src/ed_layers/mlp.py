@@ -19,21 +19,21 @@ from ed_layers.together import project_gated
 
 
 def gated(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """What a gated layer does between its projections."""
+    """Apply activation and gate between the projections of a gated layer."""
     return activation(name)(gate) * up
 
 
 class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))` (Shazeer 2020).
 
-    With `use_scan_mlp` of the configuration `scan_mlp_chunk_size` positions are computed at a time,
-    so that [b, s, f] never exists.
+    With `use_scan_mlp` in the configuration, the layer computes `scan_mlp_chunk_size` positions at
+    a time, so [b, s, f] never exists.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         intermediate_size: f; default: the configuration's.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
-        bias: of all three projections.
+        bias: whether all three projections have a bias.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class GatedMLP(nnx.Module):
         return ctx.named(out, "mlp_output")
 
     def scanned(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        """The layer, `chunk` positions at a time (Liu & Abbeel 2023)."""
+        """Apply the layer to `chunk` positions at a time (Liu & Abbeel 2023)."""
         assert self.chunk is not None
 
-        # Recomputed in the backward pass: else the scan would save [b, s, f] after all.
+        # Recomputed in the backward pass; otherwise the scan would save [b, s, f].
         @jax.checkpoint
         def one(chunk: tuple[jax.Array, jax.Array | None]) -> jax.Array:
             part, ids = chunk
@@ -74,7 +74,7 @@ class GatedMLP(nnx.Module):
         return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
 
     def block(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        """The layer itself, on all positions of `x`."""
+        """Apply the layer to all positions of `x`."""
         inner = project_gated(self.gate_proj, self.up_proj, self.hidden_act, x)
         if inner is None:
             gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
@@ -88,11 +88,11 @@ class MLP(nnx.Module):
     """`down(act(up(x)))`: two projections, without a gate.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         intermediate_size: f; default: the configuration's.
         hidden_act: Hugging Face's name of the activation; default: the configuration's.
-        bias: of both projections.
-        act: a module that is an activation with parameters (Apertus), instead of a named one.
+        bias: whether both projections have a bias.
+        act: an activation module with parameters (Apertus), instead of a named activation.
     """
 
     def __init__(
@@ -124,6 +124,6 @@ class MLP(nnx.Module):
 
 
 def chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:
-    """[b, s, ...] to [s / size, b, size, ...], padded with zeros at the end."""
+    """Reshape [b, s, ...] to [s / size, b, size, ...], padded with zeros at the end."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)

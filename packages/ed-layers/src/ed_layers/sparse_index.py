@@ -1,8 +1,8 @@
-"""Sparse attention by an index (DeepSeek-V3.2, 2025): small heads score all keys of a query, and
-attention reads the best of them.
+"""Sparse attention with an index (DeepSeek-V3.2, 2025): small heads score all keys of a query, and
+attention reads only the best keys.
 
-Legend: b batch, s queries, t keys, d hidden, a numbers of a compressed query, i heads of the index,
-k numbers of one, h heads of attention, l latent, p turned numbers, c keys of a query that are kept,
+Legend: b batch, s queries, t keys, d hidden, a size of a compressed query, i heads of the index,
+k head dim of the index, h heads of attention, l latent, p rotary size, c selected keys per query,
 T flat tokens, n slots of a sequence.
 """
 
@@ -27,42 +27,42 @@ from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
 from ed_layers.rotary import apply_rotary
 
-#: Queries whose scores [b, queries, i, t] are there at a time.
+#: Number of queries whose scores [b, queries, i, t] exist at the same time.
 QUERY_BLOCK = 128
-#: Tokens of a flat batch that gather their sequences' keys at a time.
+#: Number of tokens of a flat batch that gather the keys of their sequences at the same time.
 TOKEN_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Places:
-    """The keys of each token of a flat batch that it attends to.
+    """The keys that each token of a flat batch attends to.
 
     Attributes:
-        position: of the key in the token's sequence.
-        real: whether there is one: a token that sees fewer than c keys has places to spare.
+        position: position of the key in the sequence of the token.
+        real: whether the entry holds a key; a token that sees fewer than c keys has unused entries.
     """
 
     position: Int[Array, "T c"]
     real: Bool[Array, "T c"]
 
 
-#: What an index says: a bias [b, 1, s, t] that hides keys which were not chosen; places in pages;
-#: or None where every key is kept because there are no more.
+#: The result of an index: a bias [b, 1, s, t] that hides the keys which were not selected;
+#: positions in pages; or None if the sequence has no more than c keys.
 Chosen = jax.Array | Places | None
 
 
 class Indexer(nnx.Module):
-    """Chooses the `index_topk` keys that a query sees.
+    """Selects the `index_topk` keys that a query attends to.
 
-    Hugging Face's names: `wq_b`, `wk`, `k_norm`, `weights_proj`. The score of a key is
-    `sum_i w_i relu(q_i . k)`, in float32. The choice has no gradient. A cache keeps the keys of the
-    index in the group "index".
+    Parameters have Hugging Face's names: `wq_b`, `wk`, `k_norm`, `weights_proj`. The score of a key
+    is `sum_i w_i relu(q_i . k)` in float32. The selection has no gradient. A cache stores the keys
+    of the index in the group "index".
 
-    Sizes come from the configuration: `index_n_heads`, `index_head_dim`, `qk_rope_head_dim`.
+    The configuration provides the sizes: `index_n_heads`, `index_head_dim`, `qk_rope_head_dim`.
 
     Args:
-        parts: makes the projections.
-        interleaved: rotary pairs are neighbours, not halves.
+        parts: creates the projections.
+        interleaved: rotary pairs are adjacent elements instead of halves.
     """
 
     def __init__(self, parts: Parts, *, interleaved: bool):
@@ -85,7 +85,7 @@ class Indexer(nnx.Module):
         cache: Any,
         layer: Layer,
     ) -> tuple[Chosen, Any]:
-        """Choose keys; returns them and the cache."""
+        """Return the selected keys and the cache."""
         x, compressed = jax.lax.stop_gradient((x, compressed))
         new, mask = self.keys(x, ctx), ctx.mask_info
         group = self.cache_spec.group
@@ -106,14 +106,14 @@ class Indexer(nnx.Module):
     def queries(
         self, x: Float[Array, "b s d"], compressed: Float[Array, "b s a"], ctx: Ctx
     ) -> tuple[Float[Array, "b s i k"], Float[Array, "b s i"]]:
-        """Queries of all heads, turned, and the weights of the heads."""
+        """Return the rotated queries of all heads, and the weights of the heads."""
         q = self.wq_b(compressed, ctx).reshape(*x.shape[:2], self.heads, -1)
         q = apply_rotary(q, ctx.rope[ALL_LAYERS], interleaved=self.interleaved)
         weights = self.weights_proj(x, ctx) * (self.scale * self.heads**-0.5)
         return jax.lax.stop_gradient((q, weights))
 
     def keys(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s 1 k"]:
-        """Turned keys, one for all heads."""
+        """Return the rotated keys, which all heads share."""
         k = self.k_norm(self.wk(x, ctx))[:, :, None]
         k = apply_rotary(k, ctx.rope[ALL_LAYERS], interleaved=self.interleaved)
         return jax.lax.stop_gradient(k)
@@ -125,8 +125,8 @@ class Indexer(nnx.Module):
         keys: Float[Array, "b t k"],
         seen: Bool[Array, "b s t"],
     ) -> Float[Array, "b 1 s t"]:
-        """0 for the best keys of each query among those it may see, and so low a number for the
-        others that nothing is left of them."""
+        """Return a bias: 0 for the best visible keys of each query, a large negative number for all
+        other keys."""
         s, size = q.shape[1], QUERY_BLOCK
 
         def block(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -154,7 +154,7 @@ class Indexer(nnx.Module):
         pages: Pages,
         ragged: RaggedBatch,
     ) -> Places | None:
-        """The best keys of each token in the pages of its sequence."""
+        """Return the best keys of each token in the pages of its sequence."""
         table = pages_of_tokens(pages, ragged)
         slots = jnp.arange(table.shape[1] * page_size_of(pages))
         if slots.shape[0] <= self.kept:
@@ -173,7 +173,7 @@ class Indexer(nnx.Module):
 def scores_of(
     q: Float[Array, "b s i k"], weights: Float[Array, "b s i"], keys: Float[Array, "b t k"]
 ) -> Float[Array, "b s t"]:
-    """What the heads of an index say of each key together, float32."""
+    """Return the weighted sum of the scores of all index heads for each key, float32."""
     each = jnp.einsum("bsik,btk->bsit", q, keys, preferred_element_type=jnp.float32)
     return jnp.einsum("bsit,bsi->bst", jax.nn.relu(each), weights)
 
@@ -185,7 +185,7 @@ def attend_to_places(
     ragged: RaggedBatch,
     scale: float,
 ) -> Float[Array, "T h l"]:
-    """Attention of each token to the latents at its own places: those alone are read.
+    """Attend from each token to its selected latents; other latents are not read.
 
     Args:
         q: absorbed queries.
@@ -207,25 +207,25 @@ def attend_to_places(
 
 
 def by_tokens(function: Callable[[Any], Any], tokens: tuple[jax.Array, ...]) -> Any:
-    """A function of one token, of many: so many at a time that what they gather is small."""
+    """Map a function of one token over all tokens, in chunks that bound the gathered memory."""
     return jax.lax.map(function, tokens, batch_size=min(TOKEN_BLOCK, tokens[0].shape[0]))
 
 
 def pages_of_tokens(pages: Pages, ragged: RaggedBatch) -> Int[Array, "T pages"]:
-    """The pages of each token's sequence."""
+    """Return the pages of the sequence of each token."""
     table = ragged.page_table[pages.group]
     return table[jnp.clip(ragged.seq_of_token, 0, table.shape[0] - 1)]
 
 
 def page_size_of(pages: Pages) -> int:
-    """Tokens of a page; a pool is [.., P, page_size, g, 1, k]."""
+    """Return the number of tokens in a page; a pool has shape [.., P, page_size, g, 1, k]."""
     return pages.pool.shape[-4]
 
 
 def tokens_of(
     pages: Pages, row: Int[Array, " pages"], slots: Int[Array, " n"], dtype: Any
 ) -> Float[Array, "n k"]:
-    """What is stored of some tokens of a sequence, where keys hold the values.
+    """Return the stored latents of some tokens of a sequence.
 
     Args:
         row: pages of the sequence.
