@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,31 @@ def tracked(*patterns: str) -> list[Path]:
         pytest.skip("not a git checkout: there is no list of tracked files")
     paths = (ROOT / name for name in listing.stdout.split("\0") if name)
     return [path for path in paths if path.is_file() and path.name != "uv.lock"]
+
+
+#: What tools compare with, and no lock contains; pyright accepts a tool without them.
+OPTIONAL = {"grain", "torch", "trl"}
+
+
+def test_tools_import_only_installed_or_optional_packages() -> None:
+    missing = {
+        f"{file.name}: {name}"
+        for file in (ROOT / "tools").rglob("*.py")
+        for name in imported(file) - OPTIONAL
+        if find_spec(name) is None
+    }
+    assert not missing
+
+
+def imported(file: Path) -> set[str]:
+    """Return the top-level names of the modules that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def test_the_workspace_fits_together() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from ed_infra import rope, rope_parameters, sharding
 from ed_infra.axes import AXIS_NAMES, PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError
+from ed_infra.fingerprint import fingerprint
 from ed_infra.logging import forget_said
 from ed_infra.specs import BaseOperationConfig
-from ed_infra.testing import tiny_llama
+from ed_infra.testing import require_torch, tiny_llama
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -96,7 +98,16 @@ def test_dropouts_of_every_kind_of_class():
 def test_the_dtype_of_a_file_has_the_usual_abbreviations(name: str):
     expected = {"bf16": "bfloat16", "fp16": "float16"}.get(name, "float32")
     for config in (llama(dtype=name), llama(torch_dtype=name), EasyDeLBaseConfig(dtype=name)):
-        assert str(config.dtype).removeprefix("torch.") == expected
+        assert config.dtype == expected
+
+
+def test_a_configuration_has_the_same_fingerprint_with_and_without_torch(monkeypatch):
+    require_torch()
+    with_torch = llama(dtype="bfloat16")
+    monkeypatch.setattr("transformers.configuration_utils.is_torch_available", lambda: False)
+    without_torch = llama(dtype="bfloat16")
+    names = [fingerprint(config, imported=time.time()) for config in (with_torch, without_torch)]
+    assert names[0] == names[1]
 
 
 def test_block_sizes_of_an_operation_as_the_guide_spells_them():

@@ -163,20 +163,23 @@ def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any])
 def architecture_value(name: str, value: Any, *, from_file: bool) -> Any:
     """Return the value of an architecture field, checked beyond its type.
 
+    A dtype becomes its name: transformers sets a torch dtype where torch is installed, and the
+    configuration must be the same with and without torch.
+
     Args:
-        name: of the field.
-        value: of any type; transformers checks the type.
-        from_file: keep the name of a dtype that is not known here.
+        name: The name of the field.
+        value: The value, of any type; transformers checks the type.
+        from_file: Whether to keep a dtype whose name is unknown.
 
     Raises:
-        ConfigError: a dropout that is no probability, or a dtype that does not exist.
+        ConfigError: A dropout is not a probability, or a dtype is unknown.
     """
     if _DROPOUT.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 <= value < 1:
             raise ConfigError(
                 f"{name} = {value!r} is not a probability of at least 0 and below 1", field=name
             )
-    elif name == "dtype" and isinstance(value, str):
+    elif name == "dtype" and value is not None:
         try:
             return canonical_dtype(value)
         except ConfigError as error:
