@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 from ed_esurge.server.launch import background
-from ed_esurge.server.messages.answer import AnthropicAnswer
+from ed_esurge.server.messages.answer import AnthropicAnswer, AnthropicError
 from ed_esurge.testing import (
     TOOL_PARAMETERS,
     TOOL_REPLIES,
@@ -169,3 +169,134 @@ def test_the_key_may_be_anthropics(client):
     url = f"{str(client.base_url).rstrip('/')}/v1/messages"
     assert httpx.post(url, json={}).status_code == 401
     assert httpx.post(url, json={}, headers={"x-api-key": "key"}).status_code == 400
+
+
+def envelope(response, status, kind):
+    """The error of a response in Anthropic's envelope."""
+    assert response.status_code == status, response.text
+    body = AnthropicError.model_validate(response.json())
+    assert body.error.type == kind
+    assert response.headers["request-id"] == body.request_id
+    return body.error.message
+
+
+def test_every_error_has_anthropics_envelope():
+    limits = {"max_body_bytes": 4096, "max_concurrent_requests": 1, "body_timeout": 1.0}
+    engine = NamedReplies(delay=0.05)
+    body = {"model": "scripted", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+    with (
+        background(
+            engine,
+            api_key="key",
+            limits=limits,
+            allowed_hosts=["127.0.0.1"],
+            unknown_fields="refuse",
+        ) as url,
+        httpx.Client(base_url=url, headers={"x-api-key": "key"}) as http,
+    ):
+        envelope(http.post("/messages", json=body, headers={"x-api-key": "no"}), 401, AUTH)
+        said = envelope(http.post("/messages", json={**body, "messages": [{}]}), 400, INVALID)
+        assert said.startswith("messages[0].role")
+        assert "tagged" not in said
+        envelope(http.post("/messages", json={**body, "typo": 1}), 400, INVALID)
+        envelope(http.post("/messages", content=b"{"), 400, INVALID)
+        said = envelope(http.post("/messages", json={**body, "model": "b"}), 404, "not_found_error")
+        assert "the model 'b' does not exist" in said
+        envelope(http.get("/messages"), 405, INVALID)
+        envelope(http.get("/messages/batches"), 404, "not_found_error")
+        envelope(http.post("/messages", json={**body, "system": "a" * 9000}), 413, TOO_LARGE)
+        foreign = {"host": "evil.example"}
+        envelope(http.post("/messages", json=body, headers=foreign), 421, INVALID)
+        said = envelope(
+            http.post("/messages", json={**body, "output_config": {"effort": "high"}}), 400, INVALID
+        )
+        assert said.startswith("output_config.effort: ")
+        slow = {**body, "stream": True, "messages": [{"role": "user", "content": "say call"}]}
+        with http.stream("POST", "/messages", json=slow) as running:
+            assert running.status_code == 200
+            envelope(httpx.post(f"{url}/messages", json=body, headers=KEY), 429, "rate_limit_error")
+            envelope(
+                httpx.post(f"{url}/messages/count_tokens", json=body, headers=KEY),
+                429,
+                "rate_limit_error",
+            )
+        # The reply of this engine to an unknown prompt is an exception.
+        envelope(until(lambda: http.post("/messages", json=body)), 500, "api_error")
+        engine.is_healthy = False
+        envelope(httpx.post(f"{url}/messages", json=body, headers=KEY), 503, "overloaded_error")
+        # Other paths keep OpenAI's envelope.
+        other = httpx.post(f"{url}/chat/completions", json=body, headers=KEY)
+        assert set(other.json()) == {"error"}
+
+
+def until(ask):
+    """A response once the place of the request before is free."""
+    while (response := ask()).status_code == 429:
+        pass
+    return response
+
+
+KEY = {"x-api-key": "key"}
+AUTH, INVALID, TOO_LARGE = "authentication_error", "invalid_request_error", "request_too_large"
+
+
+def test_an_error_in_a_stream_has_anthropics_envelope():
+    engine = NamedReplies(fail_after=3)
+    with background(engine) as url:
+        client = anthropic.Anthropic(
+            base_url=url.removesuffix("/v1"), api_key="none", max_retries=0
+        )
+        messages = [{"role": "user", "content": "say plain"}]
+        stream = client.messages.create(
+            model="scripted", messages=messages, max_tokens=50, stream=True
+        )
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            list(stream)
+        assert caught.value.body["type"] == "error"
+        assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+def test_a_final_message_of_the_assistant_is_continued():
+    engine = NamedReplies()
+    with background(engine) as url:
+        continues(
+            anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="no", max_retries=0),
+            engine,
+        )
+
+
+def continues(client, engine):
+    messages = [
+        {"role": "user", "content": "say plain"},
+        {"role": "assistant", "content": "It is <b"},
+    ]
+    options = {"model": "scripted", "messages": messages}
+    client.messages.create(**options, max_tokens=9)
+    assert engine.prompts[-1].endswith("It is <b")
+    count = client.messages.count_tokens(**options).input_tokens
+    assert count == len(engine.prompts[-1].encode())
+    # The same with blocks.
+    blocks = [{"type": "thinking", "thinking": "Hm", "signature": ""}]
+    blocks.append({"type": "text", "text": "It is <b"})
+    messages[1]["content"] = blocks
+    client.messages.create(**options, max_tokens=9)
+    assert engine.prompts[-1].endswith("It is <b")
+    # An empty one, or one that calls, is no beginning of an answer.
+    for content in (
+        "",
+        [{"type": "tool_use", "id": "a", "name": "now", "input": {}}],
+    ):
+        messages[1]["content"] = content
+        client.messages.create(**options, max_tokens=9)
+        assert engine.prompts[-1].endswith("<|assistant|>")
+
+
+def test_unknown_betas_are_ignored(client):
+    answer = client.beta.messages.create(
+        model="scripted",
+        max_tokens=9,
+        messages=[{"role": "user", "content": "say plain"}],
+        betas=["some-beta-2030-01-01"],
+        extra_body={"billing_policy": "a", "some_beta_field": {"type": "auto"}},
+    )
+    assert answer.stop_reason == "max_tokens"

@@ -1,12 +1,14 @@
-"""The OpenAI error envelope, for every answer that is not a success.
+"""The error envelopes of the OpenAI and the Anthropic API, for every answer that is not a success.
 
-`{"error": {"message", "type", "param", "code"}}` is what the official clients turn into their
-typed exceptions; FastAPI's own `{"detail": ...}` reaches them as an unreadable blob.
+The official clients turn `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
+`{"type": "error", "error": {"type", "message"}}`, into typed exceptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +18,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ed_esurge.server.asgi import Receive, Scope, Send
 from ed_esurge.server.locations import in_body, joined, spelled
 
 
@@ -64,7 +67,65 @@ class APIError(Exception):
             headers["Retry-After"] = "1"
         if self.status in (408, 413):  # the rest of the request may still be on its way
             headers["Connection"] = "close"
-        return JSONResponse(self.envelope(), status_code=self.status, headers=headers)
+        return ErrorResponse(self, headers)
+
+    def anthropic_envelope(self) -> dict[str, Any]:
+        """The JSON body of the answer as Anthropic's clients read errors.
+
+        https://docs.anthropic.com/en/api/errors
+        """
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "api_error"
+        )
+        message = self.message
+        if self.param is not None and self.param not in message:
+            message = f"{self.param}: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ErrorResponse(JSONResponse):
+    """An error in the envelope of the API that the client called.
+
+    The path decides when the response is sent, so that errors of middlewares have the envelope too.
+    """
+
+    def __init__(self, error: APIError, headers: Mapping[str, str]) -> None:
+        super().__init__(error.envelope(), status_code=error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic(scope["path"]):
+            request_id = f"req_{uuid.uuid4().hex}"
+            self.body = self.render({**self._error.anthropic_envelope(), "request_id": request_id})
+            self.headers["Content-Length"] = str(len(self.body))
+            self.headers["Request-Id"] = request_id
+        await super().__call__(scope, receive, send)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Name fields of the chat request in errors as the client's own API spells them."""
+    try:
+        yield
+    except APIError as error:
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
+        raise
 
 
 class Refusal(ValueError):

@@ -10,11 +10,16 @@ from pydantic.json_schema import models_json_schema
 
 from ed_esurge.server import answers
 from ed_esurge.server.endpoints import ENDPOINTS, REFUSALS, Endpoint
+from ed_esurge.server.errors import is_anthropic
+from ed_esurge.server.messages.answer import AnthropicError
 
 
 def document(version: str) -> dict[str, Any]:
     """The document, as JSON."""
-    models: dict[tuple[type[BaseModel], Any], None] = {(answers.Error, "serialization"): None}
+    models: dict[tuple[type[BaseModel], Any], None] = {
+        (answers.Error, "serialization"): None,
+        (AnthropicError, "serialization"): None,
+    }
     for endpoint in ENDPOINTS:
         if endpoint.takes is not None:
             models[endpoint.takes, "validation"] = None
@@ -51,7 +56,8 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
         content = {"application/json": {"schema": names[str(endpoint.gives)]}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    refused = {"application/json": {"schema": names[str(answers.Error)]}}
+    envelope = AnthropicError if is_anthropic(endpoint.path) else answers.Error
+    refused = {"application/json": {"schema": names[str(envelope)]}}
     responses = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.refusals:
         shape = refused

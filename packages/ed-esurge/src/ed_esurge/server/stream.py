@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -119,12 +119,17 @@ def named(event: str, fields: dict[str, Any]) -> str:
 
 
 async def respond(
-    watch: Watch, events: AsyncGenerator[str], request_id: str, *, names: bool = False
+    watch: Watch,
+    events: AsyncGenerator[str],
+    request_id: str,
+    *,
+    error_event: Callable[[APIError], str] | None = None,
 ) -> Response:
     """Answer with a stream of events.
 
     Args:
-        names: events have names: errors get one too, and nothing comes after the last event.
+        error_event: writes the last event of a stream that fails. None: the OpenAI envelope, and
+            `[DONE]` after the last event.
 
     Waits for the first event before it sends a status: what fails before the first token is an
     HTTP error, as it would be without streaming.
@@ -137,7 +142,7 @@ async def respond(
     if first is None:
         await events.aclose()
         return client_gone()
-    return EventStream(first, events, watch, request_id, names=names)
+    return EventStream(first, events, watch, request_id, error_event=error_event)
 
 
 class EventStream(Response):
@@ -156,9 +161,9 @@ class EventStream(Response):
         watch: Watch,
         request_id: str,
         *,
-        names: bool = False,
+        error_event: Callable[[APIError], str] | None = None,
     ) -> None:
-        self._names = names
+        self._error_event = error_event
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -192,13 +197,13 @@ class EventStream(Response):
             try:
                 if await self._watch.over(everything()) is None:
                     return
-                end = "" if self._names else DONE
+                end = DONE if self._error_event is None else ""
             except Exception as error:  # too late for a status: the envelope is the last event
                 if not isinstance(error, APIError):
                     logger.exception("a stream failed")
                     error = APIError("the server failed on this request", status=500)
-                if self._names:
-                    end = named("error", {"type": "error", **error.envelope()})
+                if self._error_event is not None:
+                    end = self._error_event(error)
                 else:
                     end = f"data: {encode(error.envelope())}\n\n{DONE}"
         # A client that has stopped reading does not get it; the connection is cut.

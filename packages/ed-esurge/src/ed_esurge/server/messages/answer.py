@@ -41,6 +41,21 @@ class AnthropicAnswer(Answer):
     usage: MessagesUsage
 
 
+class AnthropicErrorBody(Answer):
+    """The class of an error, and what to do."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Answer):
+    """Anthropic's error envelope."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str
+
+
 class TokenCount(Answer):
     """Answer of `POST /v1/messages/count_tokens`."""
 

@@ -12,9 +12,8 @@ from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.outputs import CompletionOutput
 from ed_esurge.server.blocks import Block, Blocks, Change
-from ed_esurge.server.errors import client_gone
-from ed_esurge.server.messages.request import CountRequest, MessagesRequest
-from ed_esurge.server.protocol import ChatRequest
+from ed_esurge.server.errors import APIError, client_gone, renamed
+from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.served import Served
 from ed_esurge.server.stream import answer, named, respond
 from ed_esurge.server.turn import Turn
@@ -28,9 +27,10 @@ async def message(served: Served, body: MessagesRequest, request: Request) -> Re
     Raises:
         APIError: see `Turn.begin`.
     """
-    turn = await Turn.begin(served, body.chat(), request, "msg")
+    with renamed(NAMES):
+        turn = await Turn.begin(served, body.chat(), request, "msg")
     if body.stream:
-        return await respond(turn.watch, _events(turn), turn.request_id, names=True)
+        return await respond(turn.watch, _events(turn), turn.request_id, error_event=_error_event)
 
     async def gather() -> dict[str, Any]:
         blocks, stop = Blocks(), _stop(None, None)
@@ -55,9 +55,10 @@ async def count_tokens(served: Served, body: CountRequest, request: Request) -> 
     Raises:
         APIError: the template refuses the conversation, or the model is not this one.
     """
-    chat = ChatRequest(**body.for_chat())
-    served.formats.check(chat)
-    return JSONResponse({"input_tokens": len(await served.prompts.chat(chat))})
+    with renamed(NAMES):
+        chat = body.chat()
+        served.formats.check(chat)
+        return JSONResponse({"input_tokens": len(await served.prompts.chat(chat))})
 
 
 def _head(turn: Turn) -> dict[str, Any]:
@@ -111,6 +112,10 @@ def _event(change: Change) -> str:
     kind, key = _DELTAS[block.kind]
     delta = {"type": kind, key: change.text}
     return named("content_block_delta", {"type": "content_block_delta", **index, "delta": delta})
+
+
+def _error_event(error: APIError) -> str:
+    return named("error", error.anthropic_envelope())
 
 
 async def _events(turn: Turn) -> AsyncGenerator[str]:

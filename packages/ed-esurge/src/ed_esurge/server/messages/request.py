@@ -9,9 +9,16 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, Schema, few, unsupported
+from ed_esurge.server.fields import Body, History, Schema, few, unsupported, validated
 from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
+
+#: Fields of the chat request, as this API spells them.
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 
 
 class Block(History):
@@ -201,14 +208,24 @@ class CountRequest(Body):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        """Fields of the chat request that it means."""
+        """Return the fields of the chat request that this request means.
+
+        A final message of the assistant is the beginning of the answer: the model continues it.
+        """
         messages = [part for message in self.messages for part in message.for_chat()]
+        last = messages[-1]
+        continued = last["role"] == "assistant" and not last.get("tool_calls")
+        if continued and not last["content"]:  # nothing to continue
+            continued = False
+            del messages[-1]
         system = self.system
         if isinstance(system, list):
             system = "".join(part.text for part in system)
         if system:
             messages.insert(0, {"role": "system", "content": system})
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        if continued:
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
             fields["tools"] = [tool.for_chat() for tool in self.tools]
         choice = self.tool_choice
@@ -227,6 +244,14 @@ class CountRequest(Body):
             schema = {"name": "answer", "schema": form.json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
+
+    def chat(self) -> ChatRequest:
+        """Return the chat request that this request means.
+
+        Raises:
+            APIError: 400, fields contradict each other.
+        """
+        return validated(ChatRequest, self.for_chat())
 
 
 class MessagesRequest(CountRequest):
@@ -252,14 +277,14 @@ class MessagesRequest(CountRequest):
             )
         return self
 
-    def chat(self) -> ChatRequest:
-        """The chat request that it means."""
-        return ChatRequest(
-            **self.for_chat(),
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences or [],
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stream=self.stream,
-        )
+    def for_chat(self) -> dict[str, Any]:
+        """See `CountRequest.for_chat`."""
+        return {
+            **super().for_chat(),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stream": self.stream,
+        }

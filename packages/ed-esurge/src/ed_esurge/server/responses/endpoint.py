@@ -11,12 +11,12 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.server.blocks import Blocks, Change
-from ed_esurge.server.errors import client_gone
+from ed_esurge.server.errors import APIError, client_gone, renamed
 from ed_esurge.server.responses.answer import Events, base, item, status_of, usage
-from ed_esurge.server.responses.request import ResponseRequest
+from ed_esurge.server.responses.request import NAMES, ResponseRequest
 from ed_esurge.server.served import Served
 from ed_esurge.server.site import Site
-from ed_esurge.server.stream import answer, respond
+from ed_esurge.server.stream import answer, named, respond
 from ed_esurge.server.turn import Turn
 
 
@@ -85,10 +85,13 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
     if body.previous_response_id is not None:
         known = served.state.responses.get(body.previous_response_id, param="previous_response_id")
         before = known.messages
-    turn = await Turn.begin(served, body.chat(before), request, "resp")
+    with renamed(NAMES):
+        turn = await Turn.begin(served, body.chat(before), request, "resp")
     response = _Response(turn, body, before)
     if body.stream:
-        return await respond(turn.watch, _events(response), turn.request_id, names=True)
+        return await respond(
+            turn.watch, _events(response), turn.request_id, error_event=_error_event
+        )
 
     async def gather() -> dict[str, Any]:
         async with aclosing(response.changes()) as items:
@@ -98,6 +101,10 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
 
     whole = await turn.watch.over(gather())
     return client_gone() if whole is None else answer(whole, turn.request_id)
+
+
+def _error_event(error: APIError) -> str:
+    return named("error", {"type": "error", **error.envelope()})
 
 
 async def _events(response: _Response) -> AsyncGenerator[str]:

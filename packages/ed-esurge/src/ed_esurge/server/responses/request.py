@@ -7,11 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, Schema, few, unsupported
+from ed_esurge.server.fields import Body, History, Schema, few, unsupported, validated
 from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
 Id = Annotated[str, Field(max_length=256)]
+#: Fields of the chat request, as this API spells them.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 class Part(History):
@@ -228,10 +235,13 @@ class ResponseRequest(Body):
         return messages
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """The chat request that it means.
+        """Return the chat request that this request means.
 
         Args:
-            before: messages of the responses that it follows.
+            before: messages of the responses that this request follows.
+
+        Raises:
+            APIError: 400, fields contradict each other.
         """
         system = [] if self.instructions is None else [_system(self.instructions)]
         choice: Any = self.tool_choice
@@ -241,21 +251,22 @@ class ResponseRequest(Body):
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools
         ]
-        return ChatRequest(
-            model=self.model,
-            messages=[*system, *before, *self.messages()],  # type: ignore[arg-type]
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            tools=tools,  # type: ignore[arg-type]
-            tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=self.text.format.for_chat(),  # type: ignore[arg-type]
-            top_k=self.top_k,
-            seed=self.seed,
-            chat_template_kwargs=self.chat_template_kwargs,
-            reasoning_effort=self.reasoning.effort,
-        )
+        fields = {
+            "model": self.model,
+            "messages": [*system, *before, *self.messages()],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self.text.format.for_chat(),
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning.effort,
+        }
+        return validated(ChatRequest, fields)
 
 
 def _system(text: str) -> dict[str, Any]:
