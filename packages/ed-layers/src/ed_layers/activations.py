@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activation(name: str) -> Callable[[Array], Array]:
-    """The activation of that Hugging Face name.
+    """Return the activation with the given Hugging Face name.
 
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.

@@ -1,4 +1,4 @@
-"""What a layer is told about the batch besides its activations.
+"""`Ctx`: the information about a batch that every layer receives besides the activations.
 
 Legend: b batch, s query length, r rotary dimension, L layers, p numbers for one of them.
 """
@@ -24,7 +24,7 @@ Mode = Literal["train", "prefill", "decode"]
 
 #: `(cos, sin)` of the positions of a batch, each float32 [b, s, r / 2].
 Rope = tuple[Float[Array, "b s half"], Float[Array, "b s half"]]
-#: Name of the rotary tables of a model whose layers are all alike.
+#: Name of the rotary tables of a model whose layers are all equal.
 ALL_LAYERS = "default"
 
 
@@ -35,22 +35,22 @@ ALL_LAYERS = "default"
 )
 @dataclass(frozen=True)
 class Ctx:
-    """Everything that all layers share in one forward pass; a pytree, closed over by the scan.
+    """The values that all layers share in one forward pass; a pytree, closed over by the scan.
 
     Attributes:
         position_ids: rotary positions, [b, s].
         rope: rotary tables by kind of layer, computed once: `ALL_LAYERS`, or the layer types of
-            `rope_parameters` where each has its own.
-        mask_info: who may attend to whom; None when `ragged` says it.
+            `rope_parameters` if each type has separate parameters.
+        mask_info: the attention mask; None if `ragged` defines the mask.
         ragged: the flat batch of a serving step; None otherwise.
-        adapter_ids: LoRA adapter of each token, [b, s], or of each row, [b, 1]; 0 = none. None
-            where no adapter is served.
+        adapter_ids: LoRA adapter of each token, [b, s], or of each row, [b, 1]; 0 = none. None if
+            no adapter is served.
         key: dropout key; None means deterministic.
-        per_layer: what each layer is told of the tokens besides the stream, [b, s, L, p] (Gemma 4).
+        per_layer: inputs of each layer besides the hidden states, [b, s, L, p] (Gemma 4).
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
-        config: the model's, for the placement of activations (static).
-        watch: called with what a layer's attention compares (`ed_layers.attention.watched`); None
-            where nobody looks. Not for scanned layers.
+        config: the model's configuration, for the sharding of activations (static).
+        watch: called with the queries and keys of each attention (`ed_layers.attention.watched`);
+            None disables the callback. Not supported in scanned layers.
     """
 
     position_ids: Int[Array, "b s"]
@@ -65,11 +65,11 @@ class Ctx:
     watch: Callable[[Any], None] | None = None
 
     def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
-        """Name an intermediate result, for remat policies and for the mesh."""
+        """Name an intermediate value, for remat policies and for the mesh."""
         return named(x, name, self.config)
 
     def dropped(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
-        """Dropout in training; `site` names the place in the layer, which has noise of its own."""
+        """Apply dropout in training; each `site` of a layer uses a separate random key."""
         if self.key is None or not rate:
             return x
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
@@ -77,13 +77,13 @@ class Ctx:
 
     @property
     def real(self) -> Bool[Array, "b s"] | None:
-        """Which positions are tokens and not padding; None where nothing is known."""
+        """Which positions hold tokens and not padding; None if the batch has no mask."""
         if self.ragged is not None:
             return self.ragged.real()[None]
         return None if self.mask_info is None else self.mask_info.q_segment_ids != 0
 
     def at_layer(self, layer: int | Int[Array, ""]) -> Ctx:
-        """Give the layer its own dropout key: the same one scanned and unrolled."""
+        """Return a context with the dropout key of one layer; equal for scanned and unrolled."""
         if self.key is None:
             return self
         return replace(self, key=jax.random.fold_in(self.key, layer))

@@ -16,7 +16,7 @@ from ed_layers.named import STREAM, named
 
 
 class Rows(Protocol):
-    """A table [v, d] that is no plain array (quantized): a pytree that gives rows."""
+    """A table [v, d] that is not a plain array (quantized): a pytree that returns rows."""
 
     @property
     def T(self) -> Product:
@@ -24,12 +24,12 @@ class Rows(Protocol):
         ...
 
     def take(self, rows: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
-        """These rows."""
+        """Return the rows of the given token ids."""
         ...
 
 
 class Embed(nnx.Module):
-    """A table [v, d]; also the language-model head where the two are tied."""
+    """A table [v, d]; also the language-model head if the two are tied."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Embed(nnx.Module):
         return self.embedding.get_value()
 
     def __call__(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        # Rows that are split over hidden (fsdp) would make the partitioner replicate the result and
-        # split it again; gathering the rows first leaves it a lookup.
+        # With rows sharded over hidden (fsdp), the partitioner would replicate the result and shard
+        # it again; gathering the rows first keeps a plain lookup.
         table = jax.tree.map(lambda a: constrain(a, ("vocab", None), self.config), self.table)
         plain = isinstance(table, jax.Array)
         rows = jnp.take(table, input_ids, axis=0) if plain else table.take(input_ids)

@@ -1,4 +1,4 @@
-"""The language-model head as one value: what generation, losses and scoring all multiply by.
+"""The language-model head as one value, used by generation, losses and scoring.
 
 Legend: d hidden, v vocabulary.
 """
@@ -23,10 +23,10 @@ from ed_layers.linear import Weight, dot
 )
 @dataclass(frozen=True)
 class Head:
-    """Hidden states to logits: `cap(scale * (hidden @ weight + bias))`, in float32.
+    """Maps hidden states to logits: `cap(scale * (hidden @ weight + bias))`, in float32.
 
     Attributes:
-        weight: [d, v], anything that `ed_layers.linear.dot` takes.
+        weight: [d, v], any right operand of `ed_layers.linear.dot`.
         bias: [v] or None.
         scale: factor on the logits (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` (Gemma 2).
@@ -41,7 +41,7 @@ class Head:
 
     @classmethod
     def of(cls, weight: Head | Weight) -> Head:
-        """Return a head as it is, or make one of a matrix [d, v]."""
+        """Return a head unchanged, or create one from a matrix [d, v]."""
         return weight if isinstance(weight, Head) else cls(weight)
 
     @property

@@ -22,7 +22,7 @@ Axes = tuple[str | None, ...]
 
 @runtime_checkable
 class Product(Protocol):
-    """A matrix [i, o] that is no plain array (quantized, low-rank): a pytree that multiplies."""
+    """A matrix [i, o] that is not a plain array (quantized, low-rank): a pytree with a product."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ class Product(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transposed:
-    """The matrix `rows.T`, read as it lies: an embedding that is the head, too.
+    """The matrix `rows.T`, read without a transpose: an embedding that is also the head.
 
     Attributes:
         rows: [o, i].
@@ -55,7 +55,7 @@ class Transposed:
         return matmul(x, self.rows, transposed=True, precision=precision)
 
 
-#: What a contraction takes as its right side.
+#: The right operand of a contraction.
 Weight = jax.Array | Product
 
 
@@ -78,8 +78,8 @@ class Linear(nnx.Module):
         in_features, out_features: sizes.
         axes: logical axes of the kernel, (in, out), as `ed_infra.partition` names them.
         use_bias: add a bias [out].
-        dtype: what the product is computed in.
-        param_dtype: what the parameters are stored in.
+        dtype: dtype of the product.
+        param_dtype: dtype of the stored parameters.
         kernel_init: initializer of the kernel; the bias starts at zero.
 
     Attributes:
@@ -111,11 +111,11 @@ class Linear(nnx.Module):
 
     @property
     def weight(self) -> Weight:
-        """The matrix [in, out], as `dot` takes it."""
+        """The matrix [in, out], as an argument of `dot`."""
         return self.kernel.get_value()
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
-        """Project [..., in] to [..., out]; `ctx` chooses the adapter where adapters are served."""
+        """Project [..., in] to [..., out]; `ctx` selects the adapter if adapters are served."""
         y = dot(x.astype(self.dtype), self.weight, precision=self.precision)
         if self.use_bias:
             y = y + self.bias.get_value().astype(self.dtype)

@@ -1,11 +1,11 @@
-"""Products of plain arrays, written the way the platform computes them fastest.
+"""Products of plain arrays, in the form that the platform computes fastest.
 
-XLA's CPU backend computes a product of bfloat16 numbers at twice the speed of float32 where it is
-asked for a float32 result, has two rows at least and the matrix as it lies in memory; in any other
-form it converts the matrix first, which takes two to ten times as long (measured on jaxlib 0.10
-and 0.12 by `tools.bench.products`). A single row is computed as two equal ones. Sums are float32 in
-every form, and the result is rounded once. Products of few rows go to the native library where it
-is built (`ed_layers.native`).
+XLA's CPU backend computes a bfloat16 product at twice the speed of float32 under three conditions:
+the result is float32, there are at least two rows, and the matrix is not transposed. In any other
+form XLA converts the matrix first, which takes two to ten times as long (measured on jaxlib 0.10
+and 0.12 by `tools.bench.products`). A single row is therefore computed as two equal rows. Sums are
+float32 in every form, and the result is rounded once. The native library computes products of few
+rows if it is available (`ed_layers.native`).
 
 Legend: i in features, o out features, n rows, m, k, x, y sizes of one matrix of a batch.
 """
@@ -33,11 +33,11 @@ def matmul(
     """Return `x @ w` in the dtype of `x`.
 
     Args:
-        w: [i, o]; or [o, i] if `transposed`, read as it lies.
+        w: [i, o]; or [o, i] if `transposed`, read without a transpose.
     """
     if not (on_cpu_in_halves(x) or goes_native(x, w, transposed)):
         return plain(x, w, transposed, precision)
-    # A mesh of devices that are only compiled for may be of another platform than this process.
+    # A mesh for ahead-of-time compilation may have another platform than this process.
     return jax.lax.platform_dependent(
         x,
         w,
@@ -47,10 +47,10 @@ def matmul(
 
 
 def batched(a: jax.Array, b: jax.Array, *, transposed: bool = False, dtype: DTypeLike) -> jax.Array:
-    """The products of two stacks of matrices, summed and returned in `dtype`.
+    """Return the products of two stacks of matrices, summed and returned in `dtype`.
 
-    Written over one pair of matrices, with the rows of all else joined: XLA's CPU backend runs
-    other forms fourteen times slower, and of bfloat16 not at all.
+    The leading axes are mapped over one pair of matrices: XLA's CPU backend runs other forms
+    fourteen times slower, and does not support them for bfloat16.
 
     Args:
         a: [*lead, m, k].
@@ -69,26 +69,26 @@ def batched(a: jax.Array, b: jax.Array, *, transposed: bool = False, dtype: DTyp
 
 
 def on_cpu_in_halves(x: jax.Array) -> bool:
-    """Whether a product is of bfloat16 and may run on a CPU."""
+    """Return whether a product has bfloat16 operands and may run on a CPU."""
     return x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
 
 def goes_native(x: jax.Array, w: jax.Array, transposed: bool) -> bool:
-    """Whether the native library computes a product."""
+    """Return whether the native library computes a product."""
     return native.takes(math.prod(x.shape[:-1]), x.dtype, w, transposed=transposed)
 
 
 def plain(
     x: jax.Array, w: jax.Array, transposed: bool, precision: jax.lax.PrecisionLike
 ) -> jax.Array:
-    """The product as XLA takes it."""
+    """Return the product, computed by XLA."""
     contracted = ((x.ndim - 1,), (1 if transposed else 0,))
     return jax.lax.dot_general(x, w.astype(x.dtype), (contracted, ((), ())), precision=precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def on_cpu(transposed: bool, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product on a CPU: native, or of bfloat16 numbers."""
+    """Return the product on a CPU: native, or of bfloat16 operands."""
     rows = x.reshape(-1, x.shape[-1])
     if goes_native(x, w, transposed):
         y = native.product(rows, w, transposed=transposed)
@@ -113,21 +113,21 @@ on_cpu.defvjp(on_cpu_forward, on_cpu_backward)
 def gradient_of_matrix(
     x: Float[Array, "*rows i"], d_y: Float[Array, "*rows o"], *, transposed: bool = False
 ) -> jax.Array:
-    """The float32 gradient of the matrix of `matmul`, in the matrix's own layout."""
+    """Return the float32 gradient of the matrix of `matmul`, in the layout of the matrix."""
     x, d_y = (a.reshape(-1, a.shape[-1]) for a in (x, d_y))
     left, right = (d_y, x) if transposed else (x, d_y)
     left = left.T
     if on_cpu_in_halves(left):
-        # Else XLA joins the transpose to the product, and takes the slow form for both.
+        # Otherwise XLA fuses the transpose into the product and uses the slow form for both.
         left = jax.lax.optimization_barrier(left)
     return jnp.matmul(left, right, preferred_element_type=jnp.float32)
 
 
 def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Array, "n o"]:
-    """The product of two matrices in float32, by XLA."""
+    """Return the product of two matrices in float32, computed by XLA."""
     rows = x.shape[0]
     if rows == 1 and transposed:
-        # The one case in which a transpose of its own is right: a sum over each row of `w`.
+        # An explicit transpose is faster only here: each result is a sum over a row of `w`.
         return jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     if rows == 1:
         x = jnp.concatenate([x, x])

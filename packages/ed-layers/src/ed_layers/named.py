@@ -1,7 +1,7 @@
-"""Intermediate results with a name: what remat policies choose from, and what a mesh pins.
+"""Named intermediate values: remat policies select them, and a mesh can fix their sharding.
 
-A family gives a name to one array of a layer, and not two names to the same: or else a policy that
-leaves one of them out would keep the array under the other.
+A family uses a name for one array of a layer, and never two names for the same array. Otherwise a
+policy that excludes one name would keep the array under the other name.
 
 | name | array |
 | --- | --- |
@@ -33,7 +33,7 @@ _HEADS = ("batch", "sequence", "heads", None)
 _KEY_HEADS = ("batch", "sequence", "kv_heads", None)
 _INNER = ("batch", "sequence", "mlp")
 
-#: What the dimensions of a named array mean (`ed_infra.axes.ACTIVATION_AXES`), where it is pinned.
+#: Logical axes (`ed_infra.axes.ACTIVATION_AXES`) of the named arrays with a fixed sharding.
 AXES: dict[str, tuple[str | None, ...]] = {
     "attn_query": _HEADS,
     "attn_key": _KEY_HEADS,
@@ -57,8 +57,8 @@ def named(x: Float[Array, "*dims"], name: str, config: EasyDeLBaseConfig | None 
     Args:
         x: any array.
         name: one of `gradient_checkpointing_targets`.
-        config: the model's. With `use_sharding_constraint` the compiler is told to split the array
-            by its `AXES`; without, placement inside a layer is left to the compiler.
+        config: the model's. `use_sharding_constraint` constrains the sharding of the array to its
+            `AXES`; without that field the compiler chooses the sharding inside a layer.
     """
     if config is not None and config.use_sharding_constraint and name in AXES:
         x = constrain(x, AXES[name], config)

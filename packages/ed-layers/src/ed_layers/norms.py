@@ -1,4 +1,4 @@
-"""Normalisation. Statistics are float32 whatever the compute dtype is. Legend: d features."""
+"""Normalization layers. Statistics are float32 for every compute dtype. Legend: d features."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class RMSNorm(nnx.Module):
     Args:
         features: d.
         eps: added to the mean square.
-        offset: what is added to the stored weight (1 in Gemma, which stores `weight - 1`).
-        scale_first: scale in float32 and cast then (Gemma, OLMo 2); otherwise cast to the compute
-            dtype and scale in it, as Hugging Face's Llama does.
-        weight: whether there is one.
-        dtype, param_dtype: of the result, of the weight.
+        offset: constant added to the stored weight (1 in Gemma, which stores `weight - 1`).
+        scale_first: scale in float32, then cast (Gemma, OLMo 2); otherwise cast to the compute
+            dtype, then scale, as Hugging Face's Llama does.
+        weight: whether the norm has a weight.
+        dtype, param_dtype: dtypes of the result and of the weight.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RMSNorm(nnx.Module):
         return recomputed(self.of_arrays(), x, self.weight.get_value() if self.has_weight else None)
 
     def of_arrays(self) -> Callable[..., Array]:
-        """The norm as a function of x and the weight."""
+        """Apply the norm as a function of x and the weight."""
         eps, offset, dtype = self.eps, self.offset, self.dtype
         scale_dtype = jnp.float32 if self.scale_first else dtype
 
@@ -69,10 +69,10 @@ class LayerNorm(nnx.Module):
     """Layer norm (Ba et al. 2016): zero mean, unit variance, then weight and bias, in float32.
 
     Args:
-        shape: of weight and bias: (d,), or (heads, d) where each head has its own.
+        shape: shape of weight and bias: (d,), or (heads, d) with separate weights per head.
         eps: added to the variance.
-        weight, bias: whether there is one.
-        offset: what is added to the stored weight (1 in Nemotron).
+        weight, bias: whether the norm has a weight or a bias.
+        offset: constant added to the stored weight (1 in Nemotron).
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LayerNorm(nnx.Module):
         return recomputed(self.of_arrays(), x, weight, bias)
 
     def of_arrays(self) -> Callable[..., Array]:
-        """The norm as a function of x, the weight and the bias."""
+        """Apply the norm as a function of x, the weight and the bias."""
         eps, offset, dtype = self.eps, self.offset, self.dtype
 
         def normed(
@@ -118,16 +118,16 @@ class LayerNorm(nnx.Module):
 
 
 class GatedRMSNorm(nnx.Module):
-    """Root-mean-square norm with a gate, as recurrent layers have before their last projection.
+    """Root-mean-square norm with a gate, used by recurrent layers before the last projection.
 
     Args:
         features: d.
         eps: added to the mean square.
-        groups: parts of d that are normed each by itself.
+        groups: number of parts of d that are normalized separately.
         gate_first: `norm(x * act(gate)) * weight` (Mamba-2); otherwise `norm(x) * weight *
             act(gate)` (gated delta rule).
-        act: of the gate.
-        dtype, param_dtype: of the result, of the weight.
+        act: activation of the gate.
+        dtype, param_dtype: dtypes of the result and of the weight.
     """
 
     def __init__(

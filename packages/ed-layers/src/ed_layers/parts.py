@@ -1,7 +1,7 @@
-"""`Parts`: makes the parts of one model, so that a family says what differs and nothing else.
+"""`Parts`: creates the layers of one model, so that a family states only what differs.
 
-Dtypes, precision, initialisation and randomness are decided once, when the model is built; every
-linear layer, norm and embedding gets them from here.
+Dtypes, precision, initialization and randomness are set once per model. `Parts` passes them to
+every linear layer, norm and embedding.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ed_layers.norms import LayerNorm, RMSNorm
 from ed_layers.remat import Remat
 from ed_layers.stack import Stack
 
-#: What a layer is made by: `(parts, index of the layer) -> layer`.
+#: Creates a layer: `(parts, index of the layer) -> layer`.
 MakePart = Callable[["Parts", int], nnx.Module]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How the parts of one model are made.
+    """The settings that all layers of one model share.
 
     Attributes:
         config: the model's configuration: sizes, execution fields, `initializer_range`.
         rngs: randomness of the parameters.
-        dtype: what activations are computed in.
-        param_dtype: what parameters are stored in.
-        precision: of matrix products; None = the backend's default.
-        norm_of_family: makes the norm that a family has everywhere, from the shape of its weights;
-            None = `norm`.
+        dtype: dtype of activations.
+        param_dtype: dtype of stored parameters.
+        precision: precision of matrix products; None = the backend's default.
+        norm_of_family: creates the norm that a family uses everywhere from the shape of its
+            weights; None = `norm`.
     """
 
     config: Any  # a family reads its own architecture fields from it
@@ -47,11 +47,11 @@ class Parts:
 
     @property
     def initializer(self) -> Initializer:
-        """Of matrices: normal with the configuration's `initializer_range` (0.02 without one)."""
+        """Initializer of matrices: normal with `initializer_range` (0.02 if the field is unset)."""
         return jax.nn.initializers.normal(getattr(self.config, "initializer_range", 0.02))
 
     def linear(self, inputs: int, outputs: int, *, axes: Axes, bias: bool = False) -> Linear:
-        """`y = x @ kernel [+ bias]`; `axes` are the logical axes of the kernel, (in, out)."""
+        """Create `y = x @ kernel [+ bias]`; `axes`: the logical axes of the kernel, (in, out)."""
         return Linear(
             inputs,
             outputs,
@@ -65,7 +65,7 @@ class Parts:
         )
 
     def norm(self, features: int, *, eps: float | None = None, **form: Any) -> RMSNorm:
-        """Root-mean-square norm; `eps` is the configuration's `rms_norm_eps` by default.
+        """Create a root-mean-square norm; the default of `eps` is the `rms_norm_eps` field.
 
         Args:
             form: `offset`, `scale_first` and `weight` of `RMSNorm`.
@@ -74,15 +74,15 @@ class Parts:
         return RMSNorm(features, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
 
     def own_norm(self, *shape: int) -> nnx.Module:
-        """The family's norm, of the stream or of heads."""
+        """Create the family's norm for hidden states or heads."""
         return (self.norm_of_family or self.norm)(*shape)
 
     def layer_norm(self, *shape: int, eps: float, **form: Any) -> LayerNorm:
-        """Layer norm; `form` are `weight`, `bias` and `offset` of `LayerNorm`."""
+        """Create a layer norm; `form` contains `weight`, `bias` and `offset` of `LayerNorm`."""
         return LayerNorm(*shape, eps=eps, dtype=self.dtype, param_dtype=self.param_dtype, **form)
 
     def embed(self, rows: int, features: int) -> Embed:
-        """A table of embeddings [rows, features]."""
+        """Create a table of embeddings [rows, features]."""
         return Embed(
             rows,
             features,
@@ -96,12 +96,12 @@ class Parts:
     def stack(
         self, make: MakePart, num_layers: int, *, kinds: Sequence[Hashable] | None = None
     ) -> Stack:
-        """The layers of a decoder, scanned or unrolled as the configuration says.
+        """Create the layers of a decoder, scanned or unrolled according to the configuration.
 
         Args:
-            make: makes layer i: `make(parts, i)`; a class of layers is one.
-            num_layers: how many.
-            kinds: a value for each layer where they differ; see `Stack`.
+            make: creates layer i: `make(parts, i)`; usually the class of the layer.
+            num_layers: number of layers.
+            kinds: one value per layer if the layers differ; see `Stack`.
         """
         return Stack(
             lambda i, rngs: make(replace(self, rngs=rngs), i),

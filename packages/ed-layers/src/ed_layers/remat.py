@@ -1,10 +1,10 @@
-"""Which intermediate results the backward pass keeps, by the names of `gradient_checkpointing`.
+"""Rematerialization: the policies of `gradient_checkpointing`.
 
-A layer is wrapped in `jax.checkpoint`: what its policy does not keep is computed again from the
-layer's input, which is always kept. Policies that take `gradient_checkpointing_targets` choose
-among the results that `ed_layers.named` gave a name.
+A layer is wrapped in `jax.checkpoint`. The input of the layer is always kept. The backward pass
+recomputes from it every value that the policy does not keep. Policies with
+`gradient_checkpointing_targets` select among the values that `ed_layers.named` names.
 
-Under every policy, none included, what costs next to nothing is computed again: `recomputed`.
+Cheap values are recomputed under every policy, including no policy: see `recomputed`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ed_infra.errors import ConfigError, unknown_name
 Policy = Callable[..., Any]
 
 POLICIES = jax.checkpoint_policies
-#: Memory kinds of jax: a device's own, and the host's pages that it copies from and to by itself.
+#: Memory kinds of jax: device memory, and pinned host memory that the device can copy directly.
 DEVICE, HOST = "device", "pinned_host"
 
 MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
 ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
 
-#: Policies that are a fixed rule.
+#: Policies without targets.
 FIXED: dict[str, Policy] = {
     "everything_saveable": POLICIES.everything_saveable,
     "nothing_saveable": POLICIES.nothing_saveable,
@@ -34,15 +34,15 @@ FIXED: dict[str, Policy] = {
     "dots_saveable": POLICIES.dots_saveable,
     "checkpoint_dots_with_no_batch_dims": POLICIES.dots_with_no_batch_dims_saveable,
     "dots_with_no_batch_dims_saveable": POLICIES.dots_with_no_batch_dims_saveable,
-    # "Any names but these" and not "anything except these names": the latter keeps what a name is
-    # given to, which is all but the same array.
+    # These policies use "any names but these", not "anything except these names". The latter keeps
+    # the unnamed input of the name operation, which is the same array.
     "mlp_notsaveable": POLICIES.save_any_names_but_these(*MLP),
     "attn_notsaveable": POLICIES.save_any_names_but_these(*ATTENTION),
     "mlp_attn_notsaveable": POLICIES.save_any_names_but_these(*MLP, *ATTENTION),
     "offload_dot_with_no_batch_dims": POLICIES.offload_dot_with_no_batch_dims(DEVICE, HOST),
 }
 
-#: Policies made from targets.
+#: Policies with targets.
 BY_NAME: dict[str, Callable[..., Policy]] = {
     "save_only_these_names": POLICIES.save_only_these_names,
     "save_any_names_but_these": POLICIES.save_any_names_but_these,
@@ -59,24 +59,24 @@ BY_NAME: dict[str, Callable[..., Policy]] = {
 }
 
 OFFLOAD = ("offload_dot_with_no_batch_dims", "save_and_offload_only_these_names")
-#: Policies whose targets are kept where they are.
+#: Policies that keep their targets in device memory.
 KEEP = ("save_only_these_names", "save_from_both_policies")
 
-#: Made outside of the layers, where nothing is computed again: kept under every policy.
+#: Names outside of the layers, where nothing is recomputed: kept under every policy.
 OUTSIDE = ("embeddings", "model_output", "lm_head_output")
-#: The input of the next layer: kept too, but it may be moved to the host.
+#: The input of the next layer: also kept, but a policy may offload it to the host.
 BETWEEN = "layer_output"
 
 
 def recomputed(function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
-    """`function(*arguments)`, of which the backward pass keeps the arguments alone.
+    """Return `function(*arguments)`; the backward pass keeps only the arguments.
 
-    For norms and activations: what they make on the way is as large as the results of the products
-    around them, and costs a pass over memory. Not `jax.checkpoint`, which would hide arguments that
-    have a name from the policy of the layer.
+    Norms and activations use this function: their intermediate values are as large as the results
+    of the neighbouring products, but cost only one pass over memory. `jax.checkpoint` would hide
+    named arguments from the policy of the layer.
 
     Args:
-        function: of arrays, and holds none itself.
+        function: a function of arrays that closes over no array.
         arguments: trees of floating-point arrays.
     """
     return call_and_forget(function, *arguments)
@@ -92,7 +92,7 @@ def recomputed_forward(function: Callable[..., jax.Array], *arguments: Any):
 
 
 def recomputed_backward(function: Callable[..., jax.Array], arguments: Any, d_result: jax.Array):
-    # The barrier keeps the compiler from finding, and keeping, what the forward pass made.
+    # The barrier prevents the compiler from reusing, and so keeping, values of the forward pass.
     return jax.vjp(function, *jax.lax.optimization_barrier(arguments))[1](d_result)
 
 
@@ -101,15 +101,15 @@ call_and_forget.defvjp(recomputed_forward, recomputed_backward)
 
 @dataclass(frozen=True)
 class Remat:
-    """A checked choice of policy, held by a `Stack`.
+    """A validated policy, stored in a `Stack`.
 
     Attributes:
-        name: `gradient_checkpointing`; "" keeps everything and leaves a layer as it is.
-        targets: `gradient_checkpointing_targets`, for the policies that take names.
+        name: `gradient_checkpointing`; "" keeps every value and does not wrap the layer.
+        targets: `gradient_checkpointing_targets`, for the policies with targets.
 
     Raises:
-        ConfigError: the policy is unknown, needs targets and has none (or the reverse), or the
-            targets name what it has no say over.
+        ConfigError: the policy is unknown, lacks its targets, has targets that it does not accept,
+            or a target names a value outside of the layers.
     """
 
     name: str = ""
@@ -138,11 +138,11 @@ class Remat:
 
     @classmethod
     def resolve(cls, config: Any) -> Remat:
-        """Take the choice out of an EasyDeLBaseConfig.
+        """Read the policy from an `EasyDeLBaseConfig`.
 
         Raises:
-            ConfigError: as above; or the policy keeps results on the host, and the devices of the
-                mesh cannot copy from and to its memory.
+            ConfigError: as above; or the policy offloads values to the host, and the devices of the
+                mesh have no pinned host memory.
         """
         targets = tuple(config.gradient_checkpointing_targets or ())
         remat = cls(str(config.gradient_checkpointing), targets)
@@ -152,29 +152,29 @@ class Remat:
 
     @property
     def policy(self) -> Policy:
-        """As `jax.checkpoint` takes it; only of a choice that is not ""."""
+        """The policy function for `jax.checkpoint`; undefined for the policy ""."""
         return FIXED[self.name] if self.name in FIXED else BY_NAME[self.name](*self.targets)
 
     def wrap(self, layer: Callable[..., Any], *, looped: bool = False) -> Callable[..., Any]:
-        """The layer, so that its backward pass computes again what the policy does not keep.
+        """Wrap a layer, so that its backward pass recomputes what the policy does not keep.
 
         Args:
             layer: a function of arrays.
-            looped: it is the body of a loop. The compiler then cannot merge the two computations,
-                and need not be kept from it.
+            looped: the layer is the body of a loop. The compiler cannot merge the forward pass with
+                the recomputation across a loop, so no barrier is needed.
         """
         if self.name == "":
             return layer
         return jax.checkpoint(layer, policy=self.policy, prevent_cse=not looped)
 
     def check(self, seen: Iterator[set[str]]) -> None:
-        """Compare the targets with the names that the layers carry.
+        """Check that the layers produce every target.
 
         Args:
-            seen: the names of one kind of layer after the other; read until all targets are found.
+            seen: the names of each kind of layer; read until all targets are found.
 
         Raises:
-            ConfigError: a target is the name of nothing; the message says what the names are.
+            ConfigError: no layer produces a target; the message lists the available names.
         """
         missing = set(self.targets) - {*OUTSIDE, BETWEEN}
         carried: set[str] = set()
@@ -208,7 +208,7 @@ def check_host_memory(name: str, mesh: jax.sharding.Mesh) -> None:
 
 
 def names_in(jaxpr: Any) -> set[str]:
-    """Names that `ed_layers.named` gave inside a jaxpr, at any depth."""
+    """Return the names that `ed_layers.named` assigns inside a jaxpr, at any depth."""
     found: set[str] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "name":

@@ -1,4 +1,4 @@
-"""Keys for initial values, drawn without a variable that counts."""
+"""Random keys for initial values, without a counter variable."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from flax import nnx
 
 
 class Stream(nnx.RngStream):
-    """The keys of `nnx.RngStream`, which count in Python.
+    """The keys of `nnx.RngStream`, with a counter in Python.
 
-    flax counts in an array. Where a module is traced, for shapes or for a jitted creation, each
-    update of it looks through everything that was traced before.
+    flax counts in an array. While a module is traced, each update of that array searches
+    everything that was traced before.
     """
 
     def __init__(self, key: jax.Array, *, tag: str) -> None:
@@ -24,7 +24,7 @@ class Stream(nnx.RngStream):
 
 
 def layer_rngs(key: jax.Array) -> nnx.Rngs:
-    """`nnx.Rngs(params=key)`: the same keys, quicker to draw."""
+    """Return `nnx.Rngs(params=key)` with the same keys, which are faster to draw."""
     rngs = nnx.Rngs()
     setattr(rngs, "params", Stream(key, tag="params"))  # noqa: B010
     return rngs

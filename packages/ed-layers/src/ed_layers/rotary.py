@@ -19,12 +19,12 @@ def rope_tables(
     inv_freq: Float[Array, "*p half"] | Float[Array, " half"],
     scaling: float | Float[Array, "*p"] = 1.0,
 ) -> tuple[Float[Array, "*p half"], Float[Array, "*p half"]]:
-    """Cosine and sine of position times frequency, float32.
+    """Return cosine and sine of position times frequency, float32.
 
     Args:
         position_ids: position of each token.
-        inv_freq: radians per position, one per pair of dimensions; of each token where they differ.
-        scaling: attention factor of YaRN and LongRoPE, on both tables.
+        inv_freq: radians per position, one per pair of dimensions; optionally separate per token.
+        scaling: attention factor of YaRN and LongRoPE, applied to both tables.
     """
     if isinstance(scaling, jax.Array):
         scaling = scaling[..., None]
@@ -34,15 +34,15 @@ def rope_tables(
 def apply_rotary(
     x: Float[Array, "b s h k"], rope: Rope, *, interleaved: bool = False
 ) -> Float[Array, "b s h k"]:
-    """Rotate the first r dimensions of every head; the rest passes through (partial rope).
+    """Rotate the first r dimensions of every head; the other dimensions stay unchanged.
 
     Args:
         x: queries or keys.
         rope: `(cos, sin)` of the batch's positions.
-        interleaved: pairs are neighbours (GPT-J, GLM), not halves (Llama, GPT-NeoX).
+        interleaved: pairs are adjacent elements (GPT-J, GLM) instead of halves (Llama, GPT-NeoX).
 
     Returns:
-        As `x`; computed in float32.
+        An array with the shape and dtype of `x`; computed in float32.
     """
     if native.takes(x):
         tables = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope)

@@ -1,4 +1,4 @@
-"""Which layers are scanned together: the cheapest cut of a model's depth into repeating runs."""
+"""Splits the layers of a model into repeating runs that are scanned together."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ed_infra.paths import Run
 
 
 def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
-    """Cut a depth into runs so that the fewest layer bodies are compiled, then the fewest runs.
+    """Split the layers into runs with the fewest compiled layer bodies, then the fewest runs.
 
     Args:
-        kinds: one value per layer; layers of the same value are equal in structure.
+        kinds: one value per layer; layers with the same value have the same structure.
 
     Returns:
-        runs in order; a period longer than one layer occurs at least twice.
+        The runs in order; a period longer than one layer occurs at least twice.
 
     >>> [tuple(run) for run in runs_of("WWWWWF" * 4 + "WW")]  # Gemma 3: five windowed, one full
     [(0, 24, 6), (24, 2, 1)]
@@ -22,7 +22,7 @@ def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
     [(0, 1, 1), (1, 26, 1)]
     """
     n = len(kinds)
-    # best[i]: (bodies, number of runs, runs) of the layers from i on.
+    # best[i]: (bodies, number of runs, runs) for the layers from i to the last.
     best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())] * (n + 1)
     for start in reversed(range(n)):
         options = []

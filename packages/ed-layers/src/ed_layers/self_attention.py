@@ -28,27 +28,28 @@ class SelfAttention(nnx.Module):
     """Grouped-query self-attention; Hugging Face's names: `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
     Args:
-        parts: makes the projections.
+        parts: creates the projections.
         kv_heads, head_dim: g and k; None = the configuration's `num_key_value_heads`, `head_dim`.
-        bias: of the projections of queries, keys and values.
-        out_bias: of the output projection; None = as `bias`.
-        qk_norm: makes the norm of queries and that of keys (`q_norm`, `k_norm`) from the shape of
-            its weights; None = no norms.
-        norm_heads: "each" head is normed by itself, with weights [k] for all; "own" likewise, with
-            weights [h, k], each head its own; "all" heads are normed as one, weights [h * k].
-        norm_last: norm after the rotary positions, not before.
-        clip: projections are clipped to [-clip, clip] (OLMo, DBRX), after a norm over all heads
+        bias: whether the projections of queries, keys and values have a bias.
+        out_bias: whether the output projection has a bias; None = same as `bias`.
+        qk_norm: creates the norms of queries and keys (`q_norm`, `k_norm`) from the shape of the
+            weights; None = no norms.
+        norm_heads: "each": each head is normalized separately, all heads share the weights [k];
+            "own": each head is normalized separately with its weights of [h, k]; "all": all heads
+            are normalized together, with weights [h * k].
+        norm_last: apply the norms after the rotary positions instead of before.
+        clip: clip the projections to [-clip, clip] (OLMo, DBRX), after a norm over all heads
             (OLMoE).
-        rope: whose rotary tables turn queries and keys: the name of a layer type where
-            `rope_parameters` has one entry each, `ALL_LAYERS` otherwise; None = no positions.
-        interleaved: rotary pairs are neighbours, not halves.
-        window: a token sees the last `window` tokens, itself included.
-        chunk: a token sees its own chunk of positions (Llama 4).
+        rope: name of the rotary tables: a layer type if `rope_parameters` has an entry per type,
+            otherwise `ALL_LAYERS`; None = no rotary positions.
+        interleaved: rotary pairs are adjacent elements instead of halves.
+        window: a token attends to the last `window` tokens, including itself.
+        chunk: a token attends only to its chunk of positions (Llama 4).
         soft_cap: bound of the scores (Gemma 2).
         scale: factor on the scores; None = `head_dim ** -0.5`.
-        sinks: a learned logit per head takes part in the softmax (gpt-oss).
-        alibi: a bias by distance, where nothing turns (MPT, Falcon).
-        gated: the outputs are multiplied by the sigmoid of a projection `g_proj` (Qwen3-Next).
+        sinks: the softmax includes a trained logit per head (gpt-oss).
+        alibi: a bias by distance, instead of rotary positions (MPT, Falcon).
+        gated: multiply the outputs by the sigmoid of a projection `g_proj` (Qwen3-Next).
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Attend; returns what is added to the stream, and the cache."""
+        """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.named(x, "normed_input")
         q, k, v = self.projected(x, ctx)
         if self.rope is not None:
@@ -131,7 +132,7 @@ class SelfAttention(nnx.Module):
         cache: Any,
         layer: Layer,
     ) -> tuple[Float[Array, "b s h k"], Any]:
-        """The weighted sums of values, and the cache."""
+        """Return the weighted sums of values, and the cache."""
         if ctx.watch is not None and k is not None and ctx.mask_info is not None:
             ctx.watch(Watched(q, k, ctx.mask_info, self.scoring()))
         return attend(
@@ -154,7 +155,7 @@ class SelfAttention(nnx.Module):
         )
 
     def scoring(self) -> Scoring:
-        """How queries and keys are compared, without dropout."""
+        """Return the settings of the score function, without dropout."""
         return Scoring(
             scale=self.head_dim**-0.5 if self.scale is None else self.scale,
             window=self.window,
@@ -168,7 +169,7 @@ class SelfAttention(nnx.Module):
     def projected(
         self, x: Float[Array, "b s d"], ctx: Ctx
     ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
-        """Queries, keys and values by heads, normed where the family norms them."""
+        """Return queries, keys and values by head, normalized if the family has such norms."""
         q, k, v = project((self.q_proj, self.k_proj, self.v_proj), x, ctx)
         if self.normed == "all":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -182,5 +183,5 @@ class SelfAttention(nnx.Module):
 
 
 def kv_heads_of(config: Any) -> int:
-    """Number of key heads; that of the query heads where the configuration has no groups."""
+    """Return the number of key heads; without groups, the number of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,7 +1,8 @@
-"""Replace sub-modules by rules over their names: the door of LoRA, quantization and the like.
+"""Replaces sub-modules by rules over their names; LoRA and quantization use this module.
 
-A replacement sees one layer's module, whatever the storage: in a scanned stack it is mapped over
-the layers. Rules that tell the layers of a run apart cut the run; names of parameters stay.
+A replacement receives the module of one layer in every storage layout: in a scanned stack the
+replacement is mapped over the layers. Rules that treat the layers of a run differently split the
+run; the names of the parameters do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ed_layers.stack import Stack
 
 M = TypeVar("M", bound=nnx.Module)
 
-#: `(module, key) -> module`: builds what takes a sub-module's place; the key is for new parameters.
+#: `(module, key) -> module`: creates the replacement; the key is for new parameters.
 Replace = Callable[[nnx.Module, jax.Array], nnx.Module]
 #: A class of modules, or several.
 Kinds = type | tuple[type, ...]
@@ -40,7 +41,7 @@ def transform(
     """Return a copy of a model in which the sub-modules that rules match are replaced.
 
     Args:
-        model: any module; arrays that stay are shared with the copy.
+        model: any module; the copy shares the unchanged arrays.
         rules: canonical name of a module (`model.layers.3.self_attn.q_proj`) -> replacement.
         key: of new random parameters; each module gets `fold_in(key, crc of its name)`.
         of: only modules of this class, or of one of these, are matched (`Linear`).
@@ -69,7 +70,7 @@ def transform(
 
 
 def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[Path, nnx.Module]]:
-    """Modules of a class with their storage paths; what lies inside a match is left out."""
+    """Return modules of a class with their storage paths; modules inside a match are omitted."""
     matched: list[Path] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         path = paths.normalize(path)
@@ -87,7 +88,7 @@ def _stacks(model: nnx.Module) -> Iterator[tuple[Path, Stack]]:
 
 
 def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> bool:
-    """Whether some run of a stack would get different replacements in its layers."""
+    """Return whether the layers of any run of a stack would get different replacements."""
     for inner, _ in _modules(stack, of):
         names = paths.canonical((*path, *inner))
         if len({id(hit[1]) if (hit := rules.match(name)) else None for name in names}) > 1:
@@ -96,7 +97,7 @@ def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: Kin
 
 
 def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> None:
-    """Cut the runs of a stack anew, so that the layers of each get the same replacements."""
+    """Split the runs of a stack, so that all layers of a run get the same replacements."""
     kinds: list[object] = []
     for layer in range(stack.num_layers):
         kind: list[object] = []
@@ -117,7 +118,7 @@ def _cut(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> None:
 
 
 def rejoin(model: nnx.Module) -> None:
-    """Join runs that rules have cut, in place, as far as their layers are equal again."""
+    """Join split runs in place where their layers are equal again."""
     for _, stack in _stacks(model):
         if stack.layout != "stacked" or not hasattr(stack, "uncut"):
             continue
@@ -134,7 +135,7 @@ def rejoin(model: nnx.Module) -> None:
 
 
 def _place(runs: tuple[Run, ...], layer: int) -> tuple[int, int]:
-    """The run of a layer, by its first layer, and the place in the run's period."""
+    """Return the first layer of the run that contains a layer, and its slot in the period."""
     run = next(run for run in runs if run.start <= layer < run.start + run.count)
     return run.start, (layer - run.start) % run.period
 
@@ -142,7 +143,7 @@ def _place(runs: tuple[Run, ...], layer: int) -> tuple[int, int]:
 def _replaced(
     module: nnx.Module, replace: Replace, keys: list[jax.Array], *, stacked: bool
 ) -> nnx.Module:
-    """The replacement of one module, or of the equal modules of a scanned stack."""
+    """Return the replacement of one module, or of the equal modules of a scanned stack."""
     if not stacked:
         return replace(module, keys[0])
     graphdef, state = nnx.split(module)

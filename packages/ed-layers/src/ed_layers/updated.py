@@ -1,7 +1,7 @@
-"""Variables that training changes without a gradient, such as the bias of a router.
+"""Variables that training updates without a gradient, such as the bias of a router.
 
-A layer adds up what it sees (`Report.updates`); a train step sums that over its microbatches and
-then applies the variable's rule once. So the result does not depend on the accumulation.
+A layer reports sums (`Report.updates`). A train step adds the sums of its microbatches and then
+applies the rule of the variable once, so the result does not depend on gradient accumulation.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import jax
 from ed_infra import paths
 from flax import nnx
 
-#: `(value, sum of what the layers reported) -> new value`, for one layer; hashable.
+#: `(value, reported sum) -> new value`, for one layer; hashable.
 UpdateRule = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Updated(nnx.Variable):
     """A variable with a rule: `Updated(value, axes=("expert",), rule=BiasRule(rate=1e-3))`.
 
-    It is no parameter: optimizers do not see it, checkpoints and weight files do.
+    An `Updated` variable is not a parameter: checkpoints and weight files contain it, optimizers
+    ignore it.
     """
 
 
@@ -35,11 +36,11 @@ def apply_updates(
     """Return the state with each reported variable changed by its rule; traceable.
 
     Args:
-        state: the variables of a model, or those of them that are no parameters.
+        state: the variables of a model, with or without its parameters.
         updates: storage name -> sum over the step, [...] or [layers, ...] of stacked layers.
-        trained: the parameters that learn. A variable of a module none of whose own parameters
-            learns stays as it is: the bias of a frozen router belongs to the router that was
-            loaded, and adapters that are saved alone could not say how it moved. None = all learn.
+        trained: the trained parameters. The variable of a module without trained parameters stays
+            unchanged: the bias of a frozen router belongs to the loaded router, and separately
+            saved adapters could not store its change. None = all parameters are trained.
 
     Raises:
         KeyError: an update names no `Updated` variable of the state.
