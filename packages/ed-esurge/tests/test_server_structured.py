@@ -84,6 +84,15 @@ def test_the_clients_own_parser(client):
         ({"guided_grammar": 'start: "x" ("y" | "z")'}, "x[yz]"),
         ({"guided_json": {"enum": [1, "two"]}}, '1|"two"'),
         ({"guided_json": '{"const": true}'}, "true"),
+        ({"structured_outputs": {"regex": "[ab]{2}c"}}, "[ab]{2}c"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "x" ("y" | "z")'}}, "x[yz]"),
+        ({"structured_outputs": {"json": {"enum": [1, "two"]}, "regex": None}}, '1|"two"'),
+        ({"structured_outputs": {"json": '{"const": true}'}}, "true"),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+            r"(?s)\{.*",
+        ),
     ],
 )
 def test_guided(client, guided, pattern):
@@ -91,6 +100,35 @@ def test_guided(client, guided, pattern):
     assert re.fullmatch(pattern, text)
     whole = client.completions.create(model="tiny", prompt=["a", "b"], extra_body=guided, n=2)
     assert all(re.fullmatch(pattern, choice.text) for choice in whole.choices)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param", "says"),
+    [
+        ({"json": {}, "regex": "a"}, "structured_outputs", "exactly one"),
+        ({}, "structured_outputs", "exactly one"),
+        ({"json_object": False}, "structured_outputs", "exactly one"),
+        ({"structural_tag": "{}"}, "structured_outputs.structural_tag", "not supported"),
+        ({"json": {}, "disable_additional_properties": True}, None, "additionalProperties: false"),
+        ({"json": "{"}, "structured_outputs.json", "not a JSON schema"),
+        ({"json": "[" * 50_000}, "structured_outputs.json", "not a JSON schema"),
+        ({"json": '{"a": ' * 40 + "1" + "}" * 40}, "structured_outputs.json", "32 levels"),
+        ({"regex": "("}, "structured_outputs.regex", ""),
+    ],
+)
+def test_structured_outputs_that_are_refused(client, wanted, param, says):
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        ask(client, extra_body={"structured_outputs": wanted})
+    assert param in (None, caught.value.param)
+
+
+def test_structured_outputs_and_a_response_format_contradict(client):
+    with pytest.raises(openai.BadRequestError, match="contradicts"):
+        ask(
+            client,
+            response_format={"type": "json_object"},
+            extra_body={"structured_outputs": {"regex": "a"}},
+        )
 
 
 def test_calls_that_must_be_made(client):

@@ -14,6 +14,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import from_json
 
 from ed_esurge.server.errors import Refusal, from_validation
 from ed_esurge.server.unknown import IgnoredKeys
@@ -104,6 +105,23 @@ def unsupported(why: str, *harmless: object) -> Any:
     return Annotated[Any, PlainValidator(check)]
 
 
+def parts_of(*kinds: str) -> BeforeValidator:
+    """Refuse a part of a message that is of no known kind, and name the part."""
+
+    def check(value: object) -> object:
+        for place, part in enumerate(value if isinstance(value, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                field = kind[:64] if kind in part else "type"
+                raise Refusal(
+                    f"a part of type {kind!r:.64} is not supported: this model takes text only",
+                    f"[{place}].{field}",
+                )
+        return value
+
+    return BeforeValidator(check)
+
+
 def _schema(value: object) -> object:
     """Limit what a schema may hold, before anybody walks it."""
     if not isinstance(value, Mapping):
@@ -130,3 +148,19 @@ def _schema(value: object) -> object:
 
 
 Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
+
+
+def _parsed(value: object) -> object:
+    """Read a schema that is JSON text."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_SCHEMA_CHARACTERS:
+        raise Refusal(f"is longer than {MAX_SCHEMA_CHARACTERS} characters, the limit of a schema")
+    try:
+        return from_json(value, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(f"is not a JSON schema: {error}") from None
+
+
+#: A schema, or its JSON text; the limits of `Schema` hold for both.
+SchemaOrText = Annotated[dict[str, Any], BeforeValidator(_schema), BeforeValidator(_parsed)]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Part = str | int
+# Fields that have another name here than in the body, because pydantic reserves the name.
+_SPELLED: dict[Part, tuple[str, ...]] = {"json_schema": ("json_schema", "schema", "json")}
 
 
 def in_body(location: Sequence[Part], body: Any, *, missing: bool = False) -> list[Part]:
@@ -33,6 +35,7 @@ def _matched(location: tuple[Part, ...], here: Any, missing: bool) -> tuple[list
         return [head], True
     skipped = _matched(rest, here, missing)
     if isinstance(here, Mapping):
+        head = next((name for name in _SPELLED.get(head, ()) if name in here), head)
         inside = head in here
     else:
         inside = isinstance(here, list) and isinstance(head, int) and head < len(here)

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, TokenIds, few, unsupported
+from ed_esurge.server.fields import Body, History, TokenIds, few, parts_of, unsupported
 from ed_esurge.server.structured import Guided, ResponseFormat
 from ed_esurge.server.tools import (
     MAX_TOOL_CALLS,
@@ -216,26 +216,13 @@ class RefusalPart(History):
 ContentParts = list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 
 
-def _content(value: object) -> object:
-    """Refuse a content part that is not text, and name the part."""
-    if isinstance(value, list):
-        for place, part in enumerate(value[:MAX_PARTS]):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in ("text", "refusal"):
-                field = kind[:64] if kind in part else "type"
-                raise Refusal(
-                    f"a content part of type {kind!r:.64} is not supported: this model takes text "
-                    "only",
-                    f"[{place}].{field}",
-                )
-    return value
-
-
 class Message(History):
     """One chat message; the message of an answer can be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | ContentParts | None, BeforeValidator(_content), few(MAX_PARTS)] = None
+    content: Annotated[str | ContentParts | None, parts_of("text", "refusal"), few(MAX_PARTS)] = (
+        None
+    )
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None

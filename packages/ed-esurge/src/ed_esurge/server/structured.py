@@ -1,5 +1,5 @@
-"""Structured output as clients ask for it: `response_format`, `guided_*`, and calls of tools that
-must be made."""
+"""Structured output as clients ask for it: `response_format`, `structured_outputs`, `guided_*`, and
+calls of tools that must be made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 
 from ed_esurge.sampling import StructuredOutputs
 from ed_esurge.server.errors import APIError, Refusal
-from ed_esurge.server.fields import Body, Schema, few
+from ed_esurge.server.fields import Body, Schema, SchemaOrText, few, unsupported
 from ed_esurge.server.tools import NamedTool, Tool, ToolChoice
 
 MAX_CALLS = 64
+ANY_OBJECT = json.dumps({"type": "object"})
 
 
 class JSONSchema(Body):
@@ -48,28 +49,73 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         schema = self.json_schema.json_schema if self.json_schema is not None else None
-        return json.dumps({"type": "object"} if schema is None else schema)
+        return ANY_OBJECT if schema is None else json.dumps(schema)
+
+
+Text = Annotated[str, Field(max_length=2**16)]
+Choice = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1), few(1024)
+]
+
+
+class StructuredOutputsField(Body):
+    """vLLM's `structured_outputs`: exactly one of the first five fields."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"json": "json_schema"}
+
+    json_schema: SchemaOrText | None = None
+    regex: Text | None = None
+    choice: Choice | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: unsupported("structural_tag; send json, regex or grammar") = None  # type: ignore[valid-type]
+    disable_any_whitespace: unsupported("white space is the model's choice", False) = None  # type: ignore[valid-type]
+    disable_additional_properties: unsupported(  # type: ignore[valid-type]
+        "write additionalProperties: false into the schema", False
+    ) = None
+    whitespace_pattern: unsupported("whitespace_pattern; send grammar") = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputsField:
+        given = [*self.outputs()]
+        if len(given) != 1:
+            known = "json, regex, choice, grammar and json_object"
+            raise Refusal(f"needs exactly one of {known}, and has {', '.join(given) or 'none'}")
+        return self
+
+    def outputs(self) -> dict[str, StructuredOutputs]:
+        """What the output must be, by the field that says so."""
+        result: dict[str, StructuredOutputs] = {}
+        if self.json_schema is not None:
+            result["json"] = StructuredOutputs(json_schema=json.dumps(self.json_schema))
+        if self.regex is not None:
+            result["regex"] = StructuredOutputs(regex=self.regex)
+        if self.choice is not None:
+            result["choice"] = StructuredOutputs(choice=tuple(self.choice))
+        if self.grammar is not None:
+            result["grammar"] = StructuredOutputs(grammar=self.grammar)
+        if self.json_object:
+            result["json_object"] = StructuredOutputs(json_schema=ANY_OBJECT)
+        return result
 
 
 class Guided(Body):
-    """Extensions by vLLM's names; at most one."""
+    """vLLM's fields for structured output, and their older names; at most one."""
 
-    guided_json: Schema | Annotated[str, Field(max_length=2**17)] | None = None
-    guided_regex: Annotated[str, Field(max_length=2**16)] | None = None
-    guided_choice: Annotated[
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1)]
-        | None,
-        few(1024),
-    ] = None
-    guided_grammar: Annotated[str, Field(max_length=2**16)] | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: Text | None = None
 
     def outputs(self) -> dict[str, StructuredOutputs]:
-        """What is asked for, by the field that asks."""
+        """What the output must be, by the field of the request that says so."""
         result: dict[str, StructuredOutputs] = {}
-        schema = self.guided_json
-        if schema is not None:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            result["guided_json"] = StructuredOutputs(json_schema=text)
+        if self.structured_outputs is not None:
+            for name, wanted in self.structured_outputs.outputs().items():
+                result[f"structured_outputs.{name}"] = wanted
+        if self.guided_json is not None:
+            result["guided_json"] = StructuredOutputs(json_schema=json.dumps(self.guided_json))
         if self.guided_regex is not None:
             result["guided_regex"] = StructuredOutputs(regex=self.guided_regex)
         if self.guided_choice is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, Schema, few, unsupported, validated
+from ed_esurge.server.fields import Body, History, Schema, few, parts_of, unsupported, validated
 from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
@@ -50,7 +50,7 @@ class ToolResult(Block):
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(max_length=256)]
-    content: str | Annotated[list[TextBlock], few(MAX_PARTS)] | None = None
+    content: Annotated[str | list[TextBlock] | None, parts_of("text"), few(MAX_PARTS)] = None
     is_error: bool | None = None
 
 
@@ -62,17 +62,12 @@ class Thinking(Block):
     signature: str | None = None
 
 
-def _known(value: object) -> object:
-    if isinstance(value, list):
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind in ("image", "document", "redacted_thinking"):
-                raise Refusal(f"a block of type {kind!r}: this model takes text only")
-    return value
-
-
 AnyBlock = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
-Blocks = Annotated[str | list[AnyBlock], BeforeValidator(_known), few(MAX_PARTS)]
+Blocks = Annotated[
+    str | list[AnyBlock],
+    parts_of("text", "tool_use", "tool_result", "thinking"),
+    few(MAX_PARTS),
+]
 
 
 class AnthropicMessage(History):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, Schema, few, unsupported, validated
+from ed_esurge.server.fields import Body, History, Schema, few, parts_of, unsupported, validated
 from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
 from ed_esurge.server.tools import MAX_TOOLS, Name
 
@@ -21,25 +21,21 @@ NAMES = {
 }
 
 
+PartType = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+
+
 class Part(History):
     """A part of a message, or of thoughts: text."""
 
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    type: PartType
     text: str = ""
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-def _text_only(value: object) -> object:
-    for part in value if isinstance(value, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_image", "input_file", "input_audio"):
-            raise Refusal(f"a part of type {kind!r}: this model takes text only")
-    return value
-
-
-Parts = Annotated[list[Part], BeforeValidator(_text_only), few(MAX_PARTS)]
+Parts = Annotated[list[Part], parts_of(*get_args(PartType)), few(MAX_PARTS)]
+TextOrParts = Annotated[str | list[Part], parts_of(*get_args(PartType)), few(MAX_PARTS)]
 
 
 class MessageItem(History):
@@ -47,7 +43,7 @@ class MessageItem(History):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Parts
+    content: TextOrParts
     id: Id | None = None
     status: str | None = None
     phase: str | None = None
@@ -69,7 +65,7 @@ class ResultItem(History):
 
     type: Literal["function_call_output"]
     call_id: Id
-    output: str | Parts
+    output: TextOrParts
     id: Id | None = None
     status: str | None = None
 
