@@ -106,9 +106,13 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
   for (int64_t r = 0; r < rows; ++r) {
     int64_t head = group * repeat + r % repeat, to = (token + r / repeat) * p.heads + head;
     bool none = largest[r] == kNothing && sum[r] == 0;
-    float all = sum[r];
-    if (p.sinks && !none) all += exponential(broadcast(p.sinks[head] - largest[r]))[0];
-    float factor = none ? 0 : 1 / all;
+    float factor = none ? 0 : 1 / sum[r];
+    if (p.sinks && !none) {
+      // The sink may be the largest score: subtract the larger one, so that no exponential overflows.
+      float sink = p.sinks[head], top = sink > largest[r] ? sink : largest[r];
+      float keys = exponential(broadcast(largest[r] - top))[0];
+      factor = keys / (sum[r] * keys + exponential(broadcast(sink - top))[0]);
+    }
     if (p.lse) p.lse[to] = none ? kNothing : largest[r] + __builtin_logf(sum[r]);
     for (int64_t c = 0; c < p.value_dim; ++c) {
       float number = out.data[r * out_width + c] * factor;

@@ -1,11 +1,10 @@
-// Products as XLA calls them: checks the arrays, shares out the work.
+// Products, and rows written into an array, as XLA calls them: checks the buffers, shares out the work.
 #include <vector>
 
 #include "library.h"
 
 namespace {
 
-using ed::wrong;
 using Vector = ffi::Buffer<ffi::F32, 1>;
 using Index = ffi::Buffer<ffi::S32, 1>;
 
@@ -65,8 +64,8 @@ struct Parts {
   std::vector<int64_t> ends;
 };
 
-ffi::Error run(ffi::ThreadPool pool, Call call) {
-  if (call.products[0].rows == 0) return ffi::Error::Success();
+// Compute all products of a call.
+void run(ffi::ThreadPool& pool, Call& call) {
   std::vector<Rounded> rounded(call.whole ? call.products.size() : 0);
   for (size_t i = 0; i < rounded.size(); ++i) {
     ed::Product &p = call.products[i], &before = call.products[i ? i - 1 : 0];
@@ -94,16 +93,14 @@ ffi::Error run(ffi::ThreadPool pool, Call call) {
       level.gate(call.act, call.products[0], call.products[1], first, last);
     });
   });
-  return ffi::Error::Success();
 }
 
-bool is_number(ffi::DataType t) { return t == ffi::F32 || t == ffi::BF16; }
-
-// What both kinds of products share: x [rows, inputs], w [.., outputs].
-ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
-  if (x.dimensions().size() != 2 || w.dimensions().size() != 2)
-    return wrong("product: arrays should have two axes");
-  if (!is_number(x.element_type())) return wrong("product: x should be float32 or bfloat16");
+// Read x [rows, inputs] and the outputs of w [inputs, outputs], or of w [outputs, inputs] if
+// transposed.
+bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
+  checks.dtype("x", x.element_type(), {ffi::F32, ffi::BF16});
+  checks.shape("x", x, {ed::kAny, ed::kAny});
+  if (!checks.shape("the matrix", w, {ed::kAny, ed::kAny})) return false;
   p.x = x.untyped_data();
   p.x_is_bfloat16 = x.element_type() == ffi::BF16;
   p.rows = x.dimensions()[0];
@@ -111,134 +108,152 @@ ffi::Error fill(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transpo
   p.w = w.untyped_data();
   p.transposed = transposed;
   p.outputs = w.dimensions()[transposed ? 0 : 1];
-  return ffi::Error::Success();
+  return true;
 }
 
-// Give the products their results, one each; one for both that are gated.
-ffi::Error finish(Call& call, ffi::DataType dtype, ffi::RemainingRets results, int64_t act) {
-  if (act < 0 || act > static_cast<int64_t>(ed::Gate::kGeluTanh))
-    return wrong("product: the activation is unknown");
+// Read the results, one for each product, or one for both products of a gated layer; compute them.
+ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::DataType dtype,
+                   ffi::RemainingRets results, int64_t act) {
+  if (!checks.that(act >= 0 && act <= static_cast<int64_t>(ed::Gate::kGeluTanh),
+                   "the number of the activation is unknown"))
+    return checks.error();
   call.act = static_cast<ed::Gate>(act);
   bool gated = call.act != ed::Gate::kNone;
-  if (gated && (call.products.size() != 2 || call.products[0].outputs != call.products[1].outputs))
-    return wrong("product: an activation stands between two products of one size");
-  if (results.size() != (gated ? 1 : call.products.size()))
-    return wrong("product: there should be a result for each product");
+  checks.that(!gated || (call.products.size() == 2 &&
+                         call.products[0].outputs == call.products[1].outputs),
+              "an activation requires two products with the same number of outputs");
+  if (!checks.that(results.size() == (gated ? 1 : call.products.size()),
+                   "each product requires one result, and a gated pair one result"))
+    return checks.error();
+  size_t bytes = 0;
   for (size_t i = 0; i < results.size(); ++i) {
     auto y = results.get<ffi::AnyBuffer>(i);
     if (!y.has_value()) return y.error();
     ed::Product& p = call.products[i];
-    if ((*y)->element_type() != dtype || (*y)->dimensions().size() != 2 ||
-        (*y)->dimensions()[0] != p.rows || (*y)->dimensions()[1] != p.outputs)
-      return wrong("product: y should be [rows, outputs], in the type of x");
-    p.y = (*y)->untyped_data();
+    checks.dtype("the result", (*y)->element_type(), {dtype});
+    if (!checks.shape("the result", **y, {p.rows, p.outputs})) return checks.error();
+    p.y = (*y)->untyped_data(), bytes += (*y)->size_bytes();
+    if (p.inputs == 0) std::memset(p.y, 0, (*y)->size_bytes());  // an empty sum
   }
+  if (bytes > 0 && call.products[0].inputs > 0) run(pool, call);
   return ffi::Error::Success();
 }
 
 // x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed.
 ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices,
                     ffi::RemainingRets results, bool transposed, int64_t act) {
+  ed::Checks checks("product");
   Call call;
   for (size_t i = 0; i < matrices.size(); ++i) {
     auto w = matrices.get<ffi::AnyBuffer>(i);
     if (!w.has_value()) return w.error();
     ed::Product p{};
-    if (ffi::Error error = fill(p, x, *w, transposed); error.failure()) return error;
-    if (!is_number(w->element_type()) || w->dimensions()[transposed ? 1 : 0] != p.inputs)
-      return wrong("product: w should be float32 or bfloat16, with the inputs of x");
+    if (!read(checks, p, x, *w, transposed)) return checks.error();
+    checks.dtype("the matrix", w->element_type(), {ffi::F32, ffi::BF16});
+    transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
+               : checks.shape("the matrix", *w, {p.inputs, p.outputs});
     p.format = w->element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
     call.products.push_back(p);
   }
-  if (call.products.empty()) return wrong("product: there is no matrix");
-  if (ffi::Error error = finish(call, x.element_type(), results, act); error.failure())
-    return error;
-  return run(pool, call);
+  if (!checks.that(!call.products.empty(), "a call requires at least one matrix"))
+    return checks.error();
+  return compute(checks, pool, call, x.element_type(), results, act);
 }
 
-// What `scale` and `zero` are: [groups, outputs], or [outputs, groups] if the codes are transposed.
-ffi::Error small(ed::OfGroups& numbers, ffi::AnyBuffer from) {
+// Read scales or zeros: [groups, outputs], or [outputs, groups] if the codes are transposed.
+bool read_groups(ed::Checks& checks, ed::OfGroups& numbers, const char* name, ffi::AnyBuffer from,
+                 const ed::Product& p, int64_t groups) {
   numbers.data = from.untyped_data();
   switch (from.element_type()) {
-    case ffi::F32: numbers.kind = ed::Small::kFloat32; break;
     case ffi::U8: numbers.kind = ed::Small::kUint8; break;
     case ffi::F8E8M0FNU: numbers.kind = ed::Small::kPowerOfTwo; break;
-    default: return wrong("scale and zero should be float32, uint8 or float8_e8m0fnu");
+    default: numbers.kind = ed::Small::kFloat32;
   }
-  return ffi::Error::Success();
+  checks.dtype(name, from.element_type(), {ffi::F32, ffi::U8, ffi::F8E8M0FNU});
+  return p.transposed ? checks.shape(name, from, {p.outputs, groups})
+                      : checks.shape(name, from, {groups, p.outputs});
 }
 
-// A matrix of codes: int8 or float8_e4m3fn [inputs, outputs], or four bits, [inputs / 2, outputs]
-// bytes, by a table [16]; or the transpose. A zero without numbers is none.
-ffi::Error fill_codes(ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                      ffi::AnyBuffer zero, Vector table, bool transposed, bool whole) {
-  if (ffi::Error error = fill(p, x, codes, transposed); error.failure()) return error;
+// Read a matrix of codes: int8 or float8_e4m3fn [inputs, outputs], or four bits, [inputs / 2, outputs]
+// bytes, by a table [16]; or the transpose. An empty `zero` stands for none.
+bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes,
+                ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table, bool transposed,
+                bool whole) {
+  if (!read(checks, p, x, codes, transposed)) return false;
+  whole ? checks.dtype("codes", codes.element_type(), {ffi::S8, ffi::U8})
+        : checks.dtype("codes", codes.element_type(), {ffi::S8, ffi::F8E4M3FN, ffi::U8});
   switch (codes.element_type()) {
     case ffi::S8: p.format = ed::Format::kInt8; break;
     case ffi::F8E4M3FN: p.format = ed::Format::kFp8; break;
-    case ffi::U8: p.format = ed::Format::kFourBits; break;
-    default: return wrong("codes should be int8, float8_e4m3fn or uint8");
+    default: p.format = ed::Format::kFourBits;
   }
   bool half = p.format == ed::Format::kFourBits;
-  int along = transposed ? 1 : 0;
-  int64_t inputs = codes.dimensions()[along] * (half ? 2 : 1);
-  if (scale.dimensions().size() != 2) return wrong("product of codes: scale should have two axes");
-  int64_t groups = scale.dimensions()[along];
-  if (inputs != p.inputs || groups == 0 || inputs % groups != 0 || (half && inputs / groups % 2) ||
-      scale.dimensions()[1 - along] != p.outputs)
-    return wrong("product of codes: the shapes of x, codes and scale do not fit");
-  if (table.dimensions()[0] != (half ? 16 : 0)) return wrong("four bits need a table of 16");
-  if (zero.element_count() != 0 &&
-      (zero.dimensions().size() != 2 || zero.dimensions()[along] != groups ||
-       zero.dimensions()[1 - along] != p.outputs))
-    return wrong("product of codes: zero should have the shape of scale");
-  if (whole && p.format == ed::Format::kFp8) return wrong("codes of 8-bit floats are not whole");
-  if (ffi::Error error = small(p.scale, scale); error.failure()) return error;
-  if (ffi::Error error = small(p.zero, zero); error.failure()) return error;
-  if (zero.element_count() == 0) p.zero.data = nullptr;
-  p.table = table.typed_data();
-  p.group = inputs / groups;
-  return ffi::Error::Success();
+  checks.that(!half || p.inputs % 2 == 0, "four-bit codes require an even number of inputs");
+  int64_t stored = half ? p.inputs / 2 : p.inputs;
+  transposed ? checks.shape("codes", codes, {p.outputs, stored})
+             : checks.shape("codes", codes, {stored, p.outputs});
+  checks.shape("the table of four-bit codes", table, {half ? 16 : 0});
+  if (!checks.shape("scale", scale, {ed::kAny, ed::kAny})) return false;
+  int64_t groups = scale.dimensions()[transposed ? 1 : 0];
+  if (!checks.that(groups > 0 && p.inputs % groups == 0,
+                   "the number of groups must be at least 1 and divide the inputs"))
+    return false;
+  p.group = p.inputs / groups, p.table = table.typed_data();
+  checks.that(!half || p.group % 2 == 0, "a group of four-bit codes must have an even size");
+  read_groups(checks, p.scale, "scale", scale, p, groups);
+  if (zero.element_count() > 0) read_groups(checks, p.zero, "zero", zero, p, groups);
+  return checks.ok();
 }
 
 // x times each matrix of codes, which is four arrays. `whole`: x in 8 bits.
 ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices,
                              ffi::RemainingRets results, bool transposed, bool whole, int64_t act) {
+  ed::Checks checks("product of codes");
   Call call;
   call.whole = whole;
-  if (matrices.size() == 0 || matrices.size() % 4)
-    return wrong("product of codes: a matrix is codes, scale, zero and table");
+  if (!checks.that(matrices.size() > 0 && matrices.size() % 4 == 0,
+                   "a matrix requires four arrays: codes, scale, zero and table"))
+    return checks.error();
   for (size_t i = 0; i < matrices.size(); i += 4) {
     auto codes = matrices.get<ffi::AnyBuffer>(i), scale = matrices.get<ffi::AnyBuffer>(i + 1);
     auto zero = matrices.get<ffi::AnyBuffer>(i + 2);
     auto table = matrices.get<Vector>(i + 3);
-    if (!codes.has_value() || !scale.has_value() || !zero.has_value() || !table.has_value())
-      return wrong("product of codes: a matrix is codes, scale, zero and table");
+    if (!codes.has_value() || !scale.has_value() || !zero.has_value()) return codes.error();
+    if (!table.has_value()) return table.error();
     ed::Product p{};
-    if (ffi::Error error = fill_codes(p, x, *codes, *scale, *zero, *table, transposed, whole);
-        error.failure())
-      return error;
+    if (!read_codes(checks, p, x, *codes, *scale, *zero, *table, transposed, whole))
+      return checks.error();
     call.products.push_back(p);
   }
-  if (ffi::Error error = finish(call, x.element_type(), results, act); error.failure())
-    return error;
-  return run(pool, call);
+  return compute(checks, pool, call, x.element_type(), results, act);
 }
 
-// Put rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows, and which is
-// the result's memory, too.
+// Write rows [n, ..] at `index` [n] of an array whose first `axes` axes count the rows of the array.
+// XLA may pass one buffer as the array and as the result. An index beyond the array drops its row.
 ffi::Error put(ffi::AnyBuffer array, Index index, ffi::AnyBuffer rows,
                ffi::Result<ffi::AnyBuffer> result, int64_t axes) {
-  auto shape = array.dimensions();
-  if (axes < 1 || axes > static_cast<int64_t>(shape.size()) ||
-      rows.element_type() != array.element_type() || result->size_bytes() != array.size_bytes())
-    return wrong("put: the array, the rows and the result do not fit");
-  int64_t count = 1, news = index.dimensions()[0];
+  ed::Checks checks("put");
+  auto shape = array.dimensions(), of_rows = rows.dimensions(), of_result = result->dimensions();
+  checks.dtype("the rows", rows.element_type(), {array.element_type()});
+  checks.dtype("the result", result->element_type(), {array.element_type()});
+  size_t bytes = ffi::ByteWidth(array.element_type());
+  checks.that(bytes > 0, "numbers must have whole bytes");
+  if (!std::equal(shape.begin(), shape.end(), of_result.begin(), of_result.end()))
+    checks.refuse("the result has shape " + ed::text_of(of_result) + ", the array has shape " +
+                  ed::text_of(shape));
+  if (!checks.that(axes >= 1 && axes <= static_cast<int64_t>(shape.size()),
+                   "axes must be at least 1 and at most the number of axes of the array"))
+    return checks.error();
+  int64_t count = 1, width = bytes, news = index.dimensions()[0];
   for (int64_t axis = 0; axis < axes; ++axis) count *= shape[axis];
-  if (count == 0 || news == 0) return ffi::Error::Success();
-  int64_t width = array.size_bytes() / count;
-  if (static_cast<int64_t>(rows.size_bytes()) != width * news)
-    return wrong("put: the rows are of another size than the array's");
+  for (size_t axis = axes; axis < shape.size(); ++axis) width *= shape[axis];
+  bool same = of_rows.size() > 0 && of_rows[0] == news &&
+              std::equal(shape.begin() + axes, shape.end(), of_rows.begin() + 1, of_rows.end());
+  if (!same)
+    checks.refuse("the rows have shape " + ed::text_of(of_rows) + " for " + std::to_string(news) +
+                  " places in an array of shape " + ed::text_of(shape) + " with " +
+                  std::to_string(axes) + " axes of rows");
+  if (!checks.ok()) return checks.error();
   auto* to = static_cast<char*>(result->untyped_data());
   auto* from = static_cast<const char*>(rows.untyped_data());
   if (to != array.untyped_data()) std::memcpy(to, array.untyped_data(), array.size_bytes());

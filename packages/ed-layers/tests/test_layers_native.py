@@ -21,7 +21,14 @@ from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
 from ed_layers.linear import Transposed, dot
 from ed_layers.native import library, products
-from ed_layers.native.build import LEVELS, CannotBuild, build, sanitized
+from ed_layers.native.build import (
+    LEVELS,
+    SANITIZERS,
+    CannotBuild,
+    build,
+    sanitized,
+    sanitized_calls,
+)
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,7 +301,7 @@ def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, 
         monkeypatch.setattr(library, "LIBRARY", path)
     if state == "damaged":
         path.write_bytes(b"no library")
-    library.level.cache_clear()
+    library._loaded.cache_clear()
     forget_said()
     x, w = drawn(0, 4, 256), drawn(1, 256, 256)
     try:
@@ -304,10 +311,12 @@ def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, 
         assert "ffi_call" not in str(jax.make_jaxpr(dot)(x, w))
         said = [r.getMessage() for r in caplog.records if "native kernels" in r.getMessage()]
         assert len(said) == (0 if state == "off" else 1), "said once"
-        words = {"off": "turned off by ED_LAYERS_NATIVE=0"}.get(state, "not built")
+        words = {"off": "turned off by ED_LAYERS_NATIVE=0", "damaged": "cannot be loaded"}.get(
+            state, "not built"
+        )
         assert words in library.describe()
     finally:
-        library.level.cache_clear()
+        library._loaded.cache_clear()
 
 
 @built
@@ -317,6 +326,18 @@ def test_no_sanitizer_finds_anything(tmp_path) -> None:
     for _, name, _ in LEVELS.get(platform.machine(), ()):
         environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
         done = subprocess.run([program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr[-3000:]}"
+
+
+@built
+@pytest.mark.nightly
+@pytest.mark.parametrize("sanitizer", sorted(SANITIZERS))
+def test_no_sanitizer_finds_anything_in_calls_of_handlers(sanitizer, tmp_path) -> None:
+    """Every handler, called as XLA does on several threads, with valid and with damaged buffers."""
+    program = sanitized_calls(tmp_path / "check_calls", sanitizer)
+    for _, name, _ in LEVELS.get(platform.machine(), ()):
+        environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
+        done = subprocess.run([program, "300"], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr[-3000:]}"
 
 

@@ -38,9 +38,12 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     ),
 }
 #: What XLA calls, compiled once.
-HANDLERS = ("choose.cc", "library.cc", "attend.cc", "rotary.cc")
-#: A program that runs every kernel, for sanitizers.
+HANDLERS = ("choose.cc", "library.cc", "attend.cc", "attend_stored.cc", "rotary.cc")
+#: Programs for sanitizers: one runs every kernel, the other calls every handler as XLA does.
 CHECK = ("choose.cc", "check.cc")
+CHECK_CALLS = (*HANDLERS, "check_calls.cc")
+#: Sanitizers of the compiler that work together.
+SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
 
 
 class CannotBuild(RuntimeError):
@@ -64,6 +67,20 @@ def sanitized(target: Path) -> Path:
     """Compile a program that runs every kernel under the address and undefined-behaviour
     sanitizers; raises as `build`."""
     return link(target, CHECK, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+
+
+def sanitized_calls(target: Path, sanitizer: str) -> Path:
+    """Compile a program that calls every handler as XLA does, under sanitizers.
+
+    Args:
+        target: file to write.
+        sanitizer: a key of `SANITIZERS`.
+
+    Raises:
+        CannotBuild: as `build`.
+    """
+    flags = ("-g", "-pthread", f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover")
+    return link(target, CHECK_CALLS, *flags)
 
 
 def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:

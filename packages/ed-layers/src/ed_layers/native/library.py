@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import NamedTuple
 
 import jax
 from ed_infra.logging import get_logger, once
@@ -55,17 +56,29 @@ def in_use() -> bool:
     return (asked == "1" or jax.device_count() == 1) and level() is not None
 
 
-@cache
 def level() -> str | None:
-    """The level of instructions that the loaded library takes here; None without a library."""
+    """Return the level of instructions that the loaded library uses; None without a library."""
+    return _loaded().level
+
+
+class Loaded(NamedTuple):
+    """The outcome of loading: the level of instructions, or None and the reason."""
+
+    level: str | None
+    reason: str = ""
+
+
+@cache
+def _loaded() -> Loaded:
+    """Load the library and register its functions, once per process."""
+    build = "python -m ed_layers.native build"
     if not LIBRARY.exists():
-        once(
-            logger,
-            "native kernels: not built, plain XLA computes every product; "
-            "python -m ed_layers.native build compiles them (some seconds, a C++ compiler)",
-            level=logging.INFO,
-        )
-        return None
+        said = f"native kernels: not built, plain XLA computes every product; {build} compiles them"
+        once(logger, f"{said} (some seconds, a C++ compiler)", level=logging.INFO)
+        return Loaded(None, f"not built ({build})")
+    # XLA defers registrations until the backend exists. The error of a deferred registration, such
+    # as a newer version of the FFI, would be an error of the backend.
+    jax.default_backend()
     try:
         library = ctypes.CDLL(str(LIBRARY))
         for symbol, target in TARGETS.items():
@@ -73,20 +86,20 @@ def level() -> str | None:
             jax.ffi.register_ffi_target(target, function, platform="cpu")
         library.ed_level.restype = ctypes.c_char_p
         name = library.ed_level().decode()
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
         once(
             logger,
             f"native kernels: {LIBRARY} cannot be loaded ({error}), plain XLA computes every "
-            "product; python -m ed_layers.native build compiles it again",
+            f"product; {build} compiles the library again",
             level=logging.WARNING,
         )
-        return None
+        return Loaded(None, f"cannot be loaded ({error}); {build} compiles the library again")
     once(logger, f"native kernels: products and attention, {name}", level=logging.INFO)
-    return name
+    return Loaded(name)
 
 
 def describe() -> str:
-    """One line: which kernels are in use, or why none is."""
+    """Return one line: which kernels are in use, or why none is in use."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "0":
         return f"native kernels: turned off by {VARIABLE}=0"
@@ -96,7 +109,7 @@ def describe() -> str:
         return f"native kernels: none for {jax.default_backend()}"
     name = level()
     if name is None:
-        return "native kernels: not built (python -m ed_layers.native build)"
+        return f"native kernels: {_loaded().reason}"
     if not in_use():
         return f"native kernels: {name}, not taken on {jax.device_count()} devices"
     return f"native kernels: products and attention, {name}"

@@ -1,0 +1,115 @@
+// What the handlers of attention share: queries, storage, masks and the loop over tasks.
+#pragma once
+
+#include "library.h"
+
+namespace ed {
+
+using Numbers = ffi::AnyBuffer;
+using Floats = ffi::Buffer<ffi::F32, 1>;
+using Ints = ffi::Buffer<ffi::S32, 1>;
+using Table = ffi::Buffer<ffi::S32, 2>;
+using OfHeads = ffi::Buffer<ffi::F32, 3>;  // [batch, queries, heads]
+
+// Window, chunk and scoring of a call.
+struct Scored {
+  Ints limits;
+  float scale, soft_cap;
+  bool causal;
+};
+
+// The segments and the order of queries and keys: [batch, queries] and [batch, slots].
+struct Mask {
+  Table q_segments, q_index, k_segments, k_index;
+};
+
+// Read q [.., heads, key_dim] and out [.., heads, value_dim] with `rank` axes.
+inline bool read_queries(Checks& checks, Attend& p, Numbers q, Numbers out, size_t rank) {
+  checks.dtype("q", q.element_type(), {ffi::F32, ffi::BF16});
+  checks.dtype("the result", out.element_type(), {q.element_type()});
+  auto shape = q.dimensions(), of_out = out.dimensions();
+  if (!checks.that(shape.size() == rank && of_out.size() == rank,
+                   rank == 4 ? "q and the result must have 4 axes"
+                             : "q and the result must have 3 axes"))
+    return false;
+  int64_t width = of_out[rank - 1];
+  rank == 4 ? checks.shape("the result", out, {shape[0], shape[1], shape[2], width})
+            : checks.shape("the result", out, {shape[0], shape[1], width});
+  p.q = q.untyped_data(), p.q_is_bfloat16 = q.element_type() == ffi::BF16;
+  p.heads = shape[rank - 2], p.key_dim = shape[rank - 1], p.value_dim = width;
+  p.out = out.untyped_data();
+  return checks.that(p.key_dim > 0 && p.value_dim > 0,
+                     "a head of queries and a head of values must have at least one number");
+}
+
+inline bool read_scored(Checks& checks, Attend& p, const Scored& scored) {
+  if (!checks.shape("limits", scored.limits, {2})) return false;
+  p.window = scored.limits.typed_data()[0], p.chunk = scored.limits.typed_data()[1];
+  p.scale = scored.scale, p.soft_cap = scored.soft_cap, p.causal = scored.causal;
+  return true;
+}
+
+inline bool read_sinks(Checks& checks, Attend& p, Floats sinks) {
+  if (sinks.element_count() == 0) return checks.ok();
+  p.sinks = sinks.typed_data();
+  return checks.shape("sinks", sinks, {p.heads});
+}
+
+// Each key head serves the same number of query heads.
+inline bool check_groups(Checks& checks, const Attend& p) {
+  return checks.that(p.groups > 0 ? p.heads % p.groups == 0 : p.heads == 0,
+                     "the number of query heads must be a multiple of the number of key heads");
+}
+
+inline bool read_mask(Checks& checks, Attend& p, const Mask& mask) {
+  checks.shape("q_segments", mask.q_segments, {p.batch, p.queries});
+  checks.shape("q_index", mask.q_index, {p.batch, p.queries});
+  checks.shape("k_segments", mask.k_segments, {p.batch, p.slots});
+  p.q_segments = mask.q_segments.typed_data(), p.q_index = mask.q_index.typed_data();
+  p.k_segments = mask.k_segments.typed_data(), p.k_index = mask.k_index.typed_data();
+  return checks.shape("k_index", mask.k_index, {p.batch, p.slots});
+}
+
+// Read how numbers are stored. Codes need float32 scales with as many axes as the codes.
+inline bool read_storage(Checks& checks, Slots& s, const char* name, Numbers from, Numbers scale) {
+  checks.dtype(name, from.element_type(), {ffi::F32, ffi::BF16, ffi::S8, ffi::F8E4M3FN});
+  s.data = from.untyped_data();
+  switch (from.element_type()) {
+    case ffi::F32: s.kind = Stored::kFloat32; return checks.ok();
+    case ffi::BF16: s.kind = Stored::kBfloat16; return checks.ok();
+    case ffi::S8: s.kind = Stored::kInt8; break;
+    default: s.kind = Stored::kFp8;
+  }
+  checks.dtype("the scales of codes", scale.element_type(), {ffi::F32});
+  checks.that(scale.dimensions().size() == from.dimensions().size(),
+              "codes must have scales with as many axes as the codes");
+  s.scale = static_cast<const float*>(scale.untyped_data());
+  return checks.ok();
+}
+
+inline int64_t bytes_of(Stored kind) {
+  return kind == Stored::kFloat32 ? 4 : kind == Stored::kBfloat16 ? 2 : 1;
+}
+
+// Compute every query of every row on the pool's threads.
+inline void run(ffi::ThreadPool& pool, const Attend& p) {
+  const Attention& attention = level().attention;
+  struct Task {
+    int64_t row, first, last;
+  };
+  std::vector<Task> tasks;
+  int64_t share = attention.queries_of_task(p);
+  for (int64_t row = 0; row < p.rows; ++row) {
+    int64_t count = p.first_query ? p.first_query[row + 1] - p.first_query[row] : p.queries;
+    for (int64_t first = 0; first < count; first += share)
+      tasks.push_back({row, first, std::min(count, first + share)});
+  }
+  auto one = [&](int64_t i) {
+    // The last queries of a row see the most keys, so these queries come first.
+    const Task& task = tasks[tasks.size() - 1 - i / p.groups];
+    attention.forward(p, task.row, i % p.groups, task.first, task.last);
+  };
+  parallel(pool, tasks.size() * p.groups, one);
+}
+
+}  // namespace ed

@@ -1,0 +1,238 @@
+// A program that calls every handler as XLA does, with valid and with damaged buffers, for
+// sanitizers: the nightly test compiles the program with `sanitized_calls` of
+// ed_layers/native/build.py. ED_LAYERS_NATIVE_LEVEL names the level.
+#include <cmath>
+#include <cstdio>
+#include <random>
+
+#include "library.h"
+#include "runtime.h"
+
+extern "C" {
+XLA_FFI_Error* ed_product(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_product_of_codes(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_attention(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_attention_back(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_attention_cached(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_attention_paged(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_put(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_rotary(XLA_FFI_CallFrame*);
+}
+
+namespace {
+
+using ed::Array, ed::HandlerCall;
+using Sizes = std::vector<int64_t>;
+
+std::mt19937 bits(0);
+
+int64_t draw(int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(bits() % static_cast<uint32_t>(high - low + 1));
+}
+
+// Random numbers; whole numbers below `below`.
+void fill(Array& array, int64_t below) {
+  int64_t count = array.bytes / std::max<int64_t>(1, ffi::ByteWidth(array.dtype));
+  for (int64_t i = 0; i < count; ++i) switch (array.dtype) {
+      case ffi::F32: array.as<float>()[i] = static_cast<float>(draw(-1000, 1000)) / 500; break;
+      case ffi::BF16: array.as<uint16_t>()[i] = static_cast<uint16_t>(draw(0x3e00, 0x4000)); break;
+      case ffi::S32: array.as<int32_t>()[i] = static_cast<int32_t>(draw(0, below - 1)); break;
+      default: array.as<uint8_t>()[i] = static_cast<uint8_t>(draw(0, 100)); break;
+    }
+}
+
+Array random(ffi::DataType dtype, Sizes sizes, int64_t below = 2) {
+  Array array(dtype, std::move(sizes));
+  fill(array, below);
+  return array;
+}
+
+Array whole(std::vector<int32_t> numbers) {
+  Array array(ffi::S32, {static_cast<int64_t>(numbers.size())});
+  std::copy(numbers.begin(), numbers.end(), array.as<int32_t>());
+  return array;
+}
+
+ffi::DataType number() { return draw(0, 1) ? ffi::F32 : ffi::BF16; }
+
+HandlerCall product() {
+  int64_t n = draw(1, 20), i = draw(1, 90), o = draw(1, 150);
+  bool turned = draw(0, 1), gated = draw(0, 1);
+  ffi::DataType dtype = number();
+  HandlerCall call{ed_product, {random(dtype, {n, i})}, {Array(dtype, {n, o})}, {}};
+  for (int64_t m = 0; m < (gated ? 2 : 1); ++m)
+    call.arguments.push_back(random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
+  call.attributes = {{"act", int64_t{gated}}, {"transposed", turned}};
+  return call;
+}
+
+HandlerCall product_of_codes() {
+  int64_t n = draw(1, 20), groups = draw(1, 4), group = 2 * draw(1, 20), o = draw(1, 150);
+  int64_t i = groups * group;
+  bool turned = draw(0, 1), half = draw(0, 1), offset = draw(0, 1), in_8_bits = draw(0, 1);
+  auto placed = [&](int64_t a, int64_t b) { return turned ? Sizes{b, a} : Sizes{a, b}; };
+  HandlerCall call{ed_product_of_codes, {random(ffi::F32, {n, i})}, {Array(ffi::F32, {n, o})}, {}};
+  call.arguments.push_back(random(half ? ffi::U8 : ffi::S8, placed(half ? i / 2 : i, o)));
+  call.arguments.push_back(random(ffi::F32, placed(groups, o)));
+  call.arguments.push_back(random(ffi::F32, offset ? placed(groups, o) : Sizes{0, 0}));
+  call.arguments.push_back(random(ffi::F32, {half ? 16 : 0}));
+  call.attributes = {{"act", int64_t{0}}, {"transposed", turned}, {"whole", in_8_bits}};
+  return call;
+}
+
+void add_mask(HandlerCall& call, int64_t b, int64_t s, int64_t t) {
+  call.arguments.push_back(random(ffi::S32, {b, s}));
+  call.arguments.push_back(random(ffi::S32, {b, s}, t));
+  call.arguments.push_back(random(ffi::S32, {b, t}));
+  call.arguments.push_back(random(ffi::S32, {b, t}, t));
+  call.arguments.push_back(whole({int32_t(draw(0, 1) * draw(1, 80)), int32_t(draw(0, 1) * 9)}));
+}
+
+void add_scoring(HandlerCall& call, bool causal) {
+  if (causal) call.attributes.emplace_back("causal", bool(draw(0, 1)));
+  call.attributes.emplace_back("scale", 0.3f);
+  call.attributes.emplace_back("soft_cap", draw(0, 1) ? 4.0f : 0.0f);
+}
+
+HandlerCall attention() {
+  int64_t b = draw(1, 2), s = draw(1, 90), t = draw(1, 90), g = draw(1, 2), h = g * draw(1, 3);
+  int64_t k = draw(1, 20), d = draw(1, 20);
+  bool back = draw(0, 1);
+  ffi::DataType dtype = back ? ffi::F32 : number();
+  HandlerCall call{back ? ed_attention_back : ed_attention, {}, {}, {}};
+  Sizes of_q{b, s, h, k}, of_k{b, t, g, k}, of_v{b, t, g, d}, of_out{b, s, h, d}, of_lse{b, s, h};
+  for (const Sizes& sizes : {of_q, of_k, of_v}) call.arguments.push_back(random(dtype, sizes));
+  add_mask(call, b, s, t);
+  if (back) {
+    for (const Sizes& sizes : {of_lse, of_lse, of_out})
+      call.arguments.push_back(random(ffi::F32, sizes));
+    // Scores of these numbers are below this log-sum-exp.
+    for (int64_t i = 0; i < b * s * h; ++i) call.arguments[8].as<float>()[i] = 60;
+    for (const Sizes& sizes : {of_q, of_k, of_v}) call.results.emplace_back(ffi::F32, sizes);
+  } else {
+    call.results = {Array(dtype, of_out), Array(ffi::F32, of_lse)};
+  }
+  add_scoring(call, true);
+  return call;
+}
+
+HandlerCall attention_cached() {
+  int64_t b = draw(1, 2), s = draw(1, 9), t = draw(1, 200), g = draw(1, 2), h = g * draw(1, 3);
+  int64_t n = draw(1, 2), k = n * draw(1, 20), d = n * draw(1, 20), layers = draw(0, 3);
+  bool codes = draw(0, 1);
+  ffi::DataType stored = codes ? (draw(0, 1) ? ffi::S8 : ffi::F8E4M3FN) : number();
+  auto layered = [&](Sizes sizes) {
+    if (layers) sizes.insert(sizes.begin(), layers);
+    return sizes;
+  };
+  HandlerCall call{ed_attention_cached, {random(number(), {b, s, h, k})}, {}, {}};
+  call.results.emplace_back(call.arguments[0].dtype, Sizes{b, s, h, d});
+  for (int64_t dim : {k, d}) call.arguments.push_back(random(stored, layered({b, g, t, dim})));
+  for (int i = 0; i < 2; ++i)
+    call.arguments.push_back(random(ffi::F32, codes ? layered({b, g, n, t}) : Sizes{0}));
+  call.arguments.push_back(whole({int32_t(layers ? layers - 1 : 0)}));
+  add_mask(call, b, s, t);
+  call.arguments.push_back(random(ffi::F32, {draw(0, 1) * h}));
+  add_scoring(call, true);
+  return call;
+}
+
+HandlerCall attention_paged() {
+  int64_t page_size = draw(1, 16), of_row = draw(1, 8), rows = draw(1, 3), g = draw(1, 2);
+  int64_t h = g * draw(1, 3), n = draw(1, 2), width = n * draw(1, 20), layers = draw(0, 3);
+  int64_t pool = rows * of_row, ways = draw(1, 2);
+  bool codes = draw(0, 1);
+  ffi::DataType stored = codes ? (draw(0, 1) ? ffi::S8 : ffi::F8E4M3FN) : number();
+  std::vector<int32_t> first{0}, lengths;
+  for (int64_t row = 0; row < rows; ++row) {
+    lengths.push_back(static_cast<int32_t>(draw(1, page_size * of_row)));
+    first.push_back(first.back() + static_cast<int32_t>(draw(0, lengths.back())));
+  }
+  auto layered = [&](Sizes sizes) {
+    if (layers) sizes.insert(sizes.begin(), layers);
+    return sizes;
+  };
+  int64_t tokens = first.back() + draw(0, 3);
+  HandlerCall call{ed_attention_paged, {random(number(), {tokens, h, width})}, {}, {}};
+  call.results.emplace_back(call.arguments[0].dtype, Sizes{tokens, h, width});
+  call.arguments.push_back(random(stored, layered({pool, page_size, g, ways, width})));
+  Sizes of_scales = layered({pool, g, ways, n, page_size});
+  call.arguments.push_back(random(ffi::F32, codes ? of_scales : Sizes{0}));
+  call.arguments.push_back(whole({int32_t(layers ? layers - 1 : 0)}));
+  call.arguments.push_back(whole(first));
+  call.arguments.push_back(whole(lengths));
+  call.arguments.push_back(whole({int32_t(draw(0, rows))}));
+  call.arguments.push_back(random(ffi::S32, {rows, of_row}, pool));
+  call.arguments.push_back(whole({int32_t(draw(0, 1) * draw(1, 80)), int32_t(draw(0, 1) * 9)}));
+  call.arguments.push_back(random(ffi::F32, {draw(0, 1) * h}));
+  add_scoring(call, false);
+  return call;
+}
+
+HandlerCall put() {
+  int64_t a = draw(1, 4), b = draw(1, 9), width = draw(1, 9), n = draw(0, 9);
+  ffi::DataType dtype = number();
+  HandlerCall call{ed_put, {random(dtype, {a, b, width})}, {Array(dtype, {a, b, width})}, {}};
+  if (draw(0, 1)) call.results[0].data = call.arguments[0].data;  // in place
+  call.arguments.push_back(random(ffi::S32, {n}, a * b + 3));
+  call.arguments.push_back(random(dtype, {n, width}));
+  call.attributes = {{"axes", int64_t{2}}};
+  return call;
+}
+
+HandlerCall rotary() {
+  int64_t b = draw(1, 2), s = draw(1, 40), h = draw(1, 4), pairs = draw(1, 40);
+  int64_t dim = 2 * pairs + draw(0, 1) * draw(0, 20);
+  ffi::DataType dtype = number();
+  HandlerCall call{ed_rotary, {random(dtype, {b, s, h, dim})}, {Array(dtype, {b, s, h, dim})}, {}};
+  for (int i = 0; i < 2; ++i) call.arguments.push_back(random(ffi::F32, {b, s, pairs}));
+  call.attributes = {{"back", bool(draw(0, 1))}, {"neighbours", bool(draw(0, 1))}};
+  return call;
+}
+
+bool finite(const HandlerCall& call) {
+  for (const Array& y : call.results)
+    for (int64_t i = 0; y.dtype == ffi::F32 && i < y.bytes / 4; ++i)
+      if (!std::isfinite(y.as<float>()[i]) && y.as<float>()[i] != -INFINITY) return false;
+  return true;
+}
+
+// Change the dtype, a size or the number of axes of one buffer.
+void damage(HandlerCall& call) {
+  int64_t count = static_cast<int64_t>(call.arguments.size());
+  int64_t at = draw(0, count + static_cast<int64_t>(call.results.size()) - 1);
+  Array& array = at < count ? call.arguments[at] : call.results[at - count];
+  int64_t rank = static_cast<int64_t>(array.dims.size()), axis = draw(0, rank - 1);
+  int64_t size = array.dims[axis], sizes[] = {0, 1, size / 2, size + 1, 3 * size};
+  ffi::DataType dtypes[] = {ffi::F32, ffi::BF16, ffi::S8, ffi::U8, ffi::F8E4M3FN, ffi::S32, ffi::S4};
+  switch (draw(0, 4)) {
+    case 0: array.dtype = dtypes[draw(0, 6)]; break;
+    case 1: array.dims.insert(array.dims.begin() + axis, draw(0, 3)); break;
+    case 2: array.dims.erase(array.dims.begin() + axis); break;
+    default: array.dims[axis] = sizes[draw(0, 4)];
+  }
+  array.allocate();
+  fill(array, 4);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
+  HandlerCall (*makers[])() = {product,         product_of_codes, attention, attention_cached,
+                               attention_paged, put,              rotary};
+  for (int turn = 0; turn < turns; ++turn)
+    for (auto maker : makers) {
+      HandlerCall call = maker();
+      std::string error = call.run();
+      if (!error.empty() || !finite(call)) {
+        std::printf("turn %d: a valid call fails: %s\n", turn, error.c_str());
+        return 1;
+      }
+      HandlerCall damaged = maker();
+      for (int64_t i = draw(1, 3); i > 0; --i) damage(damaged);
+      refused += !damaged.run().empty();
+    }
+  std::printf("%s: %d damaged calls refused\n", ed::level().name, refused);
+  return 0;
+}

@@ -1,0 +1,337 @@
+"""Calls of every target of the native library, valid ones and damaged ones, through `jax.ffi`.
+
+`test_layers_native_boundary.py` runs this file as a program, with a seed and a count. The program
+prints each call before the call runs, so the last line names the call that ended the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from ed_layers.native.library import TARGETS, level
+
+BFLOAT16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT32, FLOAT16, INT32 = np.dtype("float32"), np.dtype("float16"), np.dtype("int32")
+INT8, UINT8 = np.dtype("int8"), np.dtype("uint8")
+DTYPES = (FLOAT32, BFLOAT16, FLOAT16, INT32, INT8, UINT8, FP8)
+NUMBERS = frozenset({FLOAT32, BFLOAT16})
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An argument or a result of a call.
+
+    Attributes:
+        values: of an argument whose numbers matter; None = random.
+        free_axes: axes whose size may change without making the call invalid.
+        free_dtypes: dtypes that are valid, too.
+        free_shape: any shape is valid, since the call does not read the buffer.
+        may_be_empty: size 0 is valid.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype = FLOAT32
+    values: tuple[int, ...] | None = None
+    free_axes: frozenset[int] = frozenset()
+    free_dtypes: frozenset[np.dtype] = frozenset()
+    free_shape: bool = False
+    may_be_empty: bool = False
+
+    def array(self, rng: np.random.Generator) -> jax.Array:
+        if self.values is not None:
+            flat = np.resize(np.asarray(self.values), math.prod(self.shape))
+            return jnp.asarray(flat.reshape(self.shape), self.dtype)
+        numbers = rng.integers(0, 3, self.shape)
+        return jnp.asarray(numbers.astype(self.dtype))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a target: the arguments, the results and the attributes."""
+
+    target: str
+    arguments: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, rng: np.random.Generator) -> list[np.ndarray]:
+        shapes = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in self.results]
+        call = jax.ffi.ffi_call(TARGETS[self.target], shapes)
+        results = call(*(a.array(rng) for a in self.arguments), **self.attributes)
+        return [np.asarray(r) for r in results]
+
+    def __str__(self) -> str:
+        buffers = [f"{b.name}: {b.dtype}{list(b.shape)}" for b in (*self.arguments, *self.results)]
+        return f"{self.target} {', '.join(buffers)} {self.attributes}"
+
+
+def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    n, i, o, gated = size(5), size(24), size(33), bool(rng.integers(2))
+    turned, dtype = bool(rng.integers(2)), FLOAT32 if rng.integers(2) else BFLOAT16
+    shape = (o, i) if turned else (i, o)
+    w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=NUMBERS) for j in range(2 if gated else 1)]
+    attributes = {"transposed": turned, "act": np.int64(gated)}
+    return Call(
+        "ed_product", (Buffer("x", (n, i), dtype), *w), (Buffer("y", (n, o), dtype),), attributes
+    )
+
+
+def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    n, groups, o, half = size(5), size(3), size(33), bool(rng.integers(2))
+    whole, turned, offset = (bool(rng.integers(2)) for _ in range(3))
+    i = 8 * groups
+    shapes = [(i // 2 if half else i, o), (groups, o), (groups, o) if offset else (0, 0)]
+    codes, scale, zero = (shape[::-1] if turned else shape for shape in shapes)
+    small = frozenset({FLOAT32, UINT8})
+    kinds = frozenset({INT8, FP8}) if not (half or whole) else frozenset()
+    matrix = (
+        Buffer("codes", codes, UINT8 if half else INT8, free_dtypes=kinds),
+        # Any number of groups that divides the inputs is valid where no zero repeats the number.
+        Buffer(
+            "scale",
+            scale,
+            free_dtypes=small,
+            free_axes=frozenset() if offset else frozenset({1 if turned else 0}),
+        ),
+        Buffer("zero", zero, free_dtypes=small, may_be_empty=True),
+        Buffer("table", (16 if half else 0,)),
+    )
+    attributes = {"transposed": turned, "whole": whole, "act": np.int64(0)}
+    results = (Buffer("y", (n, o)),)
+    return Call("ed_product_of_codes", (Buffer("x", (n, i)), *matrix), results, attributes)
+
+
+SCORING = {"scale": np.float32(0.5), "soft_cap": np.float32(0)}
+
+
+def mask(b: int, s: int, t: int) -> tuple[Buffer, ...]:
+    shapes = {"q_segments": (b, s), "q_index": (b, s), "k_segments": (b, t), "k_index": (b, t)}
+    return tuple(Buffer(name, shape, INT32) for name, shape in shapes.items())
+
+
+LIMITS = Buffer("limits", (2,), INT32, values=(0, 0))
+
+
+def attention(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    b, s, t, g, k, d = size(2), size(5), size(7), size(3), size(8), size(9)
+    h = 2 * g
+    arguments = (
+        Buffer("q", (b, s, h, k)),
+        Buffer("k", (b, t, g, k), free_dtypes=NUMBERS),
+        Buffer("v", (b, t, g, d), free_dtypes=NUMBERS),
+        *mask(b, s, t),
+        LIMITS,
+    )
+    results = (Buffer("out", (b, s, h, d)), Buffer("lse", (b, s, h)))
+    return Call("ed_attention", arguments, results, {**SCORING, "causal": bool(rng.integers(2))})
+
+
+def attention_back(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    b, s, t, g, k, d = size(2), size(5), size(7), size(3), size(8), size(9)
+    h = 2 * g
+    shapes = {"q": (b, s, h, k), "k": (b, t, g, k), "v": (b, t, g, d)}
+    arguments = (
+        *(Buffer(name, shape) for name, shape in shapes.items()),
+        *mask(b, s, t),
+        LIMITS,
+        Buffer("lse", (b, s, h)),
+        Buffer("shared", (b, s, h)),
+        Buffer("d_out", (b, s, h, d)),
+    )
+    results = tuple(Buffer(f"d_{name}", shape) for name, shape in shapes.items())
+    return Call(
+        "ed_attention_back", arguments, results, {**SCORING, "causal": bool(rng.integers(2))}
+    )
+
+
+def sinks_of(rng: np.random.Generator, h: int) -> Buffer:
+    return Buffer("sinks", (h,) if rng.integers(2) else (0,), may_be_empty=True)
+
+
+def attention_cached(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    b, s, t, g, k, d = size(2), size(5), size(7), size(3), size(8), size(10)
+    h, lead = 2 * g, (3,) if rng.integers(2) else ()
+    codes = bool(rng.integers(2))
+    kinds = frozenset({FLOAT32, BFLOAT16, INT8, FP8}) if codes else NUMBERS
+    dtype = INT8 if codes else FLOAT32
+    arguments = (
+        Buffer("q", (b, s, h, k)),
+        Buffer("k", (*lead, b, g, t, k), dtype, free_dtypes=kinds),
+        Buffer("v", (*lead, b, g, t, d), dtype, free_dtypes=kinds),
+        *(
+            Buffer(n, (*lead, b, g, 2, t) if codes else (0,), free_shape=not codes)
+            for n in ("k_scale", "v_scale")
+        ),
+        Buffer("layer", (1,), INT32, values=(2 if lead else 0,)),
+        *mask(b, s, t),
+        LIMITS,
+        sinks_of(rng, h),
+    )
+    attributes = {**SCORING, "causal": bool(rng.integers(2))}
+    return Call("ed_attention_cached", arguments, (Buffer("out", (b, s, h, d)),), attributes)
+
+
+def attention_paged(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    pages, page_size, g, k = size(6), size(4), size(3), size(8)
+    h, tokens, n, lead = 2 * g, size(9), size(2), (3,) if rng.integers(2) else ()
+    codes = bool(rng.integers(2))
+    first = len(lead)
+    pool_axes = frozenset() if codes else frozenset(range(first + 5))
+    arguments = (
+        Buffer("q", (tokens, h, k), free_axes=frozenset() if codes else frozenset({2})),
+        Buffer(
+            "pool",
+            (*lead, pages, page_size, g, 2, k),
+            INT8 if codes else FLOAT32,
+            free_axes=pool_axes,
+            free_dtypes=frozenset({FLOAT32, BFLOAT16, INT8, FP8}) if codes else NUMBERS,
+        ),
+        Buffer(
+            "scales", (*lead, pages, g, 2, 2, page_size) if codes else (0,), free_shape=not codes
+        ),
+        Buffer("layer", (1,), INT32, values=(2 if lead else 0,)),
+        Buffer("first_query", (n + 1,), INT32, values=(0, 3, 7)),
+        Buffer("lengths", (n,), INT32, values=(5, 4)),
+        Buffer("used", (1,), INT32, values=(2,)),
+        Buffer("pages", (n, 2), INT32, values=(0, 5, 2, 3), free_axes=frozenset({1})),
+        LIMITS,
+        sinks_of(rng, h),
+    )
+    out = Buffer("out", (tokens, h, k), free_axes=frozenset() if codes else frozenset({2}))
+    return Call("ed_attention_paged", arguments, (out,), SCORING)
+
+
+def put(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    shape, width, n = (size(2), size(5)), size(3), size(4)
+    dtype = DTYPES[rng.integers(len(DTYPES))]
+    arguments = (
+        Buffer("array", (*shape, width), dtype),
+        Buffer("index", (n,), INT32, values=(3, -1, 9, 100)),
+        Buffer("rows", (n, width), dtype),
+    )
+    return Call("ed_put", arguments, (Buffer("result", (*shape, width), dtype),), {"axes": 2})
+
+
+def rotary(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    b, s, h, pairs = size(2), size(5), size(3), size(4)
+    dtype = FLOAT32 if rng.integers(2) else BFLOAT16
+    angles = [Buffer(name, (b, s, pairs)) for name in ("cos", "sin")]
+    x = Buffer("x", (b, s, h, 2 * pairs + 1), dtype)
+    attributes = {"neighbours": bool(rng.integers(2)), "back": bool(rng.integers(2))}
+    return Call("ed_rotary", (x, *angles), (replace(x, name="y"),), attributes)
+
+
+MAKERS = {
+    "ed_product": product,
+    "ed_product_of_codes": product_of_codes,
+    "ed_attention": attention,
+    "ed_attention_back": attention_back,
+    "ed_attention_cached": attention_cached,
+    "ed_attention_paged": attention_paged,
+    "ed_put": put,
+    "ed_rotary": rotary,
+}
+#: Attributes that no call accepts.
+BAD_ATTRIBUTES = {
+    "act": (np.int64(-1), np.int64(3), np.int64(2**40)),
+    "axes": (-1, 0, 99),
+}
+
+
+def damaged_buffer(rng: np.random.Generator, buffer: Buffer) -> tuple[Buffer, bool]:
+    """The buffer with another dtype or shape, and whether the call has to be refused."""
+    kind, rank = rng.choice(["dtype", "size", "size", "rank"]), len(buffer.shape)
+    if kind == "dtype":
+        dtype = DTYPES[rng.integers(len(DTYPES))]
+        unread = buffer.free_shape or (buffer.may_be_empty and 0 in buffer.shape)
+        valid = dtype == buffer.dtype or dtype in buffer.free_dtypes or unread
+        return replace(buffer, dtype=dtype), not valid
+    axis = int(rng.integers(rank))
+    if kind == "rank":
+        longer = bool(rng.integers(2))
+        shape = (2, *buffer.shape) if longer else buffer.shape[:axis] + buffer.shape[axis + 1 :]
+        empty = buffer.may_be_empty and 0 in shape
+        return replace(buffer, shape=shape), not (buffer.free_shape or empty)
+    old = buffer.shape[axis]
+    new = int(rng.choice([0, 1, max(0, old - 1), old + 1, 2 * old, 40 * old]))
+    shape = (*buffer.shape[:axis], new, *buffer.shape[axis + 1 :])
+    valid = new == old or axis in buffer.free_axes or buffer.free_shape
+    valid = valid or (buffer.may_be_empty and 0 in shape)
+    return replace(buffer, shape=shape), not valid
+
+
+def damaged(rng: np.random.Generator, call: Call) -> tuple[Call, bool]:
+    """The call with one damage, and whether the call has to be refused."""
+    bad = [name for name in call.attributes if name in BAD_ATTRIBUTES]
+    if bad and rng.random() < 0.1:
+        value = BAD_ATTRIBUTES[bad[0]][rng.integers(3)]
+        return replace(call, attributes={**call.attributes, bad[0]: value}), True
+    numbered = [
+        i for i, a in enumerate(call.arguments) if a.name in ("layer", "pages", "first_query")
+    ]
+    if numbered and rng.random() < 0.2:
+        at = numbered[rng.integers(len(numbered))]
+        buffer = call.arguments[at]
+        wrong = replace(
+            buffer, values=tuple(int(rng.choice([-1, 1000, 2**31 - 1])) for _ in range(4))
+        )
+        arguments = (*call.arguments[:at], wrong, *call.arguments[at + 1 :])
+        return replace(call, arguments=arguments), True
+    buffers = [*call.arguments, *call.results]
+    at = int(rng.integers(len(buffers)))
+    buffers[at], refused = damaged_buffer(rng, buffers[at])
+    count = len(call.arguments)
+    return replace(call, arguments=(*buffers[:count],), results=(*buffers[count:],)), refused
+
+
+def calls(seed: int, count: int) -> Iterator[tuple[Call, str]]:
+    """Calls of every target in turns, and what has to come: "valid", "refused" or "either"."""
+    rng = np.random.default_rng(seed)
+    for turn in range(count):
+        for maker in MAKERS.values():
+            if turn % 8 == 0:
+                yield maker(rng, lambda n: n), "valid"
+            elif turn % 8 == 1:  # sizes of zero
+                yield maker(rng, lambda n: 0 if rng.random() < 0.3 else n), "either"
+            elif turn % 8 == 2:
+                call = maker(rng, lambda n: n)
+                for _ in range(3):
+                    call = damaged(rng, call)[0]
+                yield call, "either"
+            else:
+                call, refused = damaged(rng, maker(rng, lambda n: n))
+                # XLA removes a call whose results are all empty.
+                empty = all(0 in result.shape for result in call.results)
+                yield call, "refused" if refused and not empty else "either"
+
+
+def main(seed: int, count: int) -> None:
+    assert level() is not None
+    assert set(MAKERS) == set(TARGETS), "every target has a maker of calls"
+    rng, surprises, refusals = np.random.default_rng(seed), [], []
+    for number, (call, expected) in enumerate(calls(seed, count)):
+        print(f"{number} {expected}: {call}", file=sys.stderr, flush=True)
+        try:
+            call.run(rng)
+        except Exception as error:
+            if expected == "valid":
+                surprises.append(f"{number}: {call} was refused: {error}")
+            refusals.append(str(error))
+        else:
+            if expected == "refused":
+                surprises.append(f"{number}: {call} was accepted")
+    print(json.dumps({"surprises": surprises, "refusals": refusals}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
