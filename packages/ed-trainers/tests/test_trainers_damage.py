@@ -68,6 +68,56 @@ def test_a_bit_flipped_at_any_of_200_places_is_seen(toy, tmp_path):
     assert checksums.damage(step) is None
 
 
+def sixty_flips(directory, seed=0):
+    """Flip single bits, of every file by turns, and yield each file while the bit is flipped."""
+    rng = random.Random(seed)
+    files = sorted(file for file in directory.rglob("*") if file.stat().st_size and file.is_file())
+    assert {"_CHECKPOINT_METADATA", "commit_success.txt", checksums.FILE} <= {f.name for f in files}
+    for number in range(60):
+        file = files[number % len(files)]
+        bit = rng.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        yield file, bit
+        flip(file, bit)
+
+
+def test_every_one_of_sixty_flipped_bits_is_noticed_in_any_file_of_a_checkpoint(toy, tmp_path):
+    written(toy, tmp_path, steps=(1,))
+    missed = [
+        f"{file.name}, bit {bit}"
+        for file, bit in sixty_flips(tmp_path / "1")
+        if checksums.damage(tmp_path / "1") is None
+    ]
+    assert not missed
+    assert checksums.damage(tmp_path / "1") is None
+
+
+@pytest.mark.nightly
+def test_each_of_sixty_flipped_bits_makes_a_run_resume_from_the_checkpoint_before(toy, tmp_path):
+    written(toy, tmp_path / "whole")
+    for _ in sixty_flips(tmp_path / "whole/2", seed=1):
+        shutil.copytree(tmp_path / "whole", tmp_path / "copy")
+        assert restored(toy, tmp_path / "copy")[0] == 1
+        shutil.rmtree(tmp_path / "copy")
+    assert restored(toy, tmp_path / "whole")[0] == 2
+
+
+def test_every_bit_of_the_checksums_counts(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    checksums.write_checksums(tmp_path)
+    file = tmp_path / checksums.FILE
+    for bit in range(8 * file.stat().st_size):
+        flip(file, bit)
+        assert checksums.damage(tmp_path) is not None, bit
+        flip(file, bit)
+
+
+def test_checkpoint_whose_process_ended_during_the_commit_is_read(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "_seal_commit", lambda self: None)
+    written(toy, tmp_path)
+    assert restored(toy, tmp_path)[0] == 2
+
+
 def test_a_flipped_bit_in_the_arrays_falls_back_and_says_so_in_one_line(toy, tmp_path):
     written(toy, tmp_path)
     file = max((tmp_path / "2/arrays").rglob("*"), key=lambda f: f.stat().st_size)

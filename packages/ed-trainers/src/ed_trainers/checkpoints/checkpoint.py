@@ -41,7 +41,7 @@ from ed_trainers.stored.saved import FORMAT, check_format
 Say = Callable[[str], None]
 
 
-# Files that orbax still writes when a checkpoint is complete.
+# Files that orbax writes while it commits a checkpoint, after `_seal`.
 _LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # Bytes that a checkpoint takes beside its arrays, about.
 _OVERHEAD = 100_000
@@ -167,6 +167,7 @@ class Checkpoints:
         if self._open_manager is not None:
             try:
                 self._open_manager.wait_until_finished()
+                self._seal_commit()
             except Exception as error:
                 self._give_up(error)
         self._begun = None
@@ -189,6 +190,14 @@ class Checkpoints:
         assert self._begun is not None
         for directory in self.directory.glob(f"{self._begun[0]}{_UNFINISHED}*"):
             checksums.write_checksums(directory, skip=_LATER)
+
+    def _seal_commit(self) -> None:
+        """Add the checksums of the files that orbax wrote while it committed the checkpoint."""
+        if self._begun is None or jax.process_index() != 0:
+            return
+        directory = self.path(self._begun[0])
+        if (directory / checksums.FILE).is_file():
+            checksums.add_checksums(directory, _LATER)
 
     def _give_up(self, error: Exception) -> None:
         """Clean up behind a checkpoint that could not be written, and say so.

@@ -1,7 +1,8 @@
 """Checksums of the files of a directory: what changed on disk is noticed before it is used.
 
 `checksums.json` beside the files has the length and the CRC-32 of each. A CRC-32 sees every single
-flipped bit and every burst of up to 32; files are read in pieces, several at a time.
+flipped bit and every burst of up to 32; files are read in pieces, several at a time. The text of
+`checksums.json` has one form only, so a flipped bit in the text is noticed, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FILE = "checksums.json"
+_ALGORITHM = "crc32"
 _PIECE = 1 << 22
 
 
@@ -28,10 +30,19 @@ def write_checksums(directory: Path, *, skip: Iterable[str] = ()) -> None:
     files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
     names = [file.relative_to(directory).as_posix() for file in files]
     names = [name for name in names if name not in left_out]
-    entries = dict(zip(names, _each(directory, names), strict=True))
-    temporary = directory / f"{FILE}.new"
-    temporary.write_text(json.dumps({"algorithm": "crc32", "files": entries}, indent=0) + "\n")
-    temporary.replace(directory / FILE)
+    _write(directory, dict(zip(names, _each(directory, names), strict=True)))
+
+
+def add_checksums(directory: Path, names: Iterable[str]) -> None:
+    """Add the checksums of files that `write_checksums` skipped and that are complete now.
+
+    Args:
+        directory: The directory with `checksums.json`.
+        names: The names of the files in the directory; a name without a file is left out.
+    """
+    there = [name for name in names if (directory / name).is_file()]
+    entries = _read(directory) | dict(zip(there, _each(directory, there), strict=True))
+    _write(directory, entries)
 
 
 def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
@@ -46,9 +57,8 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
         What is wrong with the first file that is not as it was written; None if all are.
     """
     try:
-        entries = json.loads((directory / FILE).read_text())["files"]
-        wanted = {str(name): (int(size), str(crc)) for name, (size, crc) in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        wanted = _read(directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{FILE} cannot be read: {error}"
     names = sorted(wanted)[part::of]
     for name in names:
@@ -65,6 +75,31 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
         if crc != wanted[name][1]:
             return f"{name} has the checksum {crc} and was written with {wanted[name][1]}"
     return None
+
+
+def _read(directory: Path) -> dict[str, tuple[int, str]]:
+    """Return the entries of `checksums.json`.
+
+    Raises:
+        ValueError: The text is not as it was written.
+    """
+    text = (directory / FILE).read_bytes().decode()
+    content = json.loads(text)
+    entries = {str(name): (int(size), str(crc)) for name, (size, crc) in content["files"].items()}
+    if text != _text(entries):
+        raise ValueError("the file changed since it was written")
+    return entries
+
+
+def _write(directory: Path, entries: dict[str, tuple[int, str]]) -> None:
+    temporary = directory / f"{FILE}.new"
+    temporary.write_text(_text(entries))
+    temporary.replace(directory / FILE)
+
+
+def _text(entries: dict[str, tuple[int, str]]) -> str:
+    """Return the one text that stands for some entries."""
+    return json.dumps({"algorithm": _ALGORITHM, "files": entries}, indent=0) + "\n"
 
 
 def _each(directory: Path, names: list[str]) -> list[tuple[int, str]]:
