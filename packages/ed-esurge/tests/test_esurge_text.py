@@ -96,7 +96,7 @@ def test_only_a_possible_beginning_is_held_back():
     assert matcher.push("more") == ""
 
 
-CONFIG = EngineConfig(max_model_len=10)
+CONFIG = EngineConfig(max_model_len=10, auto_truncate_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,15 @@ def test_context_is_filled_as_the_options_say(options, length, asked, expected):
 def test_context_that_may_not_be_changed_is_refused(options, length, asked):
     with pytest.raises(ConfigError):
         fit([1] * length, asked, CONFIG.replace(**options), 10)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_default():
+    config = EngineConfig(max_model_len=10)
+    with pytest.raises(ConfigError, match="set auto_truncate_prompt"):
+        fit([1] * 10, None, config, 10)
+    # Nothing is cut, so the prompt may leave less room than was asked for.
+    assert fit([1] * 8, 5, config, 10) == ([1] * 8, 2)
+    assert fit([1] * 8, 5, config.replace(prefer_preserve_prompt=False), 10) == ([1] * 8, 2)
 
 
 def test_what_is_thrown_away():

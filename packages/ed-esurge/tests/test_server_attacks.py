@@ -254,9 +254,9 @@ def test_no_request_holds_up_the_others(monkeypatch, work):
 def test_options_of_what_fits_have_effect():
     prompt = "abc" * 100
     for config, status, kept in [
-        (EngineConfig(), 200, 255),
-        (EngineConfig(reserve_tokens=56), 200, 200),
-        (EngineConfig(auto_truncate_prompt=False), 400, 0),
+        (EngineConfig(auto_truncate_prompt=True), 200, 255),
+        (EngineConfig(auto_truncate_prompt=True, reserve_tokens=56), 200, 200),
+        (EngineConfig(), 400, 0),
         (EngineConfig(strict_context=True), 400, 0),
     ]:
         engine = ScriptedEngine(lambda prompt, choice: "x" * 300, config=config)
@@ -264,11 +264,15 @@ def test_options_of_what_fits_have_effect():
             answer = httpx.post(f"{url}/completions", json={"prompt": prompt})
             assert answer.status_code == status
             if kept:
-                assert answer.json()["usage"]["prompt_tokens"] == kept
+                usage, cut = answer.json()["usage"], 301 - kept
+                assert usage["prompt_tokens"] == kept
+                assert usage["prompt_tokens_details"]["truncated_tokens"] == cut
+                assert answer.headers["x-truncated-prompt-tokens"] == str(cut)
             cap = httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 999})
             assert cap.status_code == (400 if config.strict_context else 200)
     for mode, ends in [("left", "bc"), ("right", "ab"), ("middle", "bc")]:
-        engine = ScriptedEngine(config=EngineConfig(truncate_mode=mode))
+        config = EngineConfig(auto_truncate_prompt=True, truncate_mode=mode)
+        engine = ScriptedEngine(config=config)
         with background(engine) as url:
             body = {"prompt": "<" + prompt + "bc", "echo": True}
             text = httpx.post(f"{url}/completions", json=body).json()["choices"][0]["text"]

@@ -29,7 +29,7 @@ _GREEDY = "temperature 0 always takes the likeliest token"
 
 
 def model(options: ModelSection, run: RunConfig) -> Idle:
-    if options.config is not None and not isinstance(options.tokenizer, str):
+    if options.config is not None and options.tokenizer_section.train is not None:
         why = "model and tokenizer are made by this run, and nothing is loaded"
         yield "extra_kwargs.trust_remote_code extra_kwargs.revision", why
 
@@ -51,7 +51,8 @@ def engine(options: EngineConfig, run: RunConfig) -> Idle:
         keys = "auto_truncate_prompt truncate_mode auto_cap_new_tokens"
         yield keys, "strict_context refuses whatever does not fit"
     elif not options.auto_truncate_prompt:
-        yield "truncate_mode", "auto_truncate_prompt is false: prompts are not cut"
+        keys = "truncate_mode prefer_preserve_prompt"
+        yield keys, "auto_truncate_prompt is false: prompts are not cut"
     if options.num_pages is not None:
         yield "hbm_utilization cpu_cache_gib", "num_pages says how large the pool is"
 

@@ -150,12 +150,14 @@ class EngineConfig(Options):
     """No progress bars, no start-up summary."""
 
     # Prompts that do not fit.
-    auto_truncate_prompt: bool = True
-    """Cut a prompt that leaves no room for a completion. False: refuse it."""
+    auto_truncate_prompt: bool = False
+    """Cut a prompt that leaves no room for a completion; a server reports the cut in the answer.
+    False: refuse the prompt."""
     truncate_mode: Literal["left", "right", "middle"] = "left"
-    """Which part of a prompt is cut off when it is too long."""
+    """The part of a long prompt that `auto_truncate_prompt` removes."""
     auto_cap_new_tokens: bool = True
-    """Lower `max_tokens` to what fits. False: refuse the request."""
+    """Lower `max_tokens` to what fits; such a completion may end with the reason `length`. False:
+    refuse the request."""
     prefer_preserve_prompt: bool = True
     """When both do not fit, lower `max_tokens` first. False: cut the prompt first."""
     reserve_tokens: Annotated[int, Field(ge=0)] | None = None

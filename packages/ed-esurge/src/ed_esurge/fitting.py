@@ -27,16 +27,17 @@ def fit(
     if not prompt:
         raise ConfigError("the prompt has no tokens: give at least one")
     room = 0 if max_tokens == 0 else max(1, config.reserve_tokens or 1)
-    if not config.prefer_preserve_prompt and max_tokens is not None:
+    may_cut = config.auto_truncate_prompt and not config.strict_context
+    if may_cut and not config.prefer_preserve_prompt and max_tokens is not None:
         room = max(room, min(max_tokens, max_model_len - 1))
     longest = max_model_len - room
     least = 1 if max_tokens is None else max_tokens
     if len(prompt) > longest and len(prompt) + least > max_model_len:
-        if config.strict_context or not config.auto_truncate_prompt:
+        if not may_cut:
             raise ConfigError(
                 f"the prompt has {len(prompt)} tokens, but max_model_len {max_model_len} leaves "
-                f"{longest} beside {room} to generate: shorten it, or allow auto_truncate_prompt "
-                "(and not strict_context)"
+                f"{longest} beside {room} to generate: shorten the prompt, or set "
+                "auto_truncate_prompt (without strict_context)"
             )
         prompt = truncate(prompt, longest, config.truncate_mode)
     free = max_model_len - len(prompt)

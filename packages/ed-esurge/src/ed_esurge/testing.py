@@ -78,6 +78,7 @@ class ScriptedEngine:
         requests: sampling parameters by request id, in order of arrival.
         options: how each was queued (`priority`, `cache_salt`, `lora_name`), by request id.
         aborted: ids of the requests that nobody followed to their end.
+        resets: how often the prefix cache was reset.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ScriptedEngine:
         self.requests: dict[str, SamplingParams] = {}
         self.options: dict[str, dict[str, Any]] = {}
         self.aborted: list[str] = []
+        self.resets = 0
         self._reply = reply
         self._delay = delay
         self._fail_after = fail_after
@@ -161,6 +163,10 @@ class ScriptedEngine:
             self._running -= 1
             if not done:
                 self.aborted.append(request_id)
+
+    async def reset_prefix_cache(self) -> None:
+        """Count the call: there is no cache."""
+        self.resets += 1
 
     async def sleep(self, level: int = 1) -> None:
         """Lend the device that there is not."""

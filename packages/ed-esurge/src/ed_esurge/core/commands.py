@@ -100,6 +100,11 @@ class DropWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget all cached prefixes, those in host memory too; running requests are computed anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAdapter:
     """Serve a LoRA adapter under a name from the next step on.
 
@@ -131,6 +136,7 @@ Command = (
     | WakeUp
     | UpdateWeights
     | DropWeights
+    | ResetPrefixCache
     | LoadAdapter
     | UnloadAdapter
 )

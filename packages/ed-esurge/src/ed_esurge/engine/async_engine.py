@@ -25,6 +25,7 @@ from ed_esurge.core.commands import (
     Abort,
     Add,
     Command,
+    ResetPrefixCache,
     Sleep,
     UnloadAdapter,
     UpdateWeights,
@@ -242,6 +243,10 @@ class AsyncEngine:
     async def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
         """Serve other weights from the next step on; see `eSurge.update_model_weights`."""
         await self._done(UpdateWeights(model_or_state))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; see `eSurge.reset_prefix_cache`."""
+        await self._done(ResetPrefixCache())
 
     async def sleep(self, level: int = 1) -> None:
         """Give the memory of the device to others; see `eSurge.sleep`."""

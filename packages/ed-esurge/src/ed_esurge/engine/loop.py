@@ -17,6 +17,7 @@ from ed_esurge.core.commands import (
     DropWeights,
     LoadAdapter,
     Pause,
+    ResetPrefixCache,
     Resume,
     Sleep,
     UnloadAdapter,
@@ -119,6 +120,8 @@ class EngineLoop:
             case DropWeights():
                 self._settle()
                 self.runner.weights.drop()
+            case ResetPrefixCache():
+                self._settle()
             case LoadAdapter():
                 self._load_adapter(command)
             case UnloadAdapter(name):

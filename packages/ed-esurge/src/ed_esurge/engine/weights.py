@@ -16,6 +16,7 @@ from ed_esurge.core.commands import (
     Command,
     DropWeights,
     Pause,
+    ResetPrefixCache,
     Resume,
     Sleep,
     UpdateWeights,
@@ -64,6 +65,13 @@ class ServesWeights:
             yield self
         finally:
             self.execute(DropWeights())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, those in host memory too.
+
+        Requests in flight keep their tokens, which are computed anew.
+        """
+        self.execute(ResetPrefixCache())
 
     def pause(self) -> None:
         """Stop stepping. With `destroy_pages_on_pause` the pages' memory is freed; requests in

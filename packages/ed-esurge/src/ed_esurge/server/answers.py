@@ -31,10 +31,14 @@ class Error(Answer):
     error: ErrorBody
 
 
-class CachedTokens(Answer):
-    """Prompt tokens that were not computed again."""
+class PromptDetails(Answer):
+    """Prompt tokens that were not computed again, and tokens that were cut off the prompt.
+
+    The second field is there only where a prompt was cut.
+    """
 
     cached_tokens: int
+    truncated_tokens: int | None = None
 
 
 class Usage(Answer):
@@ -43,7 +47,7 @@ class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptDetails
 
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
@@ -189,6 +193,21 @@ class State(Answer):
 
     status: Literal["ok", "down", "draining", "sleeping"]
     reason: str | None = None
+
+
+class Load(Answer):
+    """Answer of `GET /load`: requests that wait or run."""
+
+    server_load: int
+
+
+class TokenizerInfo(BaseModel):
+    """Answer of `GET /tokenizer_info`: what `tokenizer_config.json` says."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    chat_template: str | None = None
 
 
 class Sleeping(Answer):

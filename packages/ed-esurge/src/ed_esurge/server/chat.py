@@ -37,7 +37,7 @@ async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
     """
     turn = await Turn.begin(served, body, request, "chatcmpl")
     if body.stream:
-        return await respond(turn.watch, _events(turn), turn.request_id)
+        return await respond(turn.watch, _events(turn), turn.headers)
     choices = await turn.choices()
     if choices is None:
         return client_gone()
@@ -47,7 +47,7 @@ async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
         "created": int(time.time()),
         "model": served.name,
         "choices": [_choice(served, body, choice) for choice in choices],
-        "usage": turn_usage(turn),
+        "usage": usage(turn.tally),
     }
     if body.prompt_logprobs is not None:
         completion["prompt_logprobs"] = prompt_logprobs(
@@ -55,13 +55,7 @@ async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
         )
     if body.return_token_ids:
         completion["prompt_token_ids"] = turn.tokens
-    return answer(completion, turn.request_id)
-
-
-def turn_usage(turn: Turn) -> dict[str, Any]:
-    """OpenAI's `usage` of a turn."""
-    tally = turn.tally
-    return usage(tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens)
+    return answer(completion, turn.headers)
 
 
 def _choice(served: Served, body: ChatRequest, choice: Choice) -> dict[str, Any]:
@@ -139,7 +133,12 @@ async def _events(turn: Turn) -> AsyncGenerator[str]:
     """The chunks of a stream: the role, what comes, an empty delta with the reason."""
     served, body = turn.served, turn.body
     chunks = Chunks(
-        "chat.completion.chunk", turn.request_id, served.name, int(time.time()), body.include_usage
+        "chat.completion.chunk",
+        turn.request_id,
+        served.name,
+        int(time.time()),
+        usage=body.include_usage,
+        so_far=(lambda: usage(turn.tally)) if body.continuous_usage else None,
     )
     begun: set[int] = set()
     prompt = f',"prompt_token_ids":{encode(turn.tokens)}' if body.return_token_ids else ""
@@ -165,4 +164,4 @@ async def _events(turn: Turn) -> AsyncGenerator[str]:
             if events:
                 yield "".join(events)
     if body.include_usage:
-        yield chunks.usage(turn_usage(turn))
+        yield chunks.usage(usage(turn.tally))

@@ -9,10 +9,15 @@ from ed_esurge.server.errors import APIError
 
 
 class Tally:
-    """Token counts of one answer, over its prompts and choices."""
+    """Token counts of one answer, over its prompts and choices.
 
-    def __init__(self, prompts: list[list[int]]) -> None:
+    Args:
+        truncated_tokens: prompt tokens that were cut off.
+    """
+
+    def __init__(self, prompts: list[list[int]], truncated_tokens: int = 0) -> None:
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.truncated_tokens = truncated_tokens
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}
 

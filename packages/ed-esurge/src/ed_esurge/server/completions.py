@@ -22,6 +22,7 @@ from ed_esurge.server.stream import (
     Chunks,
     answer,
     encode,
+    headers_of,
     merge,
     respond,
     usage,
@@ -34,9 +35,17 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(slots=True)
 class _Job:
-    """One prompt of the request: its tokens, what `echo` shows of it, how it is sampled."""
+    """One prompt of the request.
+
+    Attributes:
+        tokens: of the prompt, as far as it is used.
+        truncated_tokens: how many tokens were cut off the prompt.
+        echo: what `echo` shows of the prompt.
+        params: how to sample.
+    """
 
     tokens: list[int]
+    truncated_tokens: int
     echo: str | None
     params: SamplingParams
 
@@ -57,11 +66,12 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
         for place, job in enumerate(jobs)
     ]
     deltas = merge(streams)
-    tally = Tally([job.tokens for job in jobs])
+    tally = Tally(
+        [job.tokens for job in jobs], truncated_tokens=sum(job.truncated_tokens for job in jobs)
+    )
+    headers = headers_of(request_id, tally.truncated_tokens)
     if body.stream:
-        return await respond(
-            watch, _events(served, body, jobs, deltas, tally, request_id), request_id
-        )
+        return await respond(watch, _events(served, body, jobs, deltas, tally, request_id), headers)
     outputs = await watch.over(collect(deltas, len(jobs), tally))
     if outputs is None:
         return client_gone()
@@ -78,7 +88,7 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
             "choices": choices,
             "usage": _usage(body, tally),
         },
-        request_id,
+        headers,
     )
 
 
@@ -123,7 +133,7 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
         if body.echo:
             as_sent = isinstance(prompt, str) and tokens == whole
             echo = str(prompt) if as_sent else await prompts.decode(tokens)
-        jobs.append(_Job(tokens, echo, params[limit]))
+        jobs.append(_Job(tokens, len(whole) - len(tokens), echo, params[limit]))
     return jobs
 
 
@@ -174,8 +184,7 @@ def _choice(
 
 
 def _usage(body: CompletionRequest, tally: Tally) -> dict[str, Any]:
-    generated = 0 if body.max_tokens == 0 else tally.completion_tokens
-    return usage(tally.prompt_tokens, generated, tally.cached_tokens)
+    return usage(tally, completion_tokens=0 if body.max_tokens == 0 else None)
 
 
 async def _events(
@@ -188,7 +197,12 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """The chunks of a stream; those that one engine step gives leave in one write."""
     chunks = Chunks(
-        "text_completion", request_id, served.name, int(time.time()), body.include_usage
+        "text_completion",
+        request_id,
+        served.name,
+        int(time.time()),
+        usage=body.include_usage,
+        so_far=(lambda: _usage(body, tally)) if body.continuous_usage else None,
     )
     scoring = body.max_tokens == 0
     writers: dict[int, CompletionLogprobs | None] = {}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, PlainValidator
 
 from ed_esurge.sampling import PoolingParams
@@ -15,7 +15,8 @@ from ed_esurge.server.answers import Answer
 from ed_esurge.server.errors import APIError, client_gone
 from ed_esurge.server.fields import Body
 from ed_esurge.server.protocol import as_prompts
-from ed_esurge.server.served import Served
+from ed_esurge.server.served import Served, new_id
+from ed_esurge.server.stream import answer, headers_of, truncation
 
 Pooling = Literal["last", "mean"]
 
@@ -42,6 +43,8 @@ class EmbeddingUsage(Answer):
 
     prompt_tokens: int
     total_tokens: int
+    truncated_tokens: int | None = None
+    """Tokens that were cut off the texts, where some were."""
 
 
 class Embedding(Answer):
@@ -67,7 +70,7 @@ async def embed(served: Served, body: EmbeddingRequest, request: Request) -> Res
     Raises:
         APIError: a text does not fit, or the vectors have fewer dimensions than were asked for.
     """
-    prompts = await served.prompts.tokens_of(
+    prompts, truncated = await served.prompts.tokens_of(
         body.input,
         add_special_tokens=body.add_special_tokens,
         last=body.truncate_prompt_tokens,
@@ -84,13 +87,14 @@ async def embed(served: Served, body: EmbeddingRequest, request: Request) -> Res
         for index, vector in enumerate(vectors)
     ]
     count = sum(map(len, prompts))
-    return JSONResponse(
+    return answer(
         {
             "object": "list",
             "data": data,
             "model": served.name,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-        }
+            "usage": {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)},
+        },
+        headers_of(new_id("embd", None), truncated),
     )
 
 

@@ -136,8 +136,14 @@ ENDPOINTS = (
         TokenCount,
     ),
     _post("/v1/embeddings", "Texts to vectors.", embed, EmbeddingRequest, Embeddings),
-    _post("/v1/score", "How alike texts are.", score, ScoreRequest, Scores),
-    _post("/v1/rerank", "Documents by how well they fit.", rerank, RerankRequest, Reranked),
+    *(
+        _post(path, "How alike texts are.", score, ScoreRequest, Scores)
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        _post(path, "Documents by how well they fit.", rerank, RerankRequest, Reranked)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
     Endpoint(
         "/v1/files",
         "Keep a file of requests; a form with the fields purpose and file.",
@@ -233,6 +239,21 @@ ENDPOINTS = (
         answers.Text,
     ),
     Endpoint(
+        "/tokenizer_info",
+        "The configuration of the tokenizer.",
+        tokens.info,
+        answers.TokenizerInfo,
+        refusals=(*READING, 404),
+    ),
+    Endpoint(
+        "/reset_prefix_cache",
+        "Forget all cached prefixes.",
+        sleep.reset_prefix_cache,
+        "text/plain",
+        refusals=(*READING, 400, 403, 404, 503),
+        method="POST",
+    ),
+    Endpoint(
         "/sleep",
         "Lend the memory of the device to others; where the server does that.",
         sleep.sleep,
@@ -272,6 +293,20 @@ ENDPOINTS = (
         health.decode,
         answers.State,
         refusals=(421, 503),
+    ),
+    *(
+        Endpoint(
+            "/ping",
+            "Whether requests are taken; the body is empty.",
+            health.ping,
+            "text/plain",
+            refusals=(421, 503),
+            method=method,
+        )
+        for method in ("GET", "POST")
+    ),
+    Endpoint(
+        "/load", "How many requests wait or run.", health.load, answers.Load, refusals=(421,)
     ),
     Endpoint("/metrics", "Prometheus metrics.", health.metrics, "text/plain", refusals=(421,)),
     Endpoint(

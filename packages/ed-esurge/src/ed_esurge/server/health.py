@@ -85,6 +85,18 @@ async def metrics(site: Site, request: Request) -> Response:
     return Response(site.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
+async def ping(site: Site, request: Request) -> Response:
+    """Whether requests are taken, by the status alone."""
+    return Response(status_code=(await ready(site, request)).status_code)
+
+
+async def load(site: Site, request: Request) -> JSONResponse:
+    """The number of requests that wait or run."""
+    numbers = [stats for served in site.models for stats in served.engine.replica_stats()]
+    names = ("num_requests_running", "num_requests_waiting")
+    return JSONResponse({"server_load": int(sum(one[name] for one in numbers for name in names))})
+
+
 async def version(site: Site, request: Request) -> JSONResponse:
     """The version of the server."""
     return JSONResponse({"version": server_version()})

@@ -10,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Part = str | int
-# Fields that have another name here than in the body, because pydantic reserves the name.
-_SPELLED: dict[Part, tuple[str, ...]] = {"json_schema": ("json_schema", "schema", "json")}
+# Fields whose name differs from a name that the body may use: the aliases of the request models.
+_SPELLED: dict[Part, tuple[str, ...]] = {
+    "json_schema": ("json_schema", "schema", "json"),
+    "text_1": ("text_1", "queries", "data_1"),
+    "text_2": ("text_2", "documents", "items", "data_2"),
+}
 
 
 def in_body(location: Sequence[Part], body: Any, *, missing: bool = False) -> list[Part]:

@@ -94,8 +94,8 @@ class Prompts:
         add_special_tokens: bool = True,
         last: int | None = None,
         param: str,
-    ) -> list[list[int]]:
-        """Token ids of prompts that are not continued, as far as they are used.
+    ) -> tuple[list[list[int]], int]:
+        """Token ids of prompts that are not continued, and how many tokens were cut off them.
 
         Args:
             prompts: texts, or token ids.
@@ -106,12 +106,14 @@ class Prompts:
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(await self.encode(texts, add_special_tokens=add_special_tokens, param=param))
-        result = []
+        result, truncated = [], 0
         for prompt in prompts:
             tokens = next(encoded) if isinstance(prompt, str) else prompt
             self.check_tokens(tokens, param=param)
-            result.append(self.fit(tokens, 0, param=param, default=0, last=last)[0])
-        return result
+            used, _ = self.fit(tokens, 0, param=param, default=0, last=last)
+            truncated += len(tokens) - len(used)
+            result.append(used)
+        return result, truncated
 
     async def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""

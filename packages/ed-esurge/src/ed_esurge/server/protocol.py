@@ -164,6 +164,12 @@ class GenerationRequest(Guided, OtherSamplers):
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the token counts so far."""
+        options = self.stream_options
+        return self.include_usage and options is not None and options.continuous_usage_stats
+
 
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is normalised to a list."""

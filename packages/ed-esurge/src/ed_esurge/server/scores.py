@@ -1,13 +1,16 @@
-"""`POST /v1/score` and `/v1/rerank`: how alike texts are, by the cosine of their vectors."""
+"""`POST /v1/score` and `/v1/rerank`: how alike texts are, by the cosine of their vectors.
+
+The paths without a version, and `/v2/rerank`, are vLLM's names of the same endpoints.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 
 from ed_esurge.sampling import PoolingParams
@@ -17,6 +20,7 @@ from ed_esurge.server.errors import APIError, client_gone
 from ed_esurge.server.fields import Body, few
 from ed_esurge.server.protocol import MAX_PROMPTS
 from ed_esurge.server.served import Served, new_id
+from ed_esurge.server.stream import answer, headers_of, truncation
 
 
 def _listed(value: object) -> object:
@@ -27,7 +31,12 @@ Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(
 
 
 class ScoreRequest(Body):
-    """Body of `POST /v1/score`: one text against many, or as many pairs."""
+    """Body of `POST /v1/score`: one text against many, or as many pairs. The names are vLLM's."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("queries", "data_1"), "text_1"),
+        **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
+    }
 
     text_1: Texts
     text_2: Texts
@@ -44,7 +53,8 @@ class RerankRequest(Body):
     documents: Texts
     model: str | None = None
     user: str | None = None
-    top_n: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    """How many documents to return, the best first; 0 or null: all."""
     return_documents: bool = True
     pooling: Pooling = "last"
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
@@ -111,16 +121,15 @@ async def score(served: Served, body: ScoreRequest, request: Request) -> Respons
     data = [
         {"index": index, "object": "score", "score": cosine} for index, cosine in enumerate(cosines)
     ]
-    return JSONResponse(
-        {
-            "id": new_id("score", None),
-            "object": "list",
-            "created": int(time.time()),
-            "model": served.name,
-            "data": data,
-            "usage": usage,
-        }
-    )
+    scores = {
+        "id": new_id("score", None),
+        "object": "list",
+        "created": int(time.time()),
+        "model": served.name,
+        "data": data,
+        "usage": usage,
+    }
+    return answer(scores, headers_of(scores["id"], usage.get("truncated_tokens", 0)))
 
 
 async def rerank(served: Served, body: RerankRequest, request: Request) -> Response:
@@ -131,13 +140,14 @@ async def rerank(served: Served, body: RerankRequest, request: Request) -> Respo
     cosines, usage = scored
     order = sorted(range(len(cosines)), key=lambda index: -cosines[index])
     results: list[dict[str, Any]] = []
-    for index in order[: body.top_n]:
+    for index in order[: body.top_n or len(order)]:
         result: dict[str, Any] = {"index": index, "relevance_score": cosines[index]}
         if body.return_documents:
             result["document"] = {"text": body.documents[index]}
         results.append(result)
-    answer = {"id": new_id("rerank", None), "model": served.name, "results": results}
-    return JSONResponse({**answer, "usage": usage})
+    name = new_id("rerank", None)
+    ranked = {"id": name, "model": served.name, "results": results, "usage": usage}
+    return answer(ranked, headers_of(name, usage.get("truncated_tokens", 0)))
 
 
 async def _cosines(
@@ -148,7 +158,7 @@ async def _cosines(
     second: list[str],
 ) -> tuple[list[float], dict[str, int]] | None:
     """The cosine of each pair, and the token counts; None if the client went away."""
-    prompts = await served.prompts.tokens_of(
+    prompts, truncated = await served.prompts.tokens_of(
         [*first, *second], last=body.truncate_prompt_tokens, param="the texts"
     )
     params = PoolingParams(pooling=body.pooling, normalize=True)
@@ -159,4 +169,5 @@ async def _cosines(
     products = np.atleast_2d(left.astype(np.float64) * right)
     cosines = [float(row.sum()) for row in products]
     count = sum(map(len, prompts))
-    return cosines, {"prompt_tokens": count, "total_tokens": count}
+    usage = {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)}
+    return cosines, usage

@@ -50,6 +50,10 @@ class ServedEngine(Protocol):
         """Whether the device is lent to others, so that no request can be answered."""
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        ...
+
     async def sleep(self, level: int = 1) -> None:
         """Lend the device: 1 keeps the weights in host memory, 2 forgets them."""
         ...

@@ -1,5 +1,8 @@
-"""`POST /sleep`, `POST /wake_up` and `GET /is_sleeping`, which vLLM has for developers: who trains
-beside the server gets the memory of the device for a while."""
+"""What administrators do with the memory of an engine, under vLLM's names.
+
+`POST /sleep` and `/wake_up` lend the memory of the device to a trainer beside the server, and
+`POST /reset_prefix_cache` forgets cached prefixes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Awaitable, Sequence
 
 from ed_infra.errors import ConfigError, EasyDeLError
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
+from ed_esurge.server.auth import owner_of
 from ed_esurge.server.errors import APIError, engine_unavailable
 from ed_esurge.server.served import Served
 from ed_esurge.server.site import Site
@@ -53,6 +57,22 @@ async def is_sleeping(site: Site, request: Request) -> JSONResponse:
     return _state(_asked(site, request, ("model",)))
 
 
+async def reset_prefix_cache(site: Site, request: Request) -> Response:
+    """Forget the cached prefixes of the models, or of the one that the query names.
+
+    Running requests are computed anew, and prefixes in host memory are forgotten too, whatever
+    vLLM's `reset_running_requests` and `reset_external` say.
+
+    Raises:
+        APIError: 400, a parameter is not known; 404, there is no such model; 503, an engine does
+            not run.
+    """
+    _check_query(request, ("model", "reset_running_requests", "reset_external"))
+    for served in _models(site, request):
+        await _done(served.engine.reset_prefix_cache())
+    return Response()
+
+
 def _asked(site: Site, request: Request, known: Sequence[str]) -> list[Served]:
     """The models that a request means."""
     if not site.state.enable_sleep_mode:
@@ -61,6 +81,11 @@ def _asked(site: Site, request: Request, known: Sequence[str]) -> list[Served]:
             status=403,
             code="sleep_off",
         )
+    _check_query(request, known)
+    return _models(site, request)
+
+
+def _check_query(request: Request, known: Sequence[str]) -> None:
     for name in request.query_params:
         if name not in known:
             raise APIError(
@@ -68,8 +93,11 @@ def _asked(site: Site, request: Request, known: Sequence[str]) -> list[Served]:
                 param=name[:50],
                 code="unknown_parameter",
             )
+
+
+def _models(site: Site, request: Request) -> list[Served]:
     name = request.query_params.get("model")
-    return [*site.models] if name is None else [site.find(name)]
+    return [*site.models] if name is None else [site.find(name, owner_of(request.scope))]
 
 
 async def _done(work: Awaitable[None]) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.server.asgi import WRITER, Receive, Scope, Send
+from ed_esurge.server.choices import Tally
 from ed_esurge.server.errors import APIError, client_gone
 from ed_esurge.server.watch import Watch
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
+#: The header of an answer to a prompt that was cut: the number of tokens that were cut off.
+TRUNCATED = "X-Truncated-Prompt-Tokens"
 # Seconds for the last event of a stream.
 LAST_WORDS = 5.0
 
@@ -37,12 +40,23 @@ class Chunks:
     Args:
         kind: the chunks' `object` (`text_completion`, `chat.completion.chunk`).
         usage: the client asked for token counts, so every chunk has a `usage` field.
+        so_far: returns the token counts so far, for each chunk; None: only the last chunk has some.
     """
 
-    def __init__(self, kind: str, request_id: str, model: str, created: int, usage: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        request_id: str,
+        model: str,
+        created: int,
+        *,
+        usage: bool,
+        so_far: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
         fields = {"id": request_id, "object": kind, "created": created, "model": model}
         self._head = "data: " + encode(fields)[:-1] + ',"choices":['
         self._tail = ',"usage":null}\n\n' if usage else "}\n\n"
+        self._so_far = so_far
 
     def choice(
         self, index: int, payload: str, logprobs: Any, finish: str | None, beside: str = ""
@@ -55,9 +69,12 @@ class Chunks:
         """
         scores = "null" if logprobs is None else encode(logprobs)
         reason = "null" if finish is None else f'"{finish}"'
+        tail = self._tail
+        if self._so_far is not None:
+            tail = f',"usage":{encode(self._so_far())}}}\n\n'
         return (
             f'{self._head}{{"index":{index},{payload},"logprobs":{scores},'
-            f'"finish_reason":{reason}}}]{beside}{self._tail}'
+            f'"finish_reason":{reason}}}]{beside}{tail}'
         )
 
     def usage(self, usage: dict[str, Any]) -> str:
@@ -65,14 +82,35 @@ class Chunks:
         return f'{self._head}],"usage":{encode(usage)}}}\n\n'
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's `usage` object."""
+def usage(tally: Tally, completion_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's `usage` object.
+
+    Args:
+        completion_tokens: None: those of the tally.
+    """
+    generated = tally.completion_tokens if completion_tokens is None else completion_tokens
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": tally.prompt_tokens + generated,
+        "prompt_tokens_details": {
+            "cached_tokens": tally.cached_tokens,
+            **truncation(tally.truncated_tokens),
+        },
     }
+
+
+def truncation(tokens: int) -> dict[str, int]:
+    """The field that reports how many tokens of the prompt were cut off, where some were."""
+    return {"truncated_tokens": tokens} if tokens else {}
+
+
+def headers_of(request_id: str, truncated_tokens: int) -> dict[str, str]:
+    """The headers that every generated answer has."""
+    headers = {"X-Request-Id": request_id}
+    if truncated_tokens:
+        headers[TRUNCATED] = str(truncated_tokens)
+    return headers
 
 
 async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
@@ -121,13 +159,14 @@ def named(event: str, fields: dict[str, Any]) -> str:
 async def respond(
     watch: Watch,
     events: AsyncGenerator[str],
-    request_id: str,
+    headers: Mapping[str, str],
     *,
     error_event: Callable[[APIError], str] | None = None,
 ) -> Response:
     """Answer with a stream of events.
 
     Args:
+        headers: see `headers_of`.
         error_event: writes the last event of a stream that fails. None: the OpenAI envelope, and
             `[DONE]` after the last event.
 
@@ -142,7 +181,7 @@ async def respond(
     if first is None:
         await events.aclose()
         return client_gone()
-    return EventStream(first, events, watch, request_id, error_event=error_event)
+    return EventStream(first, events, watch, headers, error_event=error_event)
 
 
 class EventStream(Response):
@@ -159,7 +198,7 @@ class EventStream(Response):
         first: str,
         events: AsyncGenerator[str],
         watch: Watch,
-        request_id: str,
+        headers: Mapping[str, str],
         *,
         error_event: Callable[[APIError], str] | None = None,
     ) -> None:
@@ -170,9 +209,7 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._watch = watch
-        self.init_headers(
-            {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": request_id}
-        )
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,6 +248,6 @@ class EventStream(Response):
             await body(end, more=False)
 
 
-def answer(body: dict[str, Any], request_id: str) -> JSONResponse:
+def answer(body: dict[str, Any], headers: Mapping[str, str]) -> JSONResponse:
     """The answer without streaming."""
-    return JSONResponse(body, headers={"X-Request-Id": request_id})
+    return JSONResponse(body, headers=dict(headers))

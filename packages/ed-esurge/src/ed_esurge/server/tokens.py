@@ -1,14 +1,17 @@
-"""`POST /tokenize` and `/detokenize`: text to tokens and back, as vLLM spells them."""
+"""`POST /tokenize` and `/detokenize`, and `GET /tokenizer_info`, with vLLM's shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from tokenizers import AddedToken
 
 from ed_esurge.server.protocol import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.served import Served
+from ed_esurge.server.site import Site
 
 
 async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> JSONResponse:
@@ -36,3 +39,37 @@ async def detokenize(served: Served, body: DetokenizeRequest, request: Request) 
     """Text of token ids."""
     served.prompts.check_tokens(body.tokens, param="tokens")
     return JSONResponse({"prompt": await served.prompts.decode(body.tokens)})
+
+
+async def info(site: Site, request: Request) -> JSONResponse:
+    """What the tokenizer's configuration says; `model` of the query names one of several models.
+
+    Raises:
+        APIError: 404, there is no such model.
+    """
+    prompts = site.find(request.query_params.get("model"), owner_of(request.scope)).prompts
+    known = _plain(getattr(prompts.tokenizer, "init_kwargs", {}))
+    return JSONResponse(
+        {
+            **{name: value for name, value in known.items() if not _names_a_place(name)},
+            "tokenizer_class": type(prompts.tokenizer).__name__,
+            "chat_template": prompts.template_text or None,
+        }
+    )
+
+
+def _names_a_place(option: str) -> bool:
+    """Whether an option of a tokenizer is a path or an object of this process."""
+    return option.endswith(("_file", "_path", "_dir", "_object"))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON: added tokens are objects, and what JSON lacks is text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, AddedToken):
+        names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+        return {name: getattr(value, name) for name in names}
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -19,6 +19,7 @@ from ed_esurge.server.choices import Tally, finish_reason
 from ed_esurge.server.formats import Parser
 from ed_esurge.server.protocol import ChatRequest
 from ed_esurge.server.served import Served, new_id
+from ed_esurge.server.stream import headers_of
 from ed_esurge.server.structured import of_tools, one_of
 from ed_esurge.server.tools import NamedTool
 from ed_esurge.server.watch import Watch
@@ -110,7 +111,13 @@ class Turn:
         )
         request_id = new_id(kind, body.request_id)
         watch = served.watch(request)
-        return cls(served, body, request_id, tokens, params, watch, Tally([tokens]), queue)
+        tally = Tally([tokens], truncated_tokens=len(whole) - len(tokens))
+        return cls(served, body, request_id, tokens, params, watch, tally, queue)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer."""
+        return headers_of(self.request_id, self.tally.truncated_tokens)
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """What is new after each step of the engine. Closing it ends the request."""

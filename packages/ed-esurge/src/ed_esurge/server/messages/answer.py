@@ -26,6 +26,8 @@ class MessagesUsage(Answer):
     output_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    truncated_tokens: int | None = None
+    """Tokens that were cut off the prompt (extension)."""
 
 
 class AnthropicAnswer(Answer):

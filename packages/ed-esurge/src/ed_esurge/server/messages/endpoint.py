@@ -15,7 +15,7 @@ from ed_esurge.server.blocks import Block, Blocks, Change
 from ed_esurge.server.errors import APIError, client_gone, renamed
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.served import Served
-from ed_esurge.server.stream import answer, named, respond
+from ed_esurge.server.stream import answer, named, respond, truncation
 from ed_esurge.server.turn import Turn
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -30,7 +30,7 @@ async def message(served: Served, body: MessagesRequest, request: Request) -> Re
     with renamed(NAMES):
         turn = await Turn.begin(served, body.chat(), request, "msg")
     if body.stream:
-        return await respond(turn.watch, _events(turn), turn.request_id, error_event=_error_event)
+        return await respond(turn.watch, _events(turn), turn.headers, error_event=_error_event)
 
     async def gather() -> dict[str, Any]:
         blocks, stop = Blocks(), _stop(None, None)
@@ -46,7 +46,7 @@ async def message(served: Served, body: MessagesRequest, request: Request) -> Re
     whole = await turn.watch.over(gather())
     if whole is None:
         return client_gone()
-    return answer({**whole, "usage": _usage(turn)}, turn.request_id)
+    return answer({**whole, "usage": _usage(turn)}, turn.headers)
 
 
 async def count_tokens(served: Served, body: CountRequest, request: Request) -> Response:
@@ -81,6 +81,7 @@ def _usage(turn: Turn) -> dict[str, int]:
         "output_tokens": turn.tally.completion_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
+        **truncation(turn.tally.truncated_tokens),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ed_esurge.server.answers import Answer
 from ed_esurge.server.blocks import Block, Change
 from ed_esurge.server.responses.request import NamedFunction, ResponseRequest
-from ed_esurge.server.stream import named
+from ed_esurge.server.stream import named, truncation
 from ed_esurge.server.turn import Turn
 
 
@@ -92,7 +92,10 @@ def usage(turn: Turn, reasoning: int) -> dict[str, Any]:
     tally = turn.tally
     return {
         "input_tokens": tally.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": tally.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": tally.cached_tokens,
+            **truncation(tally.truncated_tokens),
+        },
         "output_tokens": tally.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": tally.prompt_tokens + tally.completion_tokens,

@@ -89,9 +89,7 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
         turn = await Turn.begin(served, body.chat(before), request, "resp")
     response = _Response(turn, body, before)
     if body.stream:
-        return await respond(
-            turn.watch, _events(response), turn.request_id, error_event=_error_event
-        )
+        return await respond(turn.watch, _events(response), turn.headers, error_event=_error_event)
 
     async def gather() -> dict[str, Any]:
         async with aclosing(response.changes()) as items:
@@ -100,7 +98,7 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
         return await response.end()
 
     whole = await turn.watch.over(gather())
-    return client_gone() if whole is None else answer(whole, turn.request_id)
+    return client_gone() if whole is None else answer(whole, turn.headers)
 
 
 def _error_event(error: APIError) -> str:
