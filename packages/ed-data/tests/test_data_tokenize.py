@@ -124,19 +124,31 @@ def test_answers_are_told_where_the_template_marks_none(tokenizer):
     assert bare.decode(ids[mask.astype(bool)]) == "hello there<|eos|>so long<|eos|>"
 
 
+#: Shows messages one after the other; the last answer has a thought, or earlier ones are changed.
+REWRITING = (
+    "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}"
+    "<think></think>{% endif %}CONTENT<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_answers_are_found_where_earlier_turns_lose_their_thoughts(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = REWRITING.replace("CONTENT", "{{ m.content }}")
+    encoder = encoder_of(bare, assistant_only_loss=True)
+    (ids,), (mask,), *_ = encoder.encode([document(CHAT[:2])], "x")
+    assert bare.decode(ids[mask.astype(bool)]) == "<think></think>hello there<|eos|>"
+    (ids,), (mask,), *_ = encoder.encode([document(CHAT)], "x")
+    assert bare.decode(ids[mask.astype(bool)]) == "hello there<|eos|><think></think>so long<|eos|>"
+
+
 def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers(tokenizer):
     bare = copy.deepcopy(tokenizer)
-    bare.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}"
-        "<think></think>{% endif %}{{ m.content }}<|eos|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+    bare.chat_template = REWRITING.replace(
+        "CONTENT", "{{ m.content if loop.last else m.content | upper }}"
     )
-    encoder = encoder_of(bare, assistant_only_loss=True)
-    one = [m for m in CHAT if m["role"] != "system"][:2]
-    (ids,), (mask,), *_ = encoder.encode([document(one)], "x")
-    assert bare.decode(ids[mask.astype(bool)]) == "<think></think>hello there<|eos|>"
     with pytest.raises(DataError, match=r"another way once others follow.*\{% generation %\}"):
-        encoder.encode([document(CHAT)], "x")
+        encoder_of(bare, assistant_only_loss=True).encode([document(CHAT)], "x")
 
 
 def test_what_the_tokenizer_lacks_is_said(tokenizer):

@@ -39,7 +39,7 @@ def checked(value: Any, field: str, where: str, is_content: bool) -> Content | N
             return None
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return items
-        if all(isinstance(item, dict) and "role" in item and "content" in item for item in items):
+        if all(isinstance(item, dict) and _is_message(item) for item in items):
             for text in _texts(items):
                 _check_text(text, field, where, is_content)
             return items
@@ -47,6 +47,11 @@ def checked(value: Any, field: str, where: str, is_content: bool) -> Content | N
     raise DataError(
         f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
     )
+
+
+def _is_message(value: dict[str, Any]) -> bool:
+    """Whether a mapping is a chat message: a call of tools has no content."""
+    return isinstance(value.get("role"), str) and ("content" in value or "tool_calls" in value)
 
 
 def checked_steps(value: Any, field: str, where: str, is_content: bool) -> Content | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from ed_data.errors import DataError
 from ed_data.schema import Content, Message
@@ -12,14 +13,31 @@ T = TypeVar("T")
 
 
 class Item(NamedTuple):
-    """One field of one document, and where it comes from."""
+    """One field of one document, where it comes from, and arguments of the chat template."""
 
     content: Content
     where: str
+    template: Mapping[str, Any] = MappingProxyType({})
+
+
+class Tokens(NamedTuple):
+    """One sequence of tokens.
+
+    Attributes:
+        ids: the tokens.
+        mask: 1 where a token has loss; None where every token has.
+        prompt: the number of tokens at the beginning that have no loss in any case.
+        ends: where the steps of an answer end: after so many tokens.
+    """
+
+    ids: list[int]
+    mask: list[int] | None = None
+    prompt: int = 0
+    ends: tuple[int, ...] = ()
 
 
 def kind_of(content: Content) -> str:
-    """`"text"`, `"chat"` or `"ids"`."""
+    """Return `"text"`, `"chat"` or `"ids"`."""
     if isinstance(content, str):
         return "text"
     return "chat" if content and isinstance(content[0], dict) else "ids"
@@ -50,17 +68,15 @@ def _messages(content: Content, role: str) -> list[Message]:
     return content  # type: ignore[return-value]
 
 
-def with_blame(
-    call: Callable[[list[Content]], list[T]], items: list[Item], problem: str
-) -> list[T]:
-    """Call with all contents at once; where that fails, find the row that is to blame."""
+def with_blame(call: Callable[[list[Item]], list[T]], items: list[Item], problem: str) -> list[T]:
+    """Call with all items at once; where that fails, find the row that is to blame."""
     try:
-        return call([item.content for item in items])
+        return call(items)
     except Exception as error:  # whatever a template raises: jinja's own, and Python's
         blamed, reason = items[0], error
         for item in items:
             try:
-                call([item.content])
+                call([item])
             except Exception as own:
                 blamed, reason = item, own
                 break

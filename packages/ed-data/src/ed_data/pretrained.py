@@ -82,3 +82,18 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(template, dict):
         template = template.get("default")
     return template or ""
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, eos: int) -> dict[int, str]:
+    """Return the special tokens that may end a turn of a chat, by id.
+
+    These are the special tokens but the one that begins a text and the one for unknown text.
+
+    Args:
+        tokenizer: one of transformers.
+        eos: the id that ends a document, which may end a turn in any case.
+    """
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    other = {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    ids = sorted(({*added, *tokenizer.all_special_ids} - other) | {eos})
+    return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))

@@ -7,7 +7,8 @@ engine, and the text and the fields (a reference answer, tests, …) to its rewa
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from ed_data.mixture import DocumentOrder
 from ed_data.ordering import document_order, order_details
 from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
 from ed_data.pretrained import load_tokenizer
-from ed_data.schema import PROMPT, Content, Example, Schema
+from ed_data.schema import COMPLETION, PROMPT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.store import digest_of
 from ed_data.tokenize import Encoder
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 _BLOCK = 2048
 
 
-class Prompts(NamedTuple):
+@dataclass(frozen=True)
+class Prompts:
     """A batch of prompts.
 
     Attributes:
@@ -51,6 +53,21 @@ class Prompts(NamedTuple):
     input_ids: list[list[int]]
     fields: dict[str, list[Any]]
     sources: list[str]
+    _answered: Callable[[int, list[Content]], list[list[int]]] = field(repr=False, compare=False)
+
+    def with_answers(self, number: int, answers: Sequence[Content]) -> list[list[int]]:
+        """Encode a prompt with each of its answers, as rows for training are encoded.
+
+        A reward model is asked about these tokens: it was trained with the same ones.
+
+        Args:
+            number: of the prompt in the batch.
+            answers: texts, chats or ids, as the prompt is.
+
+        Returns:
+            The tokens of each document, with its end.
+        """
+        return self._answered(number, list(answers))
 
 
 class _Source(NamedTuple):
@@ -125,11 +142,22 @@ class PromptLoader:
         fields = {name: [example.extra.get(name) for example in examples] for name in names}
         if any(example.image is not None for example in examples):
             fields[self._image] = [example.image for example in examples]
+
+        def answered(number: int, answers: list[Content]) -> list[list[int]]:
+            example = examples[number]
+            documents = [
+                replace(example, fields={"prompt": example.content, "completion": answer})
+                for answer in answers
+            ]
+            encoder = replace(self._encoder, schema=COMPLETION)
+            return [ids.tolist() for ids in encoder.encode(documents, labels[number]).tokens]
+
         return Prompts(
             [example.content for example in examples],
             [encode([e], label)[0] for e, label in zip(examples, labels, strict=True)],
             fields,
             labels,
+            answered,
         )
 
     def close(self) -> None:

@@ -152,6 +152,7 @@ class Example:
         place: file and line (or row) of the document, for messages.
         values: the numbers, in the order of `Schema.values`.
         image: of a visual row, as `ed_data.visual.Image`.
+        template: arguments of the chat template; see `ed_data.template`.
     """
 
     fields: dict[str, Content]
@@ -159,6 +160,7 @@ class Example:
     place: str = ""
     values: tuple[float | tuple[float, ...], ...] = ()
     image: Any = None
+    template: dict[str, Any] = field(default_factory=dict)
 
     @property
     def content(self) -> Content:
@@ -168,10 +170,11 @@ class Example:
     @property
     def digest(self) -> int:
         """A 64-bit hash of all fields: the same in every file and every run."""
+        more: list[Any] = [self.template] if self.template else []
         if self.image is not None:
-            return _hash([self.fields, self.values, _image_key(self.image)])
-        if self.values:
-            return _hash([self.fields, self.values])
+            return _hash([self.fields, self.values, _image_key(self.image), *more])
+        if self.values or more:
+            return _hash([self.fields, self.values, *more])
         return _hash(self.content if len(self.fields) == 1 else self.fields)
 
     @property

@@ -1,29 +1,32 @@
-"""Documents to tokens, in batches: texts, chat messages and ids; a marker ends each sequence."""
+"""Documents to tokens, in batches: texts, chat messages and ids; each sequence has an end token."""
 
 from __future__ import annotations
 
 import json
-import re
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import islice, takewhile
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.answers import with_answers
+from ed_data.chats import ChatEncoder
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
-from ed_data.kinds import Item, kind_of, of_one_kind, with_blame
+from ed_data.kinds import Item, Tokens, kind_of, of_one_kind, with_blame
 from ed_data.pretrained import chat_template, plain_backend, tokenizer_fingerprint
 from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
+log = logging.getLogger("ed_data")
+
+#: Counted up when the same rows give other tokens, so that no cache keeps the old ones.
+_VERSION = 2
 
 
 class Encoded(NamedTuple):
@@ -51,12 +54,6 @@ class Skipped(Protocol):
     def drop(self, reason: str, where: str) -> None: ...
 
 
-#: Ids, and the loss mask where something has already decided on one.
-_Sequence = tuple[list[int], list[int] | None]
-#: Where the steps of a sequence end: after so many tokens.
-_Ends = list[int]
-
-
 @dataclass(frozen=True)
 class Encoder:
     """A tokenizer with the options that decide on the tokens of a document.
@@ -64,9 +61,10 @@ class Encoder:
     Attributes:
         tokenizer: a tokenizer of transformers.
         add_special_tokens: let it add its own (a beginning-of-text marker, for most).
-        eos: id that ends each document; not added where the tokens end with it already.
+        eos: id that ends each document; not added where the tokens end with it already, or where a
+            chat ends with an end token of its template.
         assistant_only_loss: make loss masks of chats: from the template's `{% generation %}`, or
-            as `answers` tells them.
+            as `answers` finds them.
         batch_size: documents per call of the tokenizer.
         schema: the columns that a document has.
     """
@@ -132,9 +130,18 @@ class Encoder:
         return self.assistant_only_loss or with_context
 
     @cached_property
+    def _chats(self) -> ChatEncoder:
+        return ChatEncoder(self.tokenizer, self.eos, self.assistant_only_loss)
+
+    @cached_property
+    def _warned(self) -> list[bool]:
+        return []
+
+    @cached_property
     def fingerprint(self) -> str:
         """Changes when the tokens of some document may."""
         options: list[object] = [self.add_special_tokens, self.eos, self.assistant_only_loss]
+        options.append(_VERSION)
         if self.schema != TEXT:
             options.append(self.schema.as_json())
         return f"{tokenizer_fingerprint(self.tokenizer)}:{json.dumps(options)}"
@@ -154,21 +161,20 @@ class Encoder:
         """
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
-        columns, values = [], []
-        for column in self.schema.columns:
-            sequences = self._column(documents, column, label)
-            ended = [self._end(tokens, mask) for tokens, mask, _ in sequences]
-            columns.append(ended)
+        columns = [self._column(documents, column, label) for column in self.schema.columns]
+        arrays, values = [], []
+        for column, sequences, prompts in zip(
+            self.schema.columns, columns, self._prompt_lengths(columns), strict=True
+        ):
+            arrays.append([_arrays(t, n) for t, n in zip(sequences, prompts, strict=True)])
             if self.schema.values:
                 values.append(
                     [
-                        self._values(column, document, len(tokens), ends)
-                        for document, (tokens, _), (_, _, ends) in zip(
-                            documents, ended, sequences, strict=True
-                        )
+                        self._values(column, document, tokens)
+                        for document, tokens in zip(documents, sequences, strict=True)
                     ]
                 )
-        sequences = [sequence for document in zip(*columns, strict=True) for sequence in document]
+        sequences = [sequence for document in zip(*arrays, strict=True) for sequence in document]
         own = len(self.schema.fields) == 1 and not self.schema.values
         return Encoded(
             [tokens for tokens, _ in sequences],
@@ -178,13 +184,26 @@ class Encoder:
             [v for each in zip(*values, strict=True) for v in each] if values else None,
         )
 
-    def _values(
-        self, column: Column, document: Example, length: int, ends: _Ends
-    ) -> NDArray[np.float32]:
-        result = np.full((length, len(self.schema.values)), NO_VALUE, np.float32)
+    def _prompt_lengths(self, columns: list[list[Tokens]]) -> list[list[int]]:
+        """The tokens without loss of each column; columns of one prompt agree, as in TRL."""
+        contexts = [column.context for column in self.schema.columns]
+        return [
+            [
+                min(
+                    other[i].prompt
+                    for other, its in zip(columns, contexts, strict=True)
+                    if its == context
+                )
+                for i in range(len(column))
+            ]
+            for column, context in zip(columns, contexts, strict=True)
+        ]
+
+    def _values(self, column: Column, document: Example, tokens: Tokens) -> NDArray[np.float32]:
+        result = np.full((len(tokens.ids), len(self.schema.values)), NO_VALUE, np.float32)
         for i, value in enumerate(self.schema.values):
             if value.column == column.name and column.steps:
-                result[np.array(ends) - 1, i] = document.values[i]
+                result[np.array(tokens.ends) - 1, i] = document.values[i]
             elif value.column == column.name:
                 result[:, i] = document.values[i]
         return result
@@ -195,9 +214,10 @@ class Encoder:
         Raises:
             DataError: as `encode`.
         """
-        items = [Item(d.content, f"inform {label!r}, {d.place}, prompt") for d in documents]
-        sequences = self._tokens(items, begins_answer=True)
-        return [ids[:-1] if ids[-1:] == [self.eos] else list(ids) for ids, _ in sequences]
+        items = [
+            Item(d.content, f"inform {label!r}, {d.place}, prompt", d.template) for d in documents
+        ]
+        return self._prompts(items)
 
     def _encode_what_can_be(self, documents: list[Example], label: str, skip: Skipped) -> Encoded:
         try:
@@ -227,92 +247,114 @@ class Encoder:
         )
         return Encoded(*joined)  # type: ignore[arg-type]
 
-    def _column(
-        self, documents: list[Example], column: Column, label: str
-    ) -> list[tuple[list[int], list[int] | None, _Ends]]:
-        """The sequences of a column, without their ends; and where the steps of each end."""
+    def _column(self, documents: list[Example], column: Column, label: str) -> list[Tokens]:
+        """The sequences of a column."""
         name = "content_field" if column.field == self.schema.content else repr(column.field)
         items = [
-            Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}") for d in documents
+            Item(d.fields[column.field], f"inform {label!r}, {d.place}, {name}", d.template)
+            for d in documents
         ]
         if column.steps:
             return self._step_by_step(documents, items, column)
         if column.context is None:
-            return [(*sequence, []) for sequence in self._tokens(items)]
-        contexts, bodies = [], []
+            return self._whole(items)
+        heads, bodies = [], []
         for document, item in zip(documents, items, strict=True):
             context, body = of_one_kind(document.fields[column.context], item.content, item.where)
-            contexts.append(Item(context, item.where))
-            bodies.append(Item(body, item.where))
-        heads = self._tokens(contexts, begins_answer=True)
-        # Messages are joined before the template sees them; texts and ids are joined as tokens.
-        wholes = self._tokens(
-            [
-                body._replace(content=[*context.content, *body.content])
-                if kind_of(body.content) == "chat"
-                else body
-                for context, body in zip(contexts, bodies, strict=True)
-            ],
-            add_special_tokens=False,
-        )
-        result: list[tuple[list[int], list[int] | None, _Ends]] = []
-        for body, (head, _), (tokens, mask) in zip(bodies, heads, wholes, strict=True):
-            if kind_of(body.content) != "chat":
-                head = head[:-1] if head[-1:] == [self.eos] else head
-                tokens = [*head, *tokens]
-            shared = takewhile(lambda pair: pair[0] == pair[1], zip(head, tokens, strict=False))
-            start = sum(1 for _ in shared)
-            learned = [1] * len(tokens) if mask is None else mask
-            result.append((tokens, [0] * start + learned[start:], []))
+            heads.append(item._replace(content=context))
+            if kind_of(context) == "ids" and context[-1:] == [self.eos]:
+                context = context[:-1]
+            # Prompt and answer are tokenized as one text, or rendered as one chat, as in TRL.
+            bodies.append(item._replace(content=context + body))  # type: ignore[operator]
+        result: list[Tokens] = []
+        for head, whole in zip(self._prompts(heads), self._whole(bodies), strict=True):
+            pairs = zip(head, whole.ids, strict=False)
+            prompt = next((i for i, (a, b) in enumerate(pairs) if a != b), len(head))
+            if prompt < len(head):
+                self._warn_of_prompt(head[prompt:])
+            result.append(whole._replace(prompt=prompt))
         return result
+
+    def _warn_of_prompt(self, rest: list[int]) -> None:
+        """Warn once that a model reads other tokens of a prompt than it was trained with."""
+        if not self._warned:
+            self._warned.append(True)
+            log.warning(
+                "the tokens of a prompt are not the beginning of the tokens of prompt and answer, "
+                "because tokens merge at the border, or because the chat template shows a prompt "
+                "alone in another way. The answer begins where the tokens differ; the end of the "
+                "prompt, %r, is left out. This warning is shown once",
+                self.tokenizer.decode(rest),
+            )
 
     def _step_by_step(
         self, documents: list[Example], items: list[Item], column: Column
-    ) -> list[tuple[list[int], list[int] | None, _Ends]]:
+    ) -> list[Tokens]:
         """Context, and steps that are encoded each by itself, so that each ends with a token."""
         texts = [Item(f"{step}\n", item.where) for item in items for step in item.content]
-        steps = iter(self._tokens(texts, add_special_tokens=False))
-        heads: list[_Sequence] = [([], None)] * len(items)
+        steps = iter(self._texts(texts, special=False))
+        heads: list[list[int]] = [[]] * len(items)
         if column.context is not None:
-            contexts = [
-                item._replace(content=document.fields[column.context])
-                for document, item in zip(documents, items, strict=True)
-            ]
-            heads = self._tokens(contexts, begins_answer=True)
-        result: list[tuple[list[int], list[int] | None, _Ends]] = []
-        for item, (head, _) in zip(items, heads, strict=True):
-            tokens = head[:-1] if head[-1:] == [self.eos] else list(head)
-            start, ends = len(tokens), []
-            for ids, _ in islice(steps, len(item.content)):
-                tokens = [*tokens, *ids]
-                ends.append(len(tokens))
-            result.append((tokens, [0] * start + [1] * (len(tokens) - start), ends))
+            heads = self._prompts(
+                [
+                    item._replace(content=document.fields[column.context])
+                    for document, item in zip(documents, items, strict=True)
+                ]
+            )
+        result: list[Tokens] = []
+        for item, head in zip(items, heads, strict=True):
+            ids, ends = list(head), []
+            for step in islice(steps, len(item.content)):
+                ids += step
+                ends.append(len(ids))
+            result.append(Tokens(self._ended(ids), None, len(head), tuple(ends)))
         return result
 
-    def _tokens(
-        self,
-        items: list[Item],
-        *,
-        add_special_tokens: bool | None = None,
-        begins_answer: bool = False,
-    ) -> list[_Sequence]:
-        """Encode fields of any kind; `begins_answer` ends chats with the head of an answer."""
-        special = self.add_special_tokens if add_special_tokens is None else add_special_tokens
-        encoders: dict[str, Callable[[list[Item]], list[_Sequence]]] = {
-            "text": partial(self._texts, special=special),
-            "chat": partial(self._chats, begins_answer=begins_answer),
-            "ids": self._ids,
-        }
+    def _prompts(self, items: list[Item]) -> list[list[int]]:
+        """Encode prompts of any kind; a chat ends with the beginning of an answer."""
+
+        def without_end(sequences: list[list[int]]) -> list[Tokens]:
+            return [Tokens(ids[:-1] if ids[-1:] == [self.eos] else ids) for ids in sequences]
+
+        sequences = self._by_kind(
+            items,
+            {
+                "text": lambda own: without_end(self._texts(own, self.add_special_tokens)),
+                "chat": self._chats.prompts,
+                "ids": lambda own: without_end(self._ids(own)),
+            },
+        )
+        return [list(sequence.ids) for sequence in sequences]
+
+    def _whole(self, items: list[Item]) -> list[Tokens]:
+        """Encode documents of any kind, each with an end."""
+
+        def ended(sequences: list[list[int]]) -> list[Tokens]:
+            return [Tokens(self._ended(ids)) for ids in sequences]
+
+        return self._by_kind(
+            items,
+            {
+                "text": lambda own: ended(self._texts(own, self.add_special_tokens)),
+                "chat": self._chats.whole,
+                "ids": lambda own: ended(self._ids(own)),
+            },
+        )
+
+    def _by_kind(
+        self, items: list[Item], encoders: dict[str, Callable[[list[Item]], list[Tokens]]]
+    ) -> list[Tokens]:
         kinds = [kind_of(item.content) for item in items]
-        result: list[_Sequence] = [([], None)] * len(items)
+        result = [Tokens([])] * len(items)
         for kind, encode in encoders.items():
             at = [i for i, other in enumerate(kinds) if other == kind]
             for i, sequence in zip(at, encode([items[i] for i in at]) if at else (), strict=True):
                 result[i] = sequence
         return result
 
-    def _texts(self, items: list[Item], special: bool) -> list[_Sequence]:
-        def encode(texts: list[Any]) -> list[list[int]]:
+    def _texts(self, items: list[Item], special: bool) -> list[list[int]]:
+        def encode(items: list[Item]) -> list[list[int]]:
+            texts: list[Any] = [item.content for item in items]
             backend = plain_backend(self.tokenizer)
             if backend is not None:
                 encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
@@ -326,57 +368,31 @@ class Encoder:
                 verbose=False,
             )["input_ids"]
 
-        encoded = with_blame(encode, items, "the tokenizer cannot encode the text")
-        return [(ids, None) for ids in encoded]
+        return with_blame(encode, items, "the tokenizer cannot encode the text")
 
-    def _chats(self, items: list[Item], begins_answer: bool) -> list[_Sequence]:
-        if not chat_template(self.tokenizer):
-            raise DataError(
-                f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
-            )
-        masked = self.assistant_only_loss and not begins_answer
-
-        if masked and not _GENERATION.search(chat_template(self.tokenizer)):
-
-            def marked(chats: list[Any]) -> list[_Sequence]:
-                return [with_answers(self.tokenizer, chat) for chat in chats]
-
-            return with_blame(marked, items, "the answers of the chat cannot be told")
-
-        def encode(chats: list[Any]) -> list[_Sequence]:
-            output: Any = self.tokenizer.apply_chat_template(
-                chats,
-                tokenize=True,
-                return_dict=True,
-                add_generation_prompt=begins_answer,
-                return_assistant_tokens_mask=masked,
-            )
-            masks = output["assistant_masks"] if masked else [None] * len(chats)
-            return list(zip(output["input_ids"], masks, strict=True))
-
-        return with_blame(encode, items, "the chat template cannot show the messages")
-
-    def _ids(self, items: list[Item]) -> list[_Sequence]:
+    def _ids(self, items: list[Item]) -> list[list[int]]:
         last = self.vocab_size - 1
-        result: list[_Sequence] = []
-        for content, where in items:
-            tokens: list[int] = content  # type: ignore[assignment]
-            wrong = next((t for t in (min(tokens), max(tokens)) if not 0 <= t <= last), None)
+        result: list[list[int]] = []
+        for item in items:
+            tokens: list[int] = item.content  # type: ignore[assignment]
+            ends = (min(tokens), max(tokens)) if tokens else ()
+            wrong = next((t for t in ends if not 0 <= t <= last), None)
             if wrong is not None:
                 raise DataError(
-                    f"{where}: token id {wrong}, and the tokenizer has the ids 0 to {last}; the "
-                    "ids may be another tokenizer's"
+                    f"{item.where}: token id {wrong}, and the tokenizer has the ids 0 to {last}; "
+                    "the ids may be another tokenizer's"
                 )
-            result.append((tokens, None))
+            result.append(tokens)
         return result
 
-    def _end(
-        self, tokens: list[int], mask: list[int] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """End a sequence; the loss on the marker is that of the token before it."""
-        ids = np.asarray(tokens, np.int64)
-        flags = np.ones(len(ids), np.uint8) if mask is None else np.asarray(mask, np.uint8)
-        if len(ids) and ids[-1] == self.eos:
-            return ids, flags
-        last = flags[-1:] if len(flags) else np.ones(1, np.uint8)
-        return np.append(ids, self.eos), np.concatenate([flags, last])
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
+
+
+def _arrays(tokens: Tokens, prompt: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Ids, and 1 for each token with loss; the prompt has none."""
+    ids = np.asarray(tokens.ids, np.int64)
+    mask = tokens.mask
+    flags = np.ones(len(ids), np.uint8) if mask is None else np.array(mask, np.uint8)
+    flags[:prompt] = 0
+    return ids, flags

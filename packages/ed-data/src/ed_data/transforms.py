@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 from ed_data.content import checked, checked_steps, number
 from ed_data.errors import DataError, did_you_mean, listing
+from ed_data.extraction import separated
 from ed_data.inform import Inform
+from ed_data.kinds import kind_of
 from ed_data.schema import TEXT, Content, Example, Row, Schema
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
 from ed_data.sources.files import FileSource
 from ed_data.sources.lines import START, Record, Spot
 from ed_data.sources.python import resolve
+from ed_data.template import FIELDS, template_arguments
 from ed_data.visual import image_of
 
 
@@ -99,18 +102,27 @@ class Documents:
         self._prepare = function(inform, "preprocessing_fn")
         # Field of the schema → field of the row.
         self._names = {name: name for name in schema.fields}
-        if "content_field" in inform.model_fields_set:
+        self._content_is_named = "content_field" in inform.model_fields_set
+        if self._content_is_named:
             self._names[schema.content] = inform.content_field
         if inform.text_field is not None:
             self._names[schema.content] = inform.text_field
+            self._content_is_named = True
         self._image = inform.image_field or inform.pixel_field
         self._steps = {column.field for column in schema.columns if column.steps}
+        # The fields that follow the content as answers.
+        self._answers = tuple(
+            column.field
+            for column in schema.columns
+            if column.context == schema.content and not column.steps
+        )
         self._keys = {schema.content: "text_field" if inform.text_field else "content_field"}
         self._columns = None
         if self._callback is None and not inform.format_fields:
             wanted = [*self._names.values(), *inform.additional_fields]
             wanted += [value.field for value in schema.values]
             wanted += [] if self._image is None else [self._image]
+            wanted += FIELDS
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -156,25 +168,30 @@ class Documents:
         return {"source": about, **_facts(self.inform, self.schema)}
 
     def check_first_row(self) -> None:
-        """Look whether the first row is of another kind of data than the schema.
+        """Check that the schema does not learn the prompts of preference pairs alone.
+
+        Another field that the inform names is learned, whatever else the rows have.
 
         Raises:
-            DataError: it is a preference pair, and the schema would learn its prompt alone.
+            DataError: the row has `chosen` and `rejected`, the schema reads one field, and that is
+                `prompt` or a field that the inform does not name.
         """
+        name = self._names[self.schema.content]
+        if self.schema != TEXT or (self._content_is_named and name != "prompt"):
+            return
         first = next((r for i in range(len(self.shards)) for r in records(self.source, i)), None)
-        if self.schema != TEXT or first is None or isinstance(first.row, DataError):
+        if first is None or isinstance(first.row, DataError):
             return
         try:
             row = self._formatted(first.row, first.place)
         except DataError:  # reading will tell
             return
-        name = self._names[self.schema.content]
-        if row and {"chosen", "rejected"} <= row.keys() and name not in ("chosen", "rejected"):
+        if row and {"chosen", "rejected"} <= row.keys():
             raise DataError(
                 f"inform {self.inform.label!r}, {first.place}: the row is a preference pair "
-                f"('chosen' and 'rejected'), and only its {name!r} would be learned: take a "
-                "method for pairs (dpo, orpo, reward), or content_field: chosen, or drop the two "
-                "fields in format_callback",
+                f"('chosen' and 'rejected'), and only its {name!r} would be learned: use a method "
+                "for pairs (dpo, orpo, reward), or name the field to learn, such as "
+                "content_field: chosen",
                 ("content_field",),
             )
 
@@ -217,7 +234,11 @@ class Documents:
             self.tally.drop("dropped by format_callback", record.place)
             return None
         fields: dict[str, Content] = {}
+        implicit = self._has_implicit_prompt(row)
         for name, from_field in self._names.items():
+            if implicit and name == self.schema.content:
+                fields[name] = ""
+                continue
             value = _take(row, from_field, self._keys.get(name, "format_fields"), where)
             reason = f"{from_field!r} is {'null' if value is None else 'empty'}"
             if self._prepare is not None and value is not None:
@@ -239,7 +260,21 @@ class Documents:
             if image is None:
                 self.tally.drop(f"{self._image!r} is null", record.place)
                 return None
-        return Example(fields, extra, record.place, self._values(row, fields, where), image)
+        answers = {field: fields[field] for field in self._answers}
+        if answers:
+            given = None if implicit else fields[self.schema.content]
+            prompt, answers = separated(given, answers, where)
+            fields = {**fields, self.schema.content: prompt, **answers}
+        is_chat = any(kind_of(content) == "chat" for content in fields.values())
+        template = template_arguments(row, where) if is_chat else {}
+        values = self._values(row, fields, where)
+        return Example(fields, extra, record.place, values, image, template)
+
+    def _has_implicit_prompt(self, row: Row) -> bool:
+        """Whether a row has several answers and no prompt: their common beginning is the prompt."""
+        absent = not self._content_is_named and self._names[self.schema.content] not in row
+        answers = [self._names[field] for field in self._answers]
+        return absent and len(answers) > 1 and row.keys() >= {*answers}
 
     def _values(
         self, row: Row, fields: dict[str, Content], where: str

@@ -20,6 +20,7 @@ from fsspec.utils import infer_compression
 from ed_data.errors import DataError
 from ed_data.inform import COMPRESSIONS, Inform
 from ed_data.schema import Row
+from ed_data.sources.columns import present
 from ed_data.sources.lines import START, Lines, Record, Spot, decoded
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def _parquet(
                 before += sizes[first]
                 first += 1
             groups = range(first, len(sizes))
-            names = _present(columns, table.schema_arrow.names)
+            names = present(columns, table.schema_arrow.names)
             batches = table.iter_batches(_ARROW_ROWS, row_groups=groups, columns=names)
             yield from _numbered(file, batches, before, start.row)
         except pa.ArrowException as error:
@@ -318,7 +319,7 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
         stream.seek(0)
         batches = iter(pa.ipc.open_stream(stream))
     for batch in batches:
-        names = _present(columns, batch.schema.names)
+        names = present(columns, batch.schema.names)
         chosen = batch.select(names) if names else batch
         for start in range(0, chosen.num_rows, _ARROW_ROWS):
             yield chosen.slice(start, _ARROW_ROWS)
@@ -336,13 +337,6 @@ def _numbered(
             at = max(start, number)
             yield Record(f"{file.address}, row {at}", row, Spot(at), Spot(at + 1))
             number = at + 1
-
-
-def _present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
-    """The wanted columns; all where one is missing, so that the message can name the others."""
-    if columns is None or not set(columns) <= set(names):
-        return None
-    return list(columns)
 
 
 Reader = Callable[[SourceFile, Inform, Sequence[str] | None, Spot], Records]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.inform import Inform
 from ed_data.schema import Row
+from ed_data.sources.columns import present
 from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.lines import START, Record, Spot
 
@@ -65,8 +66,9 @@ class HubSource:
     ) -> Iterator[Record]:
         """Yield the records from one on: the only shard is the whole."""
         data = self._data.with_format(None)
-        if columns is not None and set(columns) <= set(data.column_names):
-            data = data.select_columns(list(columns))
+        names = present(columns, data.column_names)
+        if names is not None:
+            data = data.select_columns(names)
         if start.row:
             data = data.select(range(min(start.row, len(data)), len(data)))
         for index, row in enumerate(data, start.row):
@@ -101,14 +103,14 @@ class HubStream:
     ) -> Iterator[Record]:
         """Yield the records of one shard; the tables before `start` are passed over as a whole."""
         data = self._data.shard(num_shards=len(self.shards), index=shard)
-        wanted = None if columns is None else list(columns)
         before = 0
         try:
             for each in data.with_format("arrow").iter(batch_size=_ROWS):
                 table = cast("pa.Table", each)
                 first = max(start.row - before, 0)
-                if wanted is not None and set(wanted) <= set(table.column_names):
-                    table = table.select(wanted)
+                names = present(columns, table.column_names)
+                if names is not None:
+                    table = table.select(names)
                 rows = table.slice(first).to_pylist() if first < table.num_rows else []
                 for number, row in enumerate(rows, before + first):
                     place = f"{self._name}, shard {shard}, row {number}"

@@ -1,0 +1,160 @@
+"""Chats to tokens: the chat template, the loss on the answers, and the end of a chat.
+
+The tokens of a chat are those of `apply_chat_template`. An end-of-text token is appended only to an
+answer at the end of a chat that the template does not end with an end token, which white space may
+follow: a model that never sees an end token after an answer never stops.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ed_data.answers import with_answers
+from ed_data.errors import DataError
+from ed_data.kinds import Item, Tokens, with_blame
+from ed_data.pretrained import chat_template, end_tokens
+from ed_data.schema import Message
+from ed_data.template import KWARGS, TOOLS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("ed_data")
+
+#: Roles whose messages an answer follows.
+_ASKING = ("system", "developer", "user", "tool", "function")
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+class ChatEncoder:
+    """Encodes chats with the chat template of a tokenizer.
+
+    Args:
+        tokenizer: one of transformers.
+        eos: the id that ends a chat without an end token.
+        assistant_only_loss: take the loss on the answers alone.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos: int, assistant_only_loss: bool
+    ) -> None:
+        self._tokenizer, self._eos = tokenizer, eos
+        self._assistant_only_loss = assistant_only_loss
+        self._unused: set[str] = set()
+
+    @cached_property
+    def _end_tokens(self) -> dict[int, str]:
+        return end_tokens(self._tokenizer, self._eos)
+
+    def prompts(self, items: list[Item]) -> list[Tokens]:
+        """Encode chats that end with the beginning of an answer.
+
+        Raises:
+            DataError: there is no chat template, or the template fails; the message names the row.
+        """
+        return self._encode(items, begins_answer=True)
+
+    def whole(self, items: list[Item]) -> list[Tokens]:
+        """Encode complete chats; an answer at the end has an end token.
+
+        Raises:
+            DataError: as `prompts`, or the answers of a chat cannot be found.
+        """
+        encoded = self._encode(items, begins_answer=False)
+        return [self._ended(t, item) for t, item in zip(encoded, items, strict=True)]
+
+    def _encode(self, items: list[Item], begins_answer: bool) -> list[Tokens]:
+        template = chat_template(self._tokenizer)
+        if not template:
+            raise DataError(
+                f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
+            )
+        self._check_arguments(items, template)
+        masked = self._assistant_only_loss and not begins_answer
+        if masked and not _GENERATION.search(template):
+            problem = "the answers of the chat cannot be told"
+            return with_blame(self._with_found_answers, items, problem)
+
+        def encode(chats: list[Item]) -> list[Tokens]:
+            return self._rendered(chats, begins_answer, masked)
+
+        return with_blame(encode, items, "the chat template cannot show the messages")
+
+    def _rendered(self, items: list[Item], begins_answer: bool, masked: bool) -> list[Tokens]:
+        """Encode runs of chats with equal template arguments together."""
+        result: list[Tokens] = []
+        for _, run in groupby(items, key=_arguments_key):
+            chats = list(run)
+            output: Any = self._tokenizer.apply_chat_template(
+                [chat.content for chat in chats],  # type: ignore[arg-type]
+                tokenize=True,
+                return_dict=True,
+                add_generation_prompt=begins_answer,
+                return_assistant_tokens_mask=masked,
+                **chats[0].template,
+            )
+            masks = output["assistant_masks"] if masked else [None] * len(chats)
+            result += map(Tokens, output["input_ids"], masks)
+        return result
+
+    def _with_found_answers(self, items: list[Item]) -> list[Tokens]:
+        texts = self._end_tokens.values()
+        result: list[Tokens] = []
+        for item in items:
+
+            def render(chat: list[Message], begins_answer: bool, item: Item = item) -> str:
+                rendered = self._tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=begins_answer, **item.template
+                )
+                return str(rendered)
+
+            chat: list[Message] = item.content  # type: ignore[assignment]
+            result.append(Tokens(*with_answers(self._tokenizer, chat, render, texts)))
+        return result
+
+    def _ended(self, tokens: Tokens, item: Item) -> Tokens:
+        """Append the end-of-text token to an answer that ends without an end token.
+
+        The end of an answer has loss. So has the text between the answer and its end: a model
+        reaches the end token through that text.
+        """
+        last: Message = item.content[-1]  # type: ignore[assignment]
+        if last["role"] in _ASKING or self._has_end(tokens.ids):
+            return tokens
+        ids, mask = [*tokens.ids, self._eos], tokens.mask
+        if mask is None:
+            return tokens._replace(ids=ids)
+        end = max((i + 1 for i, flag in enumerate(mask) if flag), default=len(mask))
+        return tokens._replace(ids=ids, mask=[*mask[:end], *[1] * (len(ids) - end)])
+
+    def _has_end(self, ids: list[int]) -> bool:
+        """Whether the last token that is no white space may end a turn."""
+        for token in reversed(ids):
+            if token in self._end_tokens:
+                return True
+            if str(self._tokenizer.decode([token])).strip():
+                return False
+        return False
+
+    def _check_arguments(self, items: list[Item], template: str) -> None:
+        """Warn once of each argument of a row that the template does not read."""
+        for name in sorted({name for item in items for name in item.template} - self._unused):
+            if re.search(rf"\b{re.escape(name)}\b", template):
+                continue
+            self._unused.add(name)
+            log.warning(
+                "%s: the chat template does not read %r (of the field %r), so the tokens do not "
+                "depend on it",
+                next(item.where for item in items if name in item.template),
+                name,
+                TOOLS if name == TOOLS else KWARGS,
+            )
+
+
+def _arguments_key(item: Item) -> str:
+    return json.dumps(item.template, sort_keys=True, default=str) if item.template else ""

@@ -1,0 +1,173 @@
+"""Separate prompts from answers that repeat them: whole chats, and pairs without a prompt.
+
+Public preference data comes in three layouts. The answers follow the prompt; or `chosen` and
+`rejected` are whole chats beside a `prompt`; or there is no `prompt`, and the two answers share
+their beginning. The rule for the last layout is `extract_prompt` of TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ed_data.errors import DataError
+from ed_data.kinds import kind_of
+from ed_data.schema import Content, Message
+
+#: Roles of messages that only a prompt begins with.
+_ASKING = ("system", "developer", "user")
+
+
+def separated(
+    prompt: Content | None, answers: dict[str, Content], where: str
+) -> tuple[Content, dict[str, Content]]:
+    """Return the prompt, and the answers without it.
+
+    Args:
+        prompt: of the row; None where the row has none.
+        answers: by field; at least two where there is no prompt.
+        where: the row, for messages.
+
+    Raises:
+        DataError: the parts of the row contradict each other.
+    """
+    are_chats = [kind_of(answer) == "chat" for answer in answers.values()]
+    if prompt is None or (not prompt and len(answers) > 1 and all(are_chats)):
+        return _shared_prompt(answers, where)
+    if prompt and any(are_chats) and kind_of(prompt) != "ids":
+        return _without_prompt(prompt, answers, where)
+    return prompt, answers
+
+
+def _shared_prompt(answers: dict[str, Content], where: str) -> tuple[Content, dict[str, Content]]:
+    """Take the longest common beginning of the answers as the prompt, as TRL does.
+
+    At least one message (character, token) is left to each answer. A space before the first
+    difference of two texts belongs to the answers.
+    """
+    kinds = {name: kind_of(answer) for name, answer in answers.items()}
+    if len({*kinds.values()}) > 1:
+        listed = " and ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
+        raise DataError(
+            f"{where}: the row has no prompt, and {listed}: the prompt is the beginning that both "
+            "share; add the field 'prompt', or give both in the same form"
+        )
+    length = _shared(list(answers.values()))
+    first = next(iter(answers.values()))
+    if not length and isinstance(first[0], dict) and first[0]["role"] in _ASKING:
+        raise DataError(
+            f"{where}: the row has no prompt, and {' and '.join(map(repr, answers))} begin with "
+            "different messages; add the field 'prompt', or correct the row"
+        )
+    return first[:length], {name: answer[length:] for name, answer in answers.items()}
+
+
+def _without_prompt(
+    prompt: Content, answers: dict[str, Content], where: str
+) -> tuple[Content, dict[str, Content]]:
+    """Take the prompt from the answers that are whole chats; leave the other answers as they are.
+
+    A prompt that is a text is the content of a user message. The system message may be on one side
+    alone.
+    """
+    chats: dict[str, list[Message]] = {
+        name: answer  # type: ignore[misc]
+        for name, answer in answers.items()
+        if kind_of(answer) == "chat"
+    }
+    repeated = {
+        name: length
+        for name, chat in chats.items()
+        if (length := _repeated(prompt, chat, [*chats.values()], f"{where}, {name!r}"))
+    }
+    if not repeated:
+        if isinstance(prompt, str) and len(chats) < len(answers):
+            # The answers of one row are shown in one way: a text is then a message too.
+            return [{"role": "user", "content": prompt}], answers
+        return prompt, answers
+    heads = [chats[name][:length] for name, length in repeated.items()]
+    if any(_plain(head) != _plain(heads[0]) for head in heads):
+        raise DataError(
+            f"{where}: {' and '.join(map(repr, repeated))} are whole chats that begin with "
+            "different prompts; correct the row"
+        )
+    head = heads[0]
+    if isinstance(prompt, list) and _is_system(prompt[0]) and not _is_system(head[0]):
+        head = [prompt[0], *head]
+    return head, {name: answer[repeated.get(name, 0) :] for name, answer in answers.items()}
+
+
+def _shared(answers: Sequence[Content]) -> int:
+    """How many messages (characters, tokens) all answers begin with; less than any has."""
+    first, *others = answers
+    length = 0
+    for i in range(min(map(len, answers)) - 1):
+        if any(first[i] != other[i] for other in others):
+            break
+        length = i + 1
+    return length - 1 if isinstance(first, str) and first[:length].endswith(" ") else length
+
+
+def _repeated(prompt: Content, chat: list[Message], chats: list[list[Message]], where: str) -> int:
+    """How many messages of a chat are the prompt; 0 where the chat is an answer alone."""
+    if isinstance(prompt, str):
+        return _with_question(prompt, chat, chats, where)
+    forms: list[list[Message]] = [prompt]  # type: ignore[list-item]
+    if _is_system(prompt[0]):
+        forms.append(prompt[1:])  # type: ignore[arg-type]
+    elif _is_system(chat[0]):
+        forms.append([chat[0], *prompt])  # type: ignore[list-item]
+    for form in forms:
+        if form and len(form) < len(chat) and _plain(chat[: len(form)]) == _plain(form):
+            return len(form)
+    follows_an_answer = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+    if _is_system(chat[0]) or (chat[0]["role"] == "user" and not follows_an_answer):
+        raise _contradiction(where, "its first messages are not those of the prompt")
+    return 0
+
+
+def _with_question(text: str, chat: list[Message], chats: list[list[Message]], where: str) -> int:
+    """As `_repeated`, for a prompt that is a text: the content of a user message."""
+    if chat[0]["role"] not in _ASKING:
+        return 0
+    asked = [i for i, message in enumerate(chat[:-1]) if _is_question(message, text)]
+    if not asked:
+        raise _contradiction(where, "no user message of the chat is the prompt")
+    whole = [other for other in chats if other[0]["role"] in _ASKING]
+    if len(whole) == 1:
+        return asked[-1] + 1
+    # A pair shares its prompt, which may go on after the message that the text repeats.
+    shared = _shared(whole)
+    if shared <= asked[0]:
+        raise _contradiction(where, "the chats differ before the message that is the prompt")
+    return shared
+
+
+def _contradiction(where: str, reason: str) -> DataError:
+    return DataError(
+        f"{where}: the answer is a chat that begins with a question, and it contradicts the field "
+        f"'prompt': {reason}; correct the row, or drop 'prompt' in format_callback to take the "
+        "prompt from the chats"
+    )
+
+
+def _is_question(message: Message, text: str) -> bool:
+    content = message.get("content")
+    is_text = isinstance(content, str)
+    return message["role"] == "user" and is_text and content.strip() == text.strip()
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message["role"] in ("system", "developer")
+
+
+def _plain(messages: list[Message]) -> list[Message]:
+    """Messages without the nulls that a table adds, and without space around contents."""
+    return [
+        {
+            key: value.strip() if key == "content" and isinstance(value, str) else value
+            for key, value in message.items()
+            if value is not None
+        }
+        for message in messages
+    ]

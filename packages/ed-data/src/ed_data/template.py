@@ -1,0 +1,86 @@
+"""The fields of a row that go to the chat template: `tools` and `chat_template_kwargs`.
+
+The names and the meaning are those of transformers and TRL. `tools` is a list of JSON schemas, and
+may be written as JSON text, because a table has one type for each column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ed_data.errors import DataError
+from ed_data.schema import Row
+
+TOOLS, KWARGS = "tools", "chat_template_kwargs"
+#: The fields of a row that are read for chats, beside the fields of the schema.
+FIELDS = (TOOLS, KWARGS)
+#: Parameters of `apply_chat_template` that this package sets itself.
+_RESERVED = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
+
+
+def template_arguments(row: Row, where: str) -> dict[str, Any]:
+    """Return the arguments that a row gives to the chat template, `tools` among them.
+
+    Args:
+        row: may have the fields `tools` and `chat_template_kwargs`; null and empty count as absent.
+        where: the row, for messages.
+
+    Raises:
+        DataError: a field has another type, or sets a parameter that this package sets.
+    """
+    tools, kwargs = (_parsed(row.get(name), name, where) for name in FIELDS)
+    arguments: dict[str, Any] = {}
+    if tools:
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise _wrong(TOOLS, "a list of JSON schemas", tools, where)
+        arguments[TOOLS] = tools
+    if kwargs:
+        if not isinstance(kwargs, Mapping):
+            raise _wrong(KWARGS, "a mapping from names to values", kwargs, where)
+        for name in kwargs:
+            if name in _RESERVED:
+                raise DataError(
+                    f"{where}: {KWARGS} sets {name!r}, which is a parameter of "
+                    "apply_chat_template and no variable of the template; remove the name"
+                )
+        # A table fills the names that a row does not have with null.
+        arguments.update({name: value for name, value in kwargs.items() if value is not None})
+    return arguments
+
+
+def _parsed(value: Any, name: str, where: str) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: {name!r} is a text, and not JSON: {error}; correct the row, or drop the "
+            "field in format_callback"
+        ) from error
+
+
+def _wrong(name: str, expected: str, value: Any, where: str) -> DataError:
+    shown = repr(value)
+    shown = shown if len(shown) < 80 else f"{shown[:77]}…"
+    return DataError(
+        f"{where}: {name!r} must be {expected}, or JSON text of it, not {shown}; correct the row, "
+        "or drop the field in format_callback"
+    )
