@@ -38,6 +38,25 @@ def test_the_report_of_a_run_file(run_file: Path, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_the_page_is_written_in_the_directory_of_the_trainer(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert CliRunner().invoke(data_app, [str(run_file)]).exit_code == 0
+    assert (tmp_path / "run" / "data.html").is_file()
+
+    settings = yaml.safe_load(run_file.read_text())
+    settings["model"]["tokenizer"] = str(tmp_path / "run" / "tokenizer")
+    settings["mixture"]["batch_size"] = 4
+    del settings["trainer"], settings["actions"]
+    run_file.write_text(yaml.safe_dump(settings))
+    done = CliRunner().invoke(data_app, [str(run_file)])
+    assert done.exit_code == 0 and "length of the documents" in done.output, done.output
+    assert "wrote" not in done.output
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_what_is_wrong_is_said(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"content": ')
     done = CliRunner().invoke(data_app, [str(run_file)])

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ed_elarge import local_tasks
+from ed_elarge import eLargeModel, evaluation, local_tasks
+from ed_elarge.action_options import EvalOptions
 from ed_infra.errors import ConfigError
 from ed_infra.testing import english_topics
 
@@ -43,6 +44,31 @@ def test_too_little_text_says_what_to_do(tmp_path: Path) -> None:
     # perplexity alone needs no questions
     local_tasks.write(["Too short."], tmp_path, [local_tasks.PERPLEXITY])
     assert json.loads((tmp_path / "heldout_perplexity.jsonl").read_text()) == {"text": "Too short."}
+
+
+def test_an_evaluation_without_a_trainer_writes_nothing_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    elm = eLargeModel.from_pretrained("model")
+    monkeypatch.setattr(elm, "held_out_texts", lambda: TEXTS)
+    tasks = elm.prepare_eval(EvalOptions(tasks=(local_tasks.PERPLEXITY,)))
+    assert local_tasks.PERPLEXITY in tasks.manager.all_tasks
+    assert tasks.results is None
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    named = elm.prepare_eval(EvalOptions(tasks=(local_tasks.PERPLEXITY,), output_path="r.json"))
+    assert named.results == Path("r.json")
+
+
+def test_bits_per_byte_are_printed_in_place_of_perplexities() -> None:
+    metrics = {"word_perplexity": 42555.0, "byte_perplexity": 5.9, "bits_per_byte": 2.6}
+    assert evaluation.shown(metrics) == {"bits_per_byte": 2.6}
+    assert evaluation.shown({"word_perplexity": 20.0}) == {"word_perplexity": 20.0}
+    found = {"results": {"task": {f"{name},none": value for name, value in metrics.items()}}}
+    assert evaluation.figures(found) == {"task": metrics}, "the files keep every metric"
 
 
 def test_lm_eval_runs_them(tmp_path: Path) -> None:

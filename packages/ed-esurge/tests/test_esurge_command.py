@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import pytest
 from ed_esurge.command import serve
 from ed_esurge.command.bench import Answer, figures, percentile
 from ed_esurge.command.chat import Conversation
 from ed_esurge.command.flags import add_options, documented, options_of, plain
+from ed_esurge.command.load import add_model_arguments, engine_of, tokenizer_of
 from ed_esurge.command.main import BAD_INPUT, main
 from ed_esurge.config import EngineConfig
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.launch import background
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_layers.quantization import QArray
+from flax import nnx
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +69,29 @@ def test_values_of_flags() -> None:
         parsed("--reserve-tokens", "9", "--max-model-len", "8")
 
 
+_CACHE_IN_INT8 = '{"kv_cache_quantization_config": {"dtype": "int8"}}'
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["serve", "./nowhere"], "not there"),
         (["serve", "x", "--config-kwargs", "[1]"], "--config-kwargs is a JSON object"),
         (["serve", "x", "--sharding-axis-dims", "a"], "--sharding-axis-dims"),
+        (["serve", "x", "--quantization", "awq"], "packed already (AWQ, GPTQ, "),
+        (
+            ["serve", "x", "-q", "nf4", "--config-kwargs", '{"bits": 4}'],
+            "--quantization and bits of --config-kwargs both quantize the weights",
+        ),
+        (["serve", "x", "--config-kwargs", '{"bits": 3}'], "bits = 3"),
+        (
+            ["serve", "x", "--config-kwargs", '{"quantization_config": {"quant_method": "awq"}}'],
+            "--quantization nf4",
+        ),
+        (
+            ["serve", "x", "--kv-cache-dtype", "fp8", "--config-kwargs", _CACHE_IN_INT8],
+            "--kv-cache-dtype and kv_cache_quantization_config of --config-kwargs",
+        ),
         (["serve", "x", "--also", "y", "--served-model-name", "z"], "--served-model-name"),
         (["serve", "x", "--also", "x"], "the same name"),
         (["run-batch", "x", "-i", "./nowhere", "-o", "-"], "nowhere cannot be opened"),
@@ -84,6 +105,55 @@ def test_wrong_input_is_one_line(
     assert main(arguments) == BAD_INPUT
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("error: ") and message in line
+
+
+def made(directory: Path, *flags: str) -> Any:
+    """The engine that flags of the command line describe."""
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    sizes = ["--max-model-len", "64", "--page-size", "8", "--compile-runner", "false"]
+    return engine_of(parser.parse_args([str(directory), "--max-num-seqs", "2", *sizes, *flags]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "formats"),
+    [
+        ([], set()),
+        (["--quantization", "nf4"], {"nf4"}),
+        (["-q", "bitsandbytes"], {"nf4"}),
+        (["--quantization", "fp8"], {"fp8"}),
+        (["--config-kwargs", '{"bits": 8}'], {"int8"}),
+        (["--config-kwargs", '{"quantization_config": {"method": "4bit"}}'], {"int4"}),
+    ],
+    ids=str,
+)
+def test_flags_quantize_the_weights(directory: Path, flags: list[str], formats: set[str]) -> None:
+    _, state = nnx.split(made(directory, *flags).loop.runner.model)
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, QArray))
+    assert {leaf.format for leaf in leaves if isinstance(leaf, QArray)} == formats
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("fp8", "float8_e4m3fn")],
+)
+def test_kv_cache_dtype_is_the_dtype_of_the_pages(directory: Path, dtype: str, stored: str) -> None:
+    engine = made(directory, "--kv-cache-dtype", dtype)
+    largest = max(jax.tree.leaves(engine.loop.runner.memory.cache), key=lambda leaf: leaf.size)
+    assert largest.dtype == stored
+
+
+def test_a_chat_template_replaces_that_of_the_tokenizer(directory: Path, tmp_path: Path) -> None:
+    text = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (tmp_path / "template.jinja").write_text(text)
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    for given in (text, str(tmp_path / "template.jinja")):
+        values = parser.parse_args([str(directory), "--chat-template", given])
+        assert tokenizer_of(values).chat_template == text
+    values = parser.parse_args([str(directory), "--chat-template", "nowhere.jinja"])
+    with pytest.raises(ConfigError, match=r"'nowhere.jinja' cannot be read"):
+        tokenizer_of(values)
 
 
 def test_a_conversation(surge, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer, TrainingDiverged
 from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.interrupt import StopRequest
 
 SETTINGS = {
     "total_batch_size": 8,
@@ -126,6 +128,25 @@ def test_stopped_and_resumed_equals_uninterrupted(toy, tmp_path, capsys, how):
     assert f"resumed from step {stopped_at} of 12" in capsys.readouterr().out
     assert second.stopped_by is None
     assert exact(tmp_path / "parts") == exact(tmp_path / "whole")
+
+
+def test_sigint_stops_a_training_in_the_background_and_nohup_ignores_sighup():
+    """A shell script starts its background jobs with SIGINT ignored."""
+    with signals_ignored(signal.SIGINT, signal.SIGHUP):
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason is None
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.reason == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+@contextmanager
+def signals_ignored(*numbers):
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_the_handlers_are_given_back(toy, tmp_path):

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 something failed that the input could not have shown; 2 th
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,8 +48,11 @@ def elarge(
 def data(
     file: Annotated[str, typer.Argument(help="The run file (YAML or JSON).")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where the page is written.")
-    ] = Path("data.html"),
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The page; default: data.html in the trainer's directory."
+        ),
+    ] = None,
     near: Annotated[
         bool, typer.Option("--near", help="Look for nearly equal documents too (MinHash).")
     ] = False,
@@ -106,6 +110,8 @@ def main() -> None:
 
     `elarge data FILE` is a command of its own; a run file that is called `data` is `elarge ./data`.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1:2] == ["data"]:
         data_app(sys.argv[2:], prog_name="elarge data")
     app(prog_name="elarge")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from ed_esurge.config import ServerLimits, UnknownFields
 from ed_esurge.replies.formats import REASONING_FORMATS, TOOL_FORMATS
+from ed_infra.chats import Prompts
 from ed_infra.options import Options, choice
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
@@ -58,10 +59,9 @@ class GenerateOptions(Options):
 
     ALIASES: ClassVar[Mapping[str, str]] = {"prompt": "prompts", "max_tokens": "max_new_tokens"}
 
-    prompts: Annotated[
-        Annotated[tuple[str, ...], Field(min_length=1)] | None, BeforeValidator(_one_or_more)
-    ] = None
-    """None: the beginning of a held-out text, or else "The"."""
+    prompts: Annotated[Prompts, Field(min_length=1)] | None = None
+    """Texts that the model continues, and conversations (lists of messages with `role` and
+    `content`) that the model answers. None: the beginning of a held-out text or chat, or "The"."""
     max_new_tokens: Positive = 64
     temperature: Temperature = 0.0
     """0 is greedy."""

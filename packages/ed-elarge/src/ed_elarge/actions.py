@@ -190,7 +190,11 @@ def generate(session: Session, options: GenerateOptions) -> None:
     completions = session.elm.generate(**options.model_dump(exclude_unset=True))
     session.summary.samples.extend(completions)
     for prompt, completion in completions:
-        print(f"--- {prompt!r} continues:\n{completion}\n---")
+        if isinstance(prompt, str):
+            print(f"--- {prompt!r} continues:\n{completion}\n---")
+        else:
+            asked = "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
+            print(f"--- {asked}\nassistant: {completion}\n---")
 
 
 def serve(session: Session, options: ServeOptions) -> None:

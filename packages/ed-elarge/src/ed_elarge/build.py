@@ -18,7 +18,7 @@ from ed_elarge.adaptation import WeightFormat
 from ed_elarge.errors import Problem
 from ed_elarge.model import eLargeModel
 from ed_elarge.run_config import RunConfig
-from ed_elarge.sections import ModelSection, OtherModelSection, TrainedTokenizer
+from ed_elarge.sections import ModelSection, OtherModelSection
 from ed_elarge.table import SECTIONS
 
 if TYPE_CHECKING:
@@ -38,24 +38,29 @@ if TYPE_CHECKING:
 
 def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     """Load the tokenizer, or train it on the training texts (once: it is kept in the run)."""
+    from ed_models.checkpoints.tokenizers import load_tokenizer, set_chat_template
+
     from ed_elarge import training_tokenizer
 
     run = elm.config
-    section = _model_section(run)
+    model = _model_section(run)
+    section = model.tokenizer_section
     with run.blame("model", "tokenizer"):
-        if isinstance(section.tokenizer, TrainedTokenizer):
-            return training_tokenizer.load_or_train(
-                section.tokenizer.train, _mixture(run), run.directory / "tokenizer", run.schema
+        if section.train is not None:
+            made = training_tokenizer.load_or_train(
+                section.train, _mixture(run), run.directory / "tokenizer", run.schema
             )
-        return _load_tokenizer(run, str(section.tokenizer or section.name_or_path))
-
-
-def _load_tokenizer(run: RunConfig, name: str) -> PreTrainedTokenizerBase:
-    from ed_models.checkpoints.tokenizers import load_tokenizer
-
-    extras = _model_section(run).extra_kwargs
-    trust = extras.trust_remote_code or run.loader.trust_remote_code
-    return load_tokenizer(name, revision=extras.revision, trust_remote_code=trust)
+        else:
+            extras = model.extra_kwargs
+            made = load_tokenizer(
+                str(section.name_or_path or model.name_or_path),
+                revision=extras.revision,
+                trust_remote_code=extras.trust_remote_code or run.loader.trust_remote_code,
+            )
+    if section.chat_template is not None:
+        with run.blame("model", "tokenizer", "chat_template"):
+            set_chat_template(made, section.chat_template)
+    return made
 
 
 # The model.

@@ -21,7 +21,7 @@ from ed_infra.fields import normalize as normalize_field
 from ed_elarge import architectures, local_tasks
 from ed_elarge.errors import KeyPath, Problem
 from ed_elarge.run_config import Action, RunConfig
-from ed_elarge.sections import EvalSection, SetsConfig, TrainedTokenizer
+from ed_elarge.sections import EvalSection, SetsConfig
 
 # The model.
 
@@ -38,8 +38,9 @@ def model_config(run: RunConfig) -> Iterator[Problem]:
         yield Problem((*here, key), message, unknown)
     yield from _execution_fields(model.config, here)
     size = model.config.get("vocab_size")
-    if isinstance(model.tokenizer, TrainedTokenizer) and size is not None and not problems:
-        wanted = model.tokenizer.train.vocab_size
+    train = model.tokenizer_section.train
+    if train is not None and size is not None and not problems:
+        wanted = train.vocab_size
         if size < wanted:
             message = (
                 f"{size} is less than the {wanted} of tokenizer.train: raise it, or leave it out"
@@ -52,11 +53,14 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
     model, mixture = run.model, run.mixture
     if model is None:
         return
-    if isinstance(model.tokenizer, TrainedTokenizer) and "mixture" not in run.written:
+    if model.tokenizer_section.train is not None and "mixture" not in run.written:
         message = "a tokenizer is trained on the texts of the section 'mixture', which is missing"
         yield Problem(("model", "tokenizer", "train"), message, True)
     other = mixture.tokenization.tokenizer if mixture is not None else None
-    if other is not None and other not in (model.tokenizer, model.name_or_path):
+    if other is not None and other not in (
+        model.tokenizer_section.name_or_path,
+        model.name_or_path,
+    ):
         yield Problem(
             ("mixture", "tokenization", "tokenizer"),
             f"{other!r} is not the model's tokenizer, and its ids would mean nothing to the "

@@ -13,8 +13,15 @@ from ed_elarge.model import eLargeModel
 from ed_elarge.normalize import normalize
 
 
-def show(path: str, output: Path, near: bool, samples: int) -> int:
+def show(path: str, output: Path | None, near: bool, samples: int) -> int:
     """Print the report, and write it as a page.
+
+    Args:
+        path: The run file.
+        output: The file of the page. None writes `data.html` in the directory of the trainer, and
+            no page where there is no trainer.
+        near: Whether to look for nearly equal documents.
+        samples: How many rows are shown.
 
     Raises:
         InputError: the file is wrong.
@@ -36,7 +43,12 @@ def show(path: str, output: Path, near: bool, samples: int) -> int:
             samples=samples,
         )
     print(found.text(colour=sys.stdout.isatty()))
+    if output is None and run.trainer is not None:
+        output = run.directory / "data.html"
+    if output is None:
+        return 0
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(found.html(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(

@@ -50,10 +50,13 @@ def _model(run: RunConfig) -> str:
         return ""
     if model.config is None:
         return f"model: {model.name_or_path} ({run.loader.dtype})"
-    trained = None if isinstance(model.tokenizer, (str, type(None))) else model.tokenizer.train
+    trained = model.tokenizer_section.train
     count = parameter_count(model.config, trained.vocab_size if trained else None)
     size = f", {count / 1e6:.1f}M parameters" if count else ""
-    tokenizer = f"a new tokenizer of {trained.vocab_size} tokens" if trained else model.tokenizer
+    if trained is not None:
+        tokenizer = f"a new tokenizer of {trained.vocab_size} tokens"
+    else:
+        tokenizer = str(model.tokenizer_section.name_or_path)
     return f"model: a new {model.config['model_type']}{size} ({run.loader.dtype}), {tokenizer}"
 
 

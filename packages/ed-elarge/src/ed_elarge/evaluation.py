@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError, did_you_mean
@@ -24,18 +25,19 @@ class Tasks:
     Args:
         options: names, and where else to look (`include_path`).
         held_out: reads the run's held-out texts, for the tasks that are made from them.
-        directory: a folder `tasks` in it gets those task files; `results.json` in it gets the
-            results, unless `options.output_path` names another file.
+        directory: Task files go to its folder `tasks`, and results to its file `results.json`,
+            unless `options.output_path` names another file. None: task files go to a temporary
+            folder, and results are written to `options.output_path` alone.
 
     Attributes:
-        results: the file of the results.
+        results: the file of the results, or None.
 
     Raises:
         ConfigError: lm-eval is not installed, a task does not exist, or its data cannot be had.
     """
 
     def __init__(
-        self, options: EvalSection, held_out: Callable[[], Sequence[str]], directory: Path
+        self, options: EvalSection, held_out: Callable[[], Sequence[str]], directory: Path | None
     ) -> None:
         if find_spec("lm_eval") is None:
             raise ConfigError("eval needs lm-eval: pip install 'ed-esurge[lm-eval]'")
@@ -44,13 +46,22 @@ class Tasks:
         local = [name for name in options.tasks if name in local_tasks.NAMES]
         paths: list[str | Path] = [*options.include_path]
         if local:
-            paths.append(str(local_tasks.write(held_out(), directory / "tasks", local)))
+            if directory is None:
+                self._temporary = TemporaryDirectory(
+                    prefix="elarge-tasks-"
+                )  # lives as long as self
+                folder = Path(self._temporary.name)
+            else:
+                folder = directory / "tasks"
+            paths.append(str(local_tasks.write(held_out(), folder, local)))
         # lm-eval's own tasks are thousands of files: they are listed only when one is asked for
         self.manager = TaskManager(include_path=paths or None, include_defaults=False)
         if any(name not in self.manager.all_tasks for name in options.tasks):
             self.manager = TaskManager(include_path=paths or None, include_defaults=True)
         self.options = options
-        self.results = Path(options.output_path or directory / "results.json")
+        self.results: Path | None = directory / "results.json" if directory else None
+        if options.output_path is not None:
+            self.results = Path(options.output_path)
         self._check_names()
         self._check_data([name for name in options.tasks if name not in local])
 
@@ -75,12 +86,15 @@ class Tasks:
 
 
 def run(engine: eSurge, tasks: Tasks, results_file: Path | None = None) -> dict[str, Any]:
-    """Evaluate, and keep the results; returns what lm-eval returns, with JSON values only.
+    """Evaluate, and write the results to their file.
 
     Args:
-        engine: answers the requests.
-        tasks: what is asked.
-        results_file: where the results go; default: `tasks.results`.
+        engine: Answers the requests.
+        tasks: The tasks.
+        results_file: The file of the results; None takes `tasks.results`.
+
+    Returns:
+        The results of lm-eval, with JSON values only.
     """
     from ed_esurge.lm_eval import eSurgeLM
     from lm_eval.evaluator import simple_evaluate
@@ -117,8 +131,9 @@ def run(engine: eSurge, tasks: Tasks, results_file: Path | None = None) -> dict[
     )
     text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
     file = results_file or tasks.results
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, "utf-8")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
     return json.loads(text)
 
 
@@ -132,6 +147,17 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
             if isinstance(value, float) and "," in name
         }
     return out
+
+
+def shown(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that are printed; the others stay in the files.
+
+    Bits per byte compare models of any tokenizer. The perplexities per word and per byte are the
+    same figure in other units, and per word a small model has tens of thousands.
+    """
+    if "bits_per_byte" not in metrics:
+        return metrics
+    return {k: v for k, v in metrics.items() if k not in ("word_perplexity", "byte_perplexity")}
 
 
 def _plain(value: object) -> object:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pkgutil
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from ed_infra.chats import Chat, Prompt
 from ed_infra.options import Options
 from ed_trainers.arguments import TrainingArguments
 
@@ -237,7 +237,8 @@ class eLargeModel(Setters):
             options: keys of the `eval` section, for this time.
 
         Returns:
-            lm-eval's results, which are also kept as JSON (`output_path`).
+            lm-eval's results. They are written as JSON too (`output_path`); without a trainer only
+            where `output_path` is set.
 
         Raises:
             ConfigError: an option is wrong, a task does not exist, or its data cannot be had.
@@ -254,34 +255,43 @@ class eLargeModel(Setters):
         from ed_elarge import evaluation
 
         merged = options.over(self.config.eval)
+        directory = self.config.directory / "eval" if self.config.trainer is not None else None
         return self.once(
             f"tasks {merged.model_dump_json()}",
-            lambda: evaluation.Tasks(merged, self.held_out_texts, self.config.directory / "eval"),
+            lambda: evaluation.Tasks(merged, self.held_out_texts, directory),
         )
 
     def generate(
-        self, prompts: Sequence[str] | str | None = None, **options: Any
-    ) -> list[tuple[str, str]]:
-        """Complete prompts with the engine: `[(prompt, completion), ...]`.
+        self, prompts: Sequence[Prompt] | Chat | str | None = None, **options: Any
+    ) -> list[tuple[Prompt, str]]:
+        """Complete prompts with the engine.
 
         Args:
-            prompts: texts; default: the beginning of a held-out text.
-            options: keys of the `generate` action.
+            prompts: Texts, conversations (lists of messages), or one of them. None takes the
+                beginning of a held-out text or chat.
+            options: Keys of the `generate` action.
+
+        Returns:
+            A pair of prompt and completion for each prompt.
+
+        Raises:
+            ConfigError: A prompt is a conversation, and the tokenizer has no chat template.
         """
         from ed_esurge.sampling import SamplingParams
+        from ed_esurge.template import ChatTemplate
+
+        from ed_elarge.openings import held_out_prompt
 
         keys = options if prompts is None else {**options, "prompts": prompts}
         values = _options(GenerateOptions, keys).model_dump()
-        texts = list(values.pop("prompts") or [self._default_prompt()])
+        given = values.pop("prompts") or [held_out_prompt(self.config, self.held_out_texts())]
         params = SamplingParams(max_tokens=values.pop("max_new_tokens"), **values)
-        outputs = self.build_esurge().generate(texts, params)
-        return [(p, out.outputs[0].text) for p, out in zip(texts, outputs, strict=True)]
-
-    def _default_prompt(self) -> str:
-        """The first dozen words of the longest held-out text, which the model has not seen."""
-        longest = max(self.held_out_texts(), key=len, default="The")
-        words = [match.end() for match in re.finditer(r"\S+", longest)]
-        return longest[: words[min(len(words), 12) - 1]]
+        engine = self.build_esurge()
+        ready = [
+            p if isinstance(p, str) else ChatTemplate(engine.tokenizer).token_ids(p) for p in given
+        ]
+        outputs = engine.generate(ready, params)
+        return [(p, out.outputs[0].text) for p, out in zip(given, outputs, strict=True)]
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted; options: of the `serve` action."""

@@ -46,18 +46,35 @@ class TokenizerTraining(Options):
     """Pairs seen less often are not merged."""
 
 
-class TrainedTokenizer(Options):
-    """`tokenizer: {train: {...}}`: this run makes its own tokenizer."""
+class TokenizerSection(Options):
+    """`model.tokenizer` as a mapping: which tokenizer, and its chat template."""
 
-    train: TokenizerTraining
+    ALIASES: ClassVar[Mapping[str, str]] = {"path": "name_or_path"}
+
+    name_or_path: Name | None = None
+    """A directory or a hub id. None: the model's own."""
+    train: TokenizerTraining | None = None
+    """Train a new tokenizer instead, on the texts of this run."""
+    chat_template: Name | None = None
+    """A Jinja template for chats: its text, or the path of a file. Training, generation and serving
+    use the template, and the saved model contains it (`chat_template.jinja`). None: the template
+    that the tokenizer has."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizerSection:
+        if self.name_or_path is not None and self.train is not None:
+            raise ValueError(
+                "name_or_path and train exclude each other: load a tokenizer, or train one"
+            )
+        return self
 
 
 def _tokenizer_kind(value: Any) -> str:
-    return "train" if isinstance(value, (Mapping, TrainedTokenizer)) else "path"
+    return "section" if isinstance(value, (Mapping, TokenizerSection)) else "path"
 
 
 Tokenizer = Annotated[
-    Annotated[str, Tag("path")] | Annotated[TrainedTokenizer, Tag("train")],
+    Annotated[str, Tag("path")] | Annotated[TokenizerSection, Tag("section")],
     Discriminator(_tokenizer_kind),
 ]
 
@@ -110,7 +127,7 @@ class ModelSection(Options):
     config: dict[str, Any] | None = None
     """A model configuration (`model_type` and its keys): the weights start random."""
     tokenizer: Tokenizer | None = None
-    """A directory, a hub id, or `{train: {vocab_size: N}}`. None: the model's own."""
+    """A directory, a hub id, or a section. None: the model's own."""
     task: Annotated[TaskType, BeforeValidator(_task)] = TaskType.CAUSAL_LM
     """What the model is for; `auto-bind` reads the task from the checkpoint."""
     extra_kwargs: LoadingExtras = LoadingExtras()
@@ -122,12 +139,20 @@ class ModelSection(Options):
                 "give either name_or_path (an existing model) or config (a new one, trained from "
                 "scratch), and not both"
             )
-        if self.config is not None and self.tokenizer is None:
+        given = self.tokenizer_section
+        if self.config is not None and given.name_or_path is None and given.train is None:
             raise ValueError(
                 "no tokenizer is set, and a model that is built from a config has no tokenizer of "
                 "its own: give tokenizer: PATH or tokenizer: {train: {vocab_size: N}}"
             )
         return self
+
+    @property
+    def tokenizer_section(self) -> TokenizerSection:
+        """`tokenizer` as a section, however it was written."""
+        if isinstance(self.tokenizer, TokenizerSection):
+            return self.tokenizer
+        return TokenizerSection(name_or_path=self.tokenizer)
 
 
 class OtherModelSection(Options):
@@ -295,5 +320,6 @@ class EvalSection(Options):
     numpy_random_seed: Seed = 1234
     fewshot_random_seed: Seed = 1234
     output_path: Name | None = None
-    """JSON file for the results; None: `eval/results.json` in the run's directory."""
+    """JSON file for the results. None: `eval/results.json` in the directory of the trainer; without
+    a trainer the results are printed alone."""
     print_results: bool = True

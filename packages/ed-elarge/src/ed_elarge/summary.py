@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from ed_infra.chats import Prompt
 
 from ed_elarge import evaluation
+from ed_elarge.openings import trains_on_chats
 
 if TYPE_CHECKING:
     from ed_trainers.trainer import TrainerOutput
@@ -29,7 +31,8 @@ class Summary:
         self.learned: Learned | None = None
         self.evaluation: dict[str, dict[str, float]] = {}
         self.results: Path | None = None
-        self.samples: list[tuple[str, str]] = []
+        self.samples: list[tuple[Prompt, str]] = []
+        self.chats = False
         self._shown = False
 
     @property
@@ -40,19 +43,19 @@ class Summary:
 
     @property
     def adapter(self) -> Path | None:
-        """Where the adapters are, if they were saved and are not merged into a model."""
+        """Where the adapters are, if they were saved; a merged model lies beside them."""
         path = self.directory / "adapter" if self.directory is not None else None
-        alone = path is not None and (path / "adapter_config.json").is_file() and not self.model
-        return path if alone else None
+        return path if path is not None and (path / "adapter_config.json").is_file() else None
 
     def trained(self, output: TrainerOutput, run: RunConfig) -> None:
         """Training ended."""
         self.directory = run.directory
         self.base = {k: run.written[k] for k in ("model", "quantization") if run.written.get(k)}
         self.metrics = dict(output.metrics)
+        self.chats = trains_on_chats(run)
 
-    def evaluated(self, results: dict[str, Any], path: Path) -> None:
-        """An evaluation ended."""
+    def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
+        """Keep the figures of an evaluation, and the file with its results."""
         self.evaluation.update(evaluation.figures(results))
         self.results = path
 
@@ -63,9 +66,9 @@ class Summary:
             print(f"what was trained is kept: {kept}", file=sys.stderr)
 
     def print_evaluation(self, results: dict[str, Any]) -> None:
-        """One line for each metric of an evaluation."""
+        """Print a line for each metric of an evaluation."""
         for task, metrics in evaluation.figures(results).items():
-            for name, value in metrics.items():
+            for name, value in evaluation.shown(metrics).items():
                 print(f"{task}: {name} {value:.4f}")
 
     def show(self) -> None:
@@ -111,7 +114,8 @@ class Summary:
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "by lm-eval"))
-            rows += [(f"  {name}", f"{value:.4f}", "") for name, value in metrics.items()]
+            shown = evaluation.shown(metrics)
+            rows += [(f"  {name}", f"{value:.4f}", "") for name, value in shown.items()]
         return rows
 
     def _keep(self, directory: Path) -> None:
@@ -155,16 +159,23 @@ class Summary:
                 lines.append(f"  {label:<29}{directory / name}")
         if self.results is not None:
             lines.append(f"  {'evaluation':<29}{self.results}")
-        if self.model is not None:
+        if self._served():
             uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
-            ask = json.dumps({"prompt": "The", "max_tokens": 32})
+            route, request = self._suggestion()
             lines += [
                 "What to type next",
                 f"  serve it:  {uv}elarge {directory / 'serve.yaml'}",
-                "  ask it:    curl -s http://127.0.0.1:11556/v1/completions "
-                f"-H 'Content-Type: application/json' -d '{ask}'",
+                f"  ask it:    curl -s http://127.0.0.1:11556/v1/{route} "
+                f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'",
             ]
         return "\n".join(lines)
+
+    def _suggestion(self) -> tuple[str, dict[str, Any]]:
+        """Return the route and the body of a request to the model that was trained."""
+        if self.chats:
+            messages = [{"role": "user", "content": "Hello"}]
+            return "chat/completions", {"messages": messages, "max_tokens": 32}
+        return "completions", {"prompt": "The", "max_tokens": 32}
 
 
 def _against(other: float, own: float) -> tuple[str, str]:

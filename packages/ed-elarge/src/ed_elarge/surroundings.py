@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ed_data.config import FILE_TYPES, Inform
+from ed_infra.chats import read_chat_template
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_trainers.options.online import RewardedArguments, RewardName
 from ed_trainers.options.self_play import SelfPlayArguments
@@ -39,8 +40,17 @@ def model(run: RunConfig) -> Iterator[Problem]:
     section = run.model
     if section is None:
         return
-    if isinstance(section.tokenizer, str):
-        yield from _model_directory(("model", "tokenizer"), section.tokenizer, _TOKENIZER_FILES)
+    tokenizer = section.tokenizer_section
+    if tokenizer.name_or_path is not None:
+        here = ("model", "tokenizer")
+        if not isinstance(section.tokenizer, str):
+            here += ("name_or_path",)
+        yield from _model_directory(here, tokenizer.name_or_path, _TOKENIZER_FILES)
+    if tokenizer.chat_template is not None:
+        try:
+            read_chat_template(tokenizer.chat_template)
+        except ConfigError as error:
+            yield Problem(("model", "tokenizer", "chat_template"), str(error))
     if section.name_or_path is None:
         return
     here = ("model", "name_or_path")

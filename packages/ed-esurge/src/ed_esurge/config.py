@@ -84,7 +84,8 @@ class EngineConfig(Options):
 
     # How much fits.
     max_model_len: PositiveInt = 8192
-    """Longest prompt plus completion. Capped at the model's own limit, with a message."""
+    """Longest prompt plus completion. The engine uses the model's own limit where that is lower,
+    and logs a message where this option was set."""
     max_num_seqs: Annotated[int, Field(gt=0, le=2**16)] = 256
     """Most sequences in one step. On a CPU the default is 16, because more take longer to
     compile."""

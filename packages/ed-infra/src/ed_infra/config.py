@@ -49,9 +49,10 @@ from ed_infra.fields import (
 from ed_infra.logging import get_logger, once
 from ed_infra.mesh import create_mesh
 from ed_infra.partition import PartitionManager
+from ed_infra.plausible import check_plausible
 from ed_infra.rope_parameters import check_parameters
 from ed_infra.sealed import MeshRecipe, Runtime, freeze, thaw
-from ed_infra.specs import EasyDeLQuantizationConfig, to_json
+from ed_infra.specs import FORMAT_OF_BITS, EasyDeLQuantizationConfig, to_json
 
 logger = get_logger(__name__)
 
@@ -105,7 +106,7 @@ class EasyDeLBaseConfig(StoredConfig):
         """Check the whole, expand shorthands, and warn of fields without effect."""
         self._check(names=not reading_file.get())
         if self.bits is not None and self.quantization_config is None:
-            self.quantization_config = EasyDeLQuantizationConfig({4: "nf4", 8: "int8"}[self.bits])
+            self.quantization_config = EasyDeLQuantizationConfig(FORMAT_OF_BITS[self.bits])
         if self.use_sharded_kv_caching and self.kv_cache_quantization_config is not None:
             warnings.warn(
                 "kv_cache_quantization_config with use_sharded_kv_caching: each shard of the cache "
@@ -142,6 +143,7 @@ class EasyDeLBaseConfig(StoredConfig):
             self._check_rope(value)
         else:
             value = architecture_value(key, value, from_file=reading_file.get())
+        check_plausible(key, value, type(self).attribute_map)
         if not key.startswith("_") and self.is_sealed:
             current = getattr(self, key, _MISSING)
             if current is value or current == value:

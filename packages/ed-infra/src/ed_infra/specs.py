@@ -40,6 +40,9 @@ QUANTIZATION_ALIASES: dict[str, str] = {
     "affine": "int4",
 }
 
+#: The field `bits` -> the format that the number stands for.
+FORMAT_OF_BITS: dict[int, str] = {4: "nf4", 8: "int8"}
+
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -48,7 +48,7 @@ def parity(subject: Subject) -> float:
     """Logits of rows padded on the left equal Hugging Face's."""
     ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
     real = subject.mask != 0
-    return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound)
+    return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound, "logits")
 
 
 def gradients(subject: Subject) -> float:
@@ -70,7 +70,7 @@ def gradients(subject: Subject) -> float:
         return nnx.merge(graphdef, params, other).compute_loss(subject.ids)[0].loss
 
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
-    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound)
+    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound, "the loss")
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
     # Some vanish in exact arithmetic, as of the bias of keys without positions: what is left of
@@ -82,7 +82,7 @@ def gradients(subject: Subject) -> float:
         expected = grads[name].numpy() if name in grads else np.zeros(table.hf_shapes[name])
         got = table.save(name, lambda ours, at: by_name[ours][at])
         scale = max(float(np.abs(expected).max()), least)
-        worst = max(worst, _near(got / scale, expected / scale, GRADIENTS, name))
+        worst = max(worst, _near(got / scale, expected / scale, GRADIENTS, f"gradient of {name}"))
     return worst
 
 
@@ -111,7 +111,7 @@ def cache(subject: Subject) -> float:
         out = forward(model, input_ids=subject.ids[:, at : at + n], past_key_values=filled)
         filled, at = out.past_key_values, at + n
         parts.append(np.asarray(out.logits))
-    return _near(np.concatenate(parts, axis=1), subject.logits, OURS)
+    return _near(np.concatenate(parts, axis=1), subject.logits, OURS, "logits")
 
 
 def pages(subject: Subject) -> float:
@@ -142,7 +142,8 @@ def pages(subject: Subject) -> float:
         for row in range(B):
             got[row].append(np.asarray(out.logits)[0, ends[row] : ends[row + 1]])
     return max(
-        _near(np.concatenate(got[row]), subject.logits[row], OURS, f"row {row}") for row in range(B)
+        _near(np.concatenate(got[row]), subject.logits[row], OURS, f"logits of row {row}")
+        for row in range(B)
     )
 
 
@@ -155,7 +156,9 @@ def packed(subject: Subject) -> float:
     for segment in (1, 2, 3):
         at = np.flatnonzero(segments[0] == segment)
         alone = forward(subject.model, input_ids=ids[:, at]).logits
-        worst = max(worst, _near(got[0, at], np.asarray(alone)[0], OURS))
+        worst = max(
+            worst, _near(got[0, at], np.asarray(alone)[0], OURS, f"logits of document {segment}")
+        )
     return worst
 
 
@@ -167,14 +170,21 @@ def padding(subject: Subject) -> float:
         out = forward(
             model, input_ids=subject.ids, attention_mask=subject.mask, past_key_values=filled
         )
-        worst = max(worst, _near(np.asarray(out.logits)[row, PAD[row] :], alone[0], OURS))
+        worst = max(
+            worst,
+            _near(
+                np.asarray(out.logits)[row, PAD[row] :], alone[0], OURS, "logits of the padded row"
+            ),
+        )
     return worst
 
 
 def layouts(subject: Subject) -> float:
     """Unrolled layers give the logits of scanned ones."""
     other = subject.load(scan_layers=subject.model.layout == "leaves")
-    return _near(np.asarray(forward(other, input_ids=subject.ids).logits), subject.logits, OURS)
+    return _near(
+        np.asarray(forward(other, input_ids=subject.ids).logits), subject.logits, OURS, "logits"
+    )
 
 
 def meshes(subject: Subject) -> float:
@@ -183,7 +193,7 @@ def meshes(subject: Subject) -> float:
     for dims in MESHES:
         model = subject.load(dims)
         got = np.asarray(forward(model, input_ids=subject.ids).logits)
-        worst = max(worst, _near(got, subject.logits, OURS, f"mesh {dims}"))
+        worst = max(worst, _near(got, subject.logits, OURS, f"logits on mesh {dims}"))
     return worst
 
 
@@ -204,7 +214,7 @@ def saved(subject: Subject) -> float:
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
     got = torch_logits(subject, again.eval())
     real = subject.mask != 0
-    return _near(got[real], subject.torch_logits[real], 0.0)
+    return _near(got[real], subject.torch_logits[real], 0.0, "logits of the saved model")
 
 
 Check = Callable[[Subject], float]
@@ -229,11 +239,18 @@ CHECKS: Mapping[str, Check] = {
 FAST = ("parity", "cache")
 
 
-def _near(got: np.ndarray, expected: Any, bound: float, where: str = "") -> float:
-    """The largest difference; AssertionError beyond the bound."""
-    assert np.shape(got) == np.shape(expected), f"{where} {np.shape(got)} {np.shape(expected)}"
+def _near(got: np.ndarray, expected: Any, bound: float, what: str) -> float:
+    """Return the largest difference.
+
+    Raises:
+        AssertionError: The shapes differ, or the difference exceeds the bound.
+    """
+    shapes = np.shape(got), np.shape(expected)
+    assert shapes[0] == shapes[1], f"{what}: the shape is {shapes[0]} and should be {shapes[1]}"
     error = float(np.abs(got - np.asarray(expected)).max())
-    assert error <= bound, f"{where} differs by {error:.2e}, more than {bound:.0e}"
+    assert error <= bound, (
+        f"{what}: the largest difference is {error:.2e}, above the bound of {bound:.0e}"
+    )
     return error
 
 

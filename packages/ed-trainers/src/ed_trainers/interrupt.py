@@ -18,6 +18,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 _SAVE = getattr(signal, "SIGUSR1", None)
+# A shell script starts its background jobs with SIGINT ignored; SIGINT still stops a training.
+# Only nohup, which ignores SIGHUP, keeps its meaning.
+_HANGUP = getattr(signal, "SIGHUP", None)
 
 
 class StopRequest:
@@ -41,7 +44,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+                if number != _HANGUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._old[number] = signal.signal(number, self._on_signal)
             if _SAVE is not None:
                 self._old[_SAVE] = signal.signal(_SAVE, self._on_save)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
+from ed_infra.chats import Prompt
 from ed_infra.errors import ConfigError
 
 from ed_trainers.endings import until_end
@@ -137,10 +138,10 @@ class Previews:
     def _find_prompts(self) -> list[list[int]]:
         arguments = self._arguments
         if arguments.generation_prompts:
-            prompts = [self._tokenizer.encode(text) for text in arguments.generation_prompts]
-            for text, prompt in zip(arguments.generation_prompts, prompts, strict=True):
+            prompts = [self._encode(prompt) for prompt in arguments.generation_prompts]
+            for written, prompt in zip(arguments.generation_prompts, prompts, strict=True):
                 if not prompt:
-                    raise ConfigError(f"generation_prompts: {text!r} has no tokens")
+                    raise ConfigError(f"generation_prompts: {written!r} has no tokens")
             return prompts
         assert self._held_out is not None
         prompts: list[list[int]] = []
@@ -153,6 +154,20 @@ class Previews:
                 "eval_dataset has no documents to begin: set generation_prompts for previews"
             )
         return prompts[: arguments.generation_num_prompts]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a text, or of a conversation that ends with the start of an answer."""
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                "generation_prompts has a conversation, and the tokenizer has no chat template: "
+                "set one (in a run file model.tokenizer.chat_template), or give texts"
+            )
+        encoded = cast(Any, self._tokenizer).apply_chat_template(
+            [*prompt], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
 
 
 def beginnings(batch: HostBatch | object) -> list[list[int]]:

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.compile_cache import keep_compiled_programs
 from ed_infra.errors import ConfigError
+from ed_infra.fields import canonical_field, normalize
+from ed_infra.specs import (
+    FORMAT_OF_BITS,
+    KV_CACHE_FORMATS,
+    QUANTIZATION_ALIASES,
+    QUANTIZATION_FORMATS,
+)
 
 from ed_esurge.command.flags import add_options, mapping_of, options_of
 from ed_esurge.config import EngineConfig
@@ -17,6 +24,13 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
 
 _DTYPES = ("float32", "bfloat16", "float16")
+#: vLLM's names of formats that weights are quantized to while they are read.
+_VLLM_FORMATS = {"bitsandbytes": "nf4"}
+#: Value of `--kv-cache-dtype` -> our name of the format or dtype. The values are vLLM's.
+_CACHE_DTYPES = {
+    **{name: name for name in (*_DTYPES, *KV_CACHE_FORMATS)},
+    "fp8_e4m3": "fp8",
+}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +52,29 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices along (dp, fsdp, ep, tp, sp); -1 takes what remains (%(default)s)",
     )
     group.add_argument(
+        "--quantization",
+        "-q",
+        metavar="FORMAT",
+        help=f"quantize the weights while they are read: {', '.join(QUANTIZATION_FORMATS)}, or "
+        "bitsandbytes (nf4); a checkpoint that is packed already is read as it is without this",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", *_CACHE_DTYPES),
+        default="auto",
+        help="of cached keys and values; auto: the dtype of the computation",
+    )
+    group.add_argument(
         "--config-kwargs",
         metavar="JSON",
-        help="further fields of the model's configuration",
+        help="further fields of the model's configuration; bits and quantization_config quantize "
+        "the weights",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="TEMPLATE",
+        help="a Jinja template for chats, a file or the text; default: the tokenizer's own, and "
+        "without one chats are refused",
     )
     group.add_argument(
         "--trust-remote-code",
@@ -57,7 +91,7 @@ def engine_of(values: argparse.Namespace) -> eSurge:
         EasyDeLError: an option is wrong, or the model cannot be loaded.
     """
     options = options_of(values, EngineConfig)
-    fields = mapping_of(values.config_kwargs, "--config-kwargs")
+    rules, fields = quantization_of(values)
     dims = dims_of(values.sharding_axis_dims)
     logger = logging.getLogger("ed_esurge")
     logger.setLevel(logging.INFO)
@@ -82,16 +116,74 @@ def engine_of(values: argparse.Namespace) -> eSurge:
         param_dtype=dtype,
         sharding_axis_dims=dims,
         config_kwargs=fields,
+        quantization_config=rules,
+        apply_quantization=rules is not None,
         revision=values.revision,
     )
     return eSurge(model, tokenizer_of(values), options, model_name=name_of(values.model))
+
+
+def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return what the weights are quantized to, and the other fields of the configuration.
+
+    Raises:
+        ConfigError: A format is unknown, or two arguments name one.
+    """
+    given = mapping_of(values.config_kwargs, "--config-kwargs")
+    fields = {canonical_field(name): value for name, value in given.items()}
+    bits = normalize("bits", fields.pop("bits", None))
+    rules = {
+        "--quantization": _format_of(values.quantization),
+        "quantization_config of --config-kwargs": normalize(
+            "quantization_config", fields.pop("quantization_config", None)
+        ),
+        "bits of --config-kwargs": None if bits is None else FORMAT_OF_BITS[bits],
+    }
+    named = {where: rule for where, rule in rules.items() if rule is not None}
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} both quantize the weights: keep one of them")
+    rule = next(iter(named.values()), None)
+    if isinstance(rule, dict):
+        raise ConfigError(
+            f"quantization_config of --config-kwargs has quant_method={rule['quant_method']!r}, "
+            "which describes the files of a packed checkpoint; such a checkpoint is read as it is. "
+            'To quantize while loading, give {"dtype": "nf4"} or --quantization nf4'
+        )
+    cache = _cache_fields(values)
+    for name in fields.keys() & cache.keys():
+        raise ConfigError(f"--kv-cache-dtype and {name} of --config-kwargs: keep one of them")
+    return ({"dtype": rule} if isinstance(rule, str) else rule), fields | cache
+
+
+def _format_of(name: str | None) -> str | None:
+    if name is None:
+        return None
+    found = QUANTIZATION_ALIASES.get(name, _VLLM_FORMATS.get(name, name))
+    if found not in QUANTIZATION_FORMATS:
+        raise ConfigError(
+            f"--quantization {name} is no format to quantize weights to: take one of "
+            f"{', '.join(QUANTIZATION_FORMATS)}. A checkpoint that is packed already (AWQ, GPTQ, "
+            "bitsandbytes, compressed-tensors, FP8) is read as it is: leave --quantization out"
+        )
+    return found
+
+
+def _cache_fields(values: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the configuration that `--kv-cache-dtype` sets."""
+    name = _CACHE_DTYPES.get(values.kv_cache_dtype)
+    if name is None:
+        return {}
+    if name in KV_CACHE_FORMATS:
+        return {"kv_cache_quantization_config": {"dtype": name}}
+    return {"kvdtype": name}
 
 
 def tokenizer_of(values: argparse.Namespace) -> Any:
     """The tokenizer that the arguments name.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is no tokenizer.
+        ConfigError: The chat template cannot be read.
     """
     from ed_models.checkpoints.tokenizers import load_tokenizer
 
@@ -99,6 +191,7 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
         values.tokenizer or values.model,
         revision=None if values.tokenizer else values.revision,
         trust_remote_code=values.trust_remote_code,
+        chat_template=values.chat_template,
     )
 
 

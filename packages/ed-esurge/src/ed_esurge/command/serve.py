@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     group.add_argument("--port", type=int, default=11556, help="0 takes a free one (%(default)s)")
     group.add_argument("--served-model-name", nargs="+", help="what clients call the model")
-    group.add_argument("--chat-template", help="a file with a template to use for the tokenizer's")
     group.add_argument(
         "--api-key-file",
         help=f"JSON list of keys, each with a sha256; or set {KEY} to a single key",
@@ -100,10 +99,6 @@ def run(values: argparse.Namespace) -> int:
     limits = ServerLimits(**mapping_of(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = read_keys(values.api_key_file) if values.api_key_file else []
-    template = None
-    if values.chat_template is not None:
-        with open(values.chat_template, encoding="utf-8") as file:
-            template = file.read()
     distributed.initialize()
     serve(
         engines_of(values),
@@ -111,7 +106,6 @@ def run(values: argparse.Namespace) -> int:
         values.port,
         served_model_name=values.served_model_name,
         api_key=[*keys, *([key] if key else [])] or None,
-        chat_template=template,
         cors_origins=values.cors_origins,
         allowed_hosts=values.allowed_hosts,
         limits=limits,

@@ -4,30 +4,62 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ed_infra.errors import CheckpointError
+from ed_infra.chats import read_chat_template
+from ed_infra.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory or a hub repository.
 
     Args:
-        name: the directory or repository.
-        revision: branch, tag or commit of a repository.
-        trust_remote_code: let the repository run its own Python code.
+        name: The directory or repository.
+        revision: The branch, tag or commit of a repository.
+        trust_remote_code: Whether the repository may run its own Python code.
+        chat_template: See `set_chat_template`. None keeps the template of the tokenizer.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is no tokenizer.
+        ConfigError: The chat template cannot be read.
     """
     from transformers import AutoTokenizer
 
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, **options
+        )
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"no tokenizer could be loaded from {name!r}: {reason}") from error
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
+    """Replace the chat template of a tokenizer; `save_pretrained` then writes the new template.
+
+    Args:
+        tokenizer: The tokenizer, which is changed.
+        chat_template: The text of a Jinja template, or the path of a file that contains one.
+
+    Raises:
+        ConfigError: The file cannot be read, or the text is not a Jinja template.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    text = read_chat_template(chat_template)
+    try:
+        _compile_jinja_template(text)
+    except Exception as error:  # jinja2 is no dependency of this package
+        raise ConfigError(f"chat_template is not a Jinja template: {error}") from error
+    tokenizer.chat_template = text

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from ed_infra.chats import Prompts
 from ed_infra.errors import ConfigError
 from ed_infra.options import (
     Count,
@@ -198,8 +199,9 @@ class TrainingArguments(Options):
     generation_interval: Steps | None = None
     """Steps between previews, and one at the end: completions of a few prompts by the present
     weights, in the terminal, the metrics and the report; None shows none."""
-    generation_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Prompts of the previews; without them beginnings of held-out documents."""
+    generation_prompts: Prompts = ()
+    """Prompts of the previews: texts, and conversations (lists of messages with `role` and
+    `content`). Without prompts, previews begin held-out documents."""
     generation_num_prompts: Annotated[int, Field(ge=1, le=64)] = 3
     """How many held-out documents a preview begins, without `generation_prompts`."""
     generation_max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 64

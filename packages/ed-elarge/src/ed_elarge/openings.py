@@ -1,0 +1,50 @@
+"""What a trained model is asked first: the sample of a run, and the request that it suggests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ed_data import contents, documents
+from ed_data.schema import Content
+from ed_infra.chats import Chat, Prompt
+
+from ed_elarge.run_config import RunConfig
+
+_WORDS = 12
+
+
+def trains_on_chats(run: RunConfig) -> bool:
+    """Return whether the first row of the mixture is a chat."""
+    if run.mixture is None:
+        return False
+    first = next(documents(run.mixture.informs[0], schema=run.schema), None)
+    return first is not None and _is_chat(first.content)
+
+
+def held_out_prompt(run: RunConfig, texts: Sequence[str]) -> Prompt:
+    """Return a prompt that training does not see.
+
+    This is the beginning of the longest held-out text, or of the first held-out chat.
+
+    Args:
+        run: The run with its mixture.
+        texts: The held-out texts; empty where nothing is held out.
+    """
+    if texts and run.mixture is not None and trains_on_chats(run):
+        chats = contents(run.mixture, "eval", schema=run.schema)
+        return question(next(chat for chat in chats if _is_chat(chat)))
+    longest = max(texts, key=len, default="The")
+    words = [match.end() for match in re.finditer(r"\S+", longest)]
+    return longest[: words[min(len(words), _WORDS) - 1]]
+
+
+def question(chat: Any) -> Chat:
+    """Return the messages of a chat before its first answer."""
+    answers = (i for i, message in enumerate(chat) if message["role"] == "assistant")
+    return tuple(chat[: next(answers, len(chat)) or 1])
+
+
+def _is_chat(content: Content) -> bool:
+    return not isinstance(content, str) and bool(content) and isinstance(content[0], dict)

@@ -1,0 +1,62 @@
+"""What a user writes about chats: a chat template, and prompts that are conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+
+from ed_infra.errors import ConfigError
+
+#: Characters of Jinja text that the name of a file does not have; vLLM uses the same rule.
+_OF_JINJA = "{}\n"
+
+
+def read_chat_template(value: str) -> str:
+    """Return the text of a chat template.
+
+    Args:
+        value: The path of a file, relative to the working directory, or the Jinja text itself.
+
+    Raises:
+        ConfigError: The value is not Jinja text, and no such file can be read.
+    """
+    if any(mark in value for mark in _OF_JINJA):
+        return value
+    try:
+        return Path(value).expanduser().read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"chat_template {value!r} cannot be read ({reason}): give the path of a file with a "
+            "Jinja template, or the text of the template"
+        ) from error
+
+
+def _message(value: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value.get("role"), str):
+        raise ValueError("a message needs a role: {role: user, content: TEXT}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "text" if isinstance(value, str) else "chat"
+
+
+def _one_or_more(value: Any) -> Any:
+    """Put one prompt, a text or a list of messages, into a tuple."""
+    chat = isinstance(value, (list, tuple)) and value and all(isinstance(m, Mapping) for m in value)
+    return (value,) if chat or isinstance(value, str) else value
+
+
+Message = Annotated[dict[str, Any], AfterValidator(_message)]
+Chat = Annotated[tuple[Message, ...], Field(min_length=1)]
+#: A text that the model continues, or a conversation that the model answers.
+Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Chat, Tag("chat")],
+    Discriminator(_kind),
+]
+#: Prompts, or one prompt alone.
+Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_one_or_more)]

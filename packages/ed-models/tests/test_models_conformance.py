@@ -1,0 +1,12 @@
+"""The conformance suite: what a failed comparison says."""
+
+import numpy as np
+import pytest
+from ed_models.conformance import _near
+
+
+def test_a_failed_comparison_names_its_subject() -> None:
+    with pytest.raises(AssertionError, match=r"logits: the largest difference is 1\.00e\+00, abo"):
+        _near(np.ones(2), np.zeros(2), 0.5, "logits")
+    with pytest.raises(AssertionError, match=r"logits: the shape is \(2,\) and should be \(3,\)"):
+        _near(np.ones(2), np.zeros(3), 0.5, "logits")
