@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -297,3 +298,50 @@ def test_a_process_without_the_devices_says_so(monkeypatch: pytest.MonkeyPatch):
     assert "4 of them are not in this process" in said and "set_model_mesh" in said
     with pytest.raises(MeshError, match="occurs twice"):
         llama().create_mesh((1, 1), ("a", "a"))
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (LlamaConfig, {"rms_norm_eps": math.nan}, "rms_norm_eps = nan must be a finite number"),
+        (LlamaConfig, {"rms_norm_eps": -math.inf}, "rms_norm_eps = -inf must be a finite number"),
+        (
+            GPT2Config,
+            {"initializer_range": math.inf},
+            "initializer_range = inf must be a finite number",
+        ),
+        (
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": math.nan}},
+            r"rope_parameters\.factor = nan must be a finite number",
+        ),
+        (LlamaConfig, {"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 .* at most 10000"),
+        (GPT2Config, {"n_layer": 10**6}, "n_layer = 1000000 is invalid"),
+        (GPT2Config, {"hidden_size": 10**9}, "hidden_size = 1000000000 is invalid"),
+        (LlamaConfig, {"vocab_size": 2**40}, "at most 67108864 is allowed"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_at_once(cls, values, message) -> None:
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match=message):
+        cls(**values)
+    with pytest.raises(ConfigError, match=message):
+        cls.from_dict(values)
+    assert time.perf_counter() - began < 2
+
+
+def test_numbers_that_are_assigned_later_are_checked() -> None:
+    config = LlamaConfig()
+    with pytest.raises(ConfigError, match="rms_norm_eps = nan"):
+        config.rms_norm_eps = math.nan
+    with pytest.raises(ConfigError, match="num_hidden_layers = 100000 "):
+        config.replace(num_hidden_layers=100_000)
+
+
+def test_open_limit_of_time_steps_may_be_infinite() -> None:
+    class Mamba2Config(EasyDeLBaseConfig, transformers.Mamba2Config):
+        model_type = "mamba2"
+
+    assert tuple(Mamba2Config(time_step_limit=(0.0, math.inf)).time_step_limit) == (0.0, math.inf)
+    with pytest.raises(ConfigError, match=r"time_step_limit\[0\] = nan"):
+        Mamba2Config(time_step_limit=(math.nan, 1.0))

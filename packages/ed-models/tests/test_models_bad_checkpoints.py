@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import struct
+import time
 import zipfile
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from ed_infra.logging import forget_said
 from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints import filling, hub
 from ed_models.checkpoints.pickled_files import open_tensors, read_pickled
+from ed_models.checkpoints.tokenizers import load_tokenizer
 from ed_models.conformance import subjects
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
@@ -155,6 +157,37 @@ class TestShards:
         assert "mlp.up_proj.weight: the file has [24, 16], the model [20, 16]" in text
 
 
+DEEP = "[" * 200_000
+
+
+@pytest.mark.usefixtures("no_values")
+class TestNesting:
+    """JSON that is nested deeper than the parser's stack."""
+
+    def test_safetensors_header(self, copy):
+        file = sorted(copy.glob("*.safetensors"))[0]
+        header = ('{"a": ' + DEEP).encode()
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(
+            CheckpointError, match=f"{file.name}: the safetensors header is damaged"
+        ):
+            load(copy)
+
+    @pytest.mark.parametrize(
+        "name", ["config.json", "tokenizer.json", "model.safetensors.index.json"]
+    )
+    def test_settings(self, copy, name):
+        (copy / name).write_text('{"model": ' + DEEP)
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            load(copy)
+
+    def test_tokenizer_alone(self, copy):
+        (copy / "tokenizer.json").write_text('{"model": ' + DEEP)
+        (copy / "tokenizer_config.json").write_text('{"tokenizer_class": ' + DEEP)
+        with pytest.raises(CheckpointError, match="no tokenizer could be loaded"):
+            load_tokenizer(str(copy))
+
+
 @pytest.mark.usefixtures("no_values")
 class TestConfigurations:
     @pytest.mark.parametrize(
@@ -170,6 +203,15 @@ class TestConfigurations:
             ({"rope_scaling": {"rope_type": "yarn"}}, "Missing required keys"),
             ({"id2label": {"0": "a"}, "num_labels": 3}, "num_labels is 3, and id2label has 1"),
             ({"easydel": {"attn_mechansim": "x"}}, "unknown key 'attn_mechansim'"),
+            ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan must be a finite number"),
+            ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf must be a finite number"),
+            (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
+                r"rope_parameters\.rope_theta = nan must be a finite number",
+            ),
+            ({"num_hidden_layers": 1_000_000}, "at most 10000 is allowed"),
+            ({"hidden_size": 10**15}, "at most 1048576 is allowed"),
+            ({"vocab_size": 10**12}, "at most 67108864 is allowed"),
         ],
     )
     def test_contradictions(self, copy, changes, why):
@@ -177,6 +219,13 @@ class TestConfigurations:
         with pytest.raises(CheckpointError, match=why) as error:
             load(copy)
         assert str(copy / "config.json") in str(error.value)
+
+    def test_more_layers_than_tensors_are_refused_before_the_model_is_built(self, copy):
+        edit(copy / "config.json", num_hidden_layers=9_000)
+        began = time.perf_counter()
+        with pytest.raises(CheckpointError, match=r"num_hidden_layers is 9000, .* only 21 tensors"):
+            load(copy)
+        assert time.perf_counter() - began < 2
 
     def test_values_that_differ_by_layer_are_no_contradiction(self, tmp_path):
         subject = subjects("gemma4_text")[0]

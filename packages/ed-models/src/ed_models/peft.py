@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from ed_models.adapter_values import LayerAdapter, M, adapter_of, put_adapter
 from ed_models.checkpoints.checks import ADAPTER_NAME
+from ed_models.checkpoints.finite import is_finite
 from ed_models.peft_layout import (
     EXPERT_PARAMETERS,
     Matrix,
@@ -108,8 +109,9 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
     """Read an adapter in PEFT's layout that was made for a model; its arrays are not touched.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the adapter was made for another model:
-            the message lists the modules and shapes that do not fit.
+        CheckpointError: a file is missing or broken, a tensor has NaN or infinite numbers, or the
+            adapter was made for another model: the message lists the modules and shapes that do
+            not fit.
         ConfigError: the adapter uses what is not computed here.
     """
     directory = Path(directory)
@@ -118,6 +120,12 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
         tensors = load_file(directory / TENSORS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / TENSORS} cannot be read: {error}") from error
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise CheckpointError(
+                f"{directory / TENSORS}: tensor {name!r} has NaN or infinite numbers: train the "
+                "adapter again, or download the file again"
+            )
     return _ours(_by_module(tensors, directory), settings, model, directory)
 
 
@@ -193,7 +201,7 @@ def _settings(
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         kind = settings.get("peft_type") if isinstance(settings, dict) else None

@@ -146,7 +146,14 @@ def check_tokenizer(directory: Path, vocab_size: int | None) -> None:
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         largest = max(ids, default=-1)
         added = [token["id"] for token in content.get("added_tokens") or ()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             f"{path} is no tokenizer ({error!r}); delete or replace it"
         ) from error

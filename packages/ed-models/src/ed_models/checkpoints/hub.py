@@ -197,6 +197,7 @@ def from_pretrained(
     partition_rules: Sequence[tuple[str, PartitionSpec | Sequence[object]]] | None = None,
     quantization_config: QuantizationRules | None = None,
     apply_quantization: bool = False,
+    check_finite: bool = True,
     **hub: Unpack[HubOptions],
 ) -> ModuleT:
     """Load a model in Hugging Face's layout straight onto its devices.
@@ -223,6 +224,8 @@ def from_pretrained(
             memory unquantized; by the checkpoint's own configuration where `quantization_config`
             is None. False keeps `quantization_config` in the model's configuration, for
             `model.quantize()`.
+        check_finite: refuse weights with NaN or infinite numbers; the error names the tensor. False
+            loads such weights as they are.
         hub: see `resolve`.
 
     Raises:
@@ -263,6 +266,7 @@ def from_pretrained(
         precision=precision,
         shard=auto_shard_model,
         quantization=rules if apply_quantization else None,
+        check_finite=check_finite,
     )
     if quantization_config is not None and not apply_quantization:
         own = spec_of(quantization_config)  # type: ignore[arg-type]

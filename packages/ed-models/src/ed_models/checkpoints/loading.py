@@ -56,6 +56,7 @@ def load(
     precision: jax.lax.PrecisionLike = None,
     shard: bool = True,
     quantization: QuantizationRules | None = None,
+    check_finite: bool = True,
 ) -> ModuleT:
     """Build `cls(config)` with weights in Hugging Face's layout.
 
@@ -69,8 +70,9 @@ def load(
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
             `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.renamer`), its
-            `TIED_WEIGHTS` which head is which embedding, and its `new_tensors` which tensors start
-            random because files of this kind lack them.
+            `TIED_WEIGHTS` which head is which embedding, its `new_tensors` which tensors start
+            random because files of this kind lack them, and its `as_published` computes tensors
+            that some writer lays out in another way.
         config: its configuration; gives the mesh and the sharding.
         files: where the tensors lie.
         dtype: what the module computes in.
@@ -80,9 +82,12 @@ def load(
         shard: place the parameters as the config's rules say; otherwise whole on one device.
         quantization: rules by which matrices are quantized as they are read: of each stack one
             layer's matrix is in memory unquantized. None = none are.
+        check_finite: refuse tensors with NaN or infinite numbers.
 
     Raises:
         CheckpointError: a tensor is missing, left over, of another shape or kind; all are listed.
+            Or the configuration has more layers than the files have tensors, or a tensor has
+            numbers that are not finite.
         ConfigError: a dtype is unknown or no floating-point one, or matrices are to be quantized
             that are quantized in the files.
     """
@@ -96,6 +101,7 @@ def load(
             "again: leave quantization_config out, or quantize the checkpoint they were made from"
         )
     rules = quantization if stored is None else stored
+    check_depth(config, files)
 
     def draft(config: EasyDeLBaseConfig) -> Draft:
         def build() -> ModuleT:
@@ -113,6 +119,8 @@ def load(
     files = _with_our_names(cls, files, made.weights.hf_shapes)
     if is_packed:
         files = _without_zero_biases(made.weights, files)
+    if hasattr(cls, "as_published"):
+        files = cls.as_published(files, made.weights.hf_shapes)  # type: ignore[attr-defined]
     if hasattr(cls, "new_tensors"):
         new = cls.new_tensors(config, made.weights.hf_shapes)  # type: ignore[attr-defined]
         files = files.joined(arrays(files, new)) if new else files
@@ -133,7 +141,7 @@ def load(
     check(weights, state, files, stored=stored is not None)
 
     def read(name: str, window: Sequence[range], out: np.ndarray) -> None:
-        weights.load(name, window, files.read, out)
+        weights.load(name, window, files.read, out, check_finite=check_finite)
 
     variables = nnx.to_flat_state(state)
     placement = _placements(state, config, variables, shard=shard)
@@ -198,6 +206,20 @@ def _tensors(state: nnx.State, *, stored: bool) -> Iterator[tuple[str, Any, int]
                     yield f"{name}.{part}", leaf, at
             else:
                 yield name, value, at
+
+
+def check_depth(config: EasyDeLBaseConfig, files: TensorFiles) -> None:
+    """Compare the number of layers with the number of tensors, before any layer is built.
+
+    Raises:
+        CheckpointError: There are more layers than tensors, and each layer has at least one tensor.
+    """
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and files and layers > len(files):
+        raise CheckpointError(
+            f"num_hidden_layers is {layers}, and the weights in {files.directory} are only "
+            f"{len(files)} tensors: the configuration is of another model, or damaged"
+        )
 
 
 def check(

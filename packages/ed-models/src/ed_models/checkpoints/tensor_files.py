@@ -238,7 +238,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         entries = {name: _entry(file, 8 + length, value) for name, value in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file}: the safetensors header is damaged ({error})") from error
@@ -293,7 +293,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         names = sorted(set(weight_map.values()))
         foreign = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is damaged ({error!r})") from error
     if foreign:
         raise CheckpointError(

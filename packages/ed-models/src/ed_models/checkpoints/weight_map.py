@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, takewhile
 
 import numpy as np
-from ed_infra.errors import ConfigError
+from ed_infra.errors import CheckpointError, ConfigError
 
+from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.tensor_files import Index
 from ed_models.pieces import Piece, Shape, positions_between
 from ed_models.weights import Rule
@@ -90,6 +91,8 @@ class WeightMap:
         window: Sequence[range],
         read: Callable[[str, Index], np.ndarray],
         out: np.ndarray,
+        *,
+        check_finite: bool = False,
     ) -> None:
         """Fill `out` with `ours[name][window]`, cast to its dtype.
 
@@ -97,12 +100,22 @@ class WeightMap:
             window: the wanted positions of each dimension, with step 1.
             read: `(hf name, index) -> values`; asked only for what the window needs.
             out: array of the window's shape.
+            check_finite: refuse values that are NaN or infinite after the cast.
+
+        Raises:
+            CheckpointError: A value is not finite.
         """
         for piece in self.by_ours[name]:
             hit = _intersect(piece, window)
             if hit is not None:
                 target, source = hit
                 copy(out[(*target, ...)], read(piece.hf, source).transpose(piece.perm))
+                if check_finite and not is_finite(out[(*target, ...)]):
+                    raise CheckpointError(
+                        f"tensor {piece.hf!r} has NaN or infinite numbers in {out.dtype}: download "
+                        "the file again, or load in a dtype with a larger range; "
+                        "check_finite=False loads the tensor as it is"
+                    )
 
     def save(self, hf_name: str, read: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
         """Return the Hugging Face tensor.

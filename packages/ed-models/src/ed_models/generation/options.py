@@ -48,7 +48,8 @@ class GenerationOptions:
         num_return_sequences: for each prompt.
         beams: how to search; None = no beams.
         drafts: how to draft; None = not at all.
-        outputs: what is kept of each step: some of "scores", "logits" and "logprobs".
+        outputs: what is kept of each step: some of "scores", "logits" and "logprobs". With
+            "processed_logprobs", the log-probabilities are those of the scores.
     """
 
     max_new_tokens: int
@@ -77,7 +78,8 @@ class GenerationOptions:
         """Merge the sources.
 
         Args:
-            arguments: of the call; None means that the caller left it out.
+            arguments: of the call. None means that the caller left the option out, except for
+                `eos_token_id`: None disables the end-of-sequence token, as in transformers.
             generation_config: with the names of `transformers.GenerationConfig`.
             checkpoint: text of generation_config.json, or None.
             model_config: gives special tokens where nothing else does, and the vocabulary's size.
@@ -88,6 +90,7 @@ class GenerationOptions:
         Raises:
             ConfigError: an option is unknown, unsupported, out of range or without effect.
         """
+        endless = "eos_token_id" in arguments and arguments["eos_token_id"] is None
         arguments = {name: value for name, value in arguments.items() if value is not None}
         _refuse_unknown("generate got", arguments)
         options = _entries(generation_config) | arguments
@@ -107,7 +110,7 @@ class GenerationOptions:
                     return token_ids(name, source[name])
             return token_ids(name, getattr(model_config, name, None))
 
-        eos = special("eos_token_id")
+        eos = () if endless else special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
         stops = None
         if tokenizer is not None and "stop_strings" not in options:
@@ -126,6 +129,8 @@ class GenerationOptions:
         choice = TokenChoice(do_sample=do_sample, **values)
         _check_choice(choice, new_tokens, model_config)
         outputs = frozenset(n for n in ("scores", "logits", "logprobs") if f"output_{n}" in on)
+        if "logprobs" in outputs and settings.get("logprobs_mode") == "processed_logprobs":
+            outputs |= {"processed_logprobs"}
         resolved = cls(
             max_new_tokens=new_tokens,
             eos_token_id=eos,
@@ -158,7 +163,7 @@ def read_settings(directory: Path) -> str | None:
             raise ConfigError("it is no JSON object")
         for name in SPECIAL:
             token_ids(name, settings.get(name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be used: {error}; mend it, or delete it, and the special tokens of "
             "config.json count"
