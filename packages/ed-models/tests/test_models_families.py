@@ -10,6 +10,7 @@ from ed_infra.errors import ConfigError
 from ed_layers.context import Ctx
 from ed_models.conformance import CHECKS, ONE, TINY, Subject, forward
 from ed_models.families import bamba, falcon, glm_moe_dsa, gpt2, mpt, opt, phi
+from flax import nnx
 
 GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -20,7 +21,6 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
         (gpt2.GPT2Config, {"add_cross_attention": True}, "add_cross_attention"),
         (opt.OPTConfig, {"layerdrop": 0.1}, "layerdrop"),
         (mpt.MptConfig, {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln"),
-        (mpt.MptConfig, {"expansion_ratio": 2}, "expansion_ratio"),
         (falcon.FalconConfig, {"new_decoder_architecture": True, "parallel_attn": False}, "paral"),
         (glm_moe_dsa.GlmMoeDsaConfig, {"indexer_types": ["full", "shared"] * 39}, "first is 1,"),
     ],
@@ -28,6 +28,17 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
 def test_what_no_family_computes_is_refused(make, fields, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**fields)
+
+
+def test_mpt_ignores_expansion_ratio_as_transformers_does() -> None:
+    torch_modeling = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    config = mpt.MptConfig(
+        d_model=32, n_heads=4, n_layers=1, vocab_size=48, expansion_ratio=2, sharding_axis_dims=ONE
+    )
+    model = mpt.MptForCausalLM.create(config, seed=0)
+    width = torch_modeling.MptMLP(config).up_proj.out_features
+    kernels = [v for path, v in nnx.to_flat_state(nnx.state(model)) if "up_proj" in path]
+    assert [kernel.shape[-2:] for kernel in kernels] == [(32, width)]
 
 
 def test_bambas_loss_of_normalisers_is_of_tokens_alone() -> None:

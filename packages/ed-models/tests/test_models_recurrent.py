@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import transformers
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.registry import get_config, get_module
 from ed_models.checkpoints import hub
-from ed_models.conformance import ONE, TINY
+from ed_models.conformance import ONE, TINY, forward
 from ed_models.families import kimi_linear, olmo_hybrid  # noqa: F401  (registers them)
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -55,3 +56,23 @@ def test_names_of_published_checkpoints(
     save_file(tensors, file, metadata={"format": "np"})
     with pytest.raises(CheckpointError, match=published):
         hub.from_pretrained(tmp_path, type(model), sharding_axis_dims=ONE)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("row", [0, 1])
+def test_olmo_hybrid_checkpoints_that_transformers_writes_are_loaded(
+    row: int, tmp_path: Path
+) -> None:
+    """transformers cuts the joined convolution into three equal parts, whatever the widths are."""
+    torch = pytest.importorskip("torch")
+    fields = [*olmo_hybrid.OlmoHybridForCausalLM.CONFORMANCE.values()][row]
+    fields = {**TINY, **fields, "linear_value_head_dim": 10}
+    torch.manual_seed(0)
+    theirs = transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**fields)).eval()
+    theirs.save_pretrained(tmp_path)
+    cls = get_module(TaskType.CAUSAL_LM, "olmo_hybrid")
+    ours: Any = hub.from_pretrained(tmp_path, cls, sharding_axis_dims=ONE)
+    ids = np.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(forward(ours, input_ids=ids).logits, expected, atol=2e-4)

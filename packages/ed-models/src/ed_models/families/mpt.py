@@ -40,7 +40,11 @@ class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
         return own.attn_pdrop
 
     def validate(self):
-        """Refuse what `transformers` reads and does not compute."""
+        """Refuse fields that change the authors' computation, but not that of `transformers`.
+
+        `expansion_ratio` is not among the fields: the feed-forward layer of `transformers` is four
+        times as wide as the model for any value, and so is ours.
+        """
         super().validate()  # type: ignore[misc]
         own: Any = self.attn_config
         wanted = {
@@ -49,7 +53,6 @@ class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
             "attn_config.attn_type": (own.attn_type, "multihead_attention"),
             "attn_config.qk_ln": (own.qk_ln, False),
             "attn_config.prefix_lm": (own.prefix_lm, False),
-            "expansion_ratio": (self.expansion_ratio, 4),
             "no_bias": (self.no_bias, True),
             "logit_scale": (self.logit_scale, None),
         }

@@ -10,6 +10,11 @@ Numbers follow Hugging Face's `modeling_olmo_hybrid.py`; parameter names are its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -20,10 +25,12 @@ from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
+from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
 from ed_models.decoder import Decoder
 from ed_models.delta_layers import delta_mixer
 from ed_models.heads import CausalLM
 from ed_models.layers import DecoderLayer, PostNormLayer
+from ed_models.pieces import Shape
 from ed_models.weights import STANDARD, renamed
 
 
@@ -71,6 +78,35 @@ class OlmoHybridModel(Decoder):
         return super().rope_settings() if turns(self.config) else {}
 
 
+def joined_convolutions(files: TensorFiles, wanted: Mapping[str, Shape]) -> TensorFiles:
+    """Cut the convolutions of queries, keys and values again where transformers wrote them.
+
+    transformers joins the three tensors when it loads a model. It cuts the joined tensor into three
+    equal parts when it saves the model (`Chunk` in its `core_model_loading`). Where values are not
+    as wide as keys, the equal parts are not the three convolutions.
+    """
+
+    def read(names: list[str], rows: slice, index: Index) -> np.ndarray:
+        return np.concatenate([files.read(name) for name in names])[rows][index]
+
+    computed: dict[str, Computed] = {}
+    for first in (name for name in wanted if name.endswith(".q_conv1d.weight")):
+        stem = first.removesuffix("q_conv1d.weight")
+        names = [f"{stem}{letter}_conv1d.weight" for letter in "qkv"]
+        if not all(name in files and name in wanted for name in names):
+            continue
+        sizes = [files[name].shape[0] for name in names]
+        ends = np.cumsum([wanted[name][0] for name in names]).tolist()
+        part = -(-ends[-1] // 3)
+        if sizes != [part, part, ends[-1] - 2 * part]:
+            continue
+        for name, start, stop in zip(names, [0, *ends], ends, strict=False):
+            shape = (stop - start, *files[name].shape[1:])
+            entry = replace(files[name], shape=shape)
+            computed[name] = Computed(entry, partial(read, names, slice(start, stop)))
+    return files.joined(computed) if computed else files
+
+
 @register_module(TaskType.CAUSAL_LM, config=OlmoHybridConfig, model_type="olmo_hybrid")
 class OlmoHybridForCausalLM(CausalLM):
     """OLMo Hybrid with a language-model head."""
@@ -82,6 +118,7 @@ class OlmoHybridForCausalLM(CausalLM):
         "post_attention_layernorm": "feedforward_layer_norm",
     }
     WEIGHTS = renamed(OTHER_NAMES, *STANDARD)
+    as_published = staticmethod(joined_convolutions)
     CONFORMANCE = {
         "positions, two value heads for a key head": {
             "rms_norm_eps": 0.5,
