@@ -1,7 +1,7 @@
-"""A model that serves many adapters at once: places for them on its layers, and what goes there.
+"""Adapter slots: a model that serves many adapters in one step.
 
-`RaggedBatch.adapter_ids` says which sequence uses which place. Layers whose rows are no tokens (a
-module names them in `without_tokens`) have no places, nor have experts, embeddings and the head.
+`RaggedBatch.adapter_ids` maps each sequence to a slot. Layers whose rows are not tokens (a module
+lists them in `without_tokens`), experts, embeddings and the head have no slots.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LISTED = 10
 
 
 def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = None) -> M:
-    """Return a copy of a model whose linear layers have places for adapters, all empty.
+    """Return a copy of a model whose linear layers have empty adapter slots.
 
     Args:
-        model: without adapters on its layers.
-        slots: how many adapters can be there at once.
-        rank: the largest of an adapter.
-        targets: patterns over canonical names of layers; None = every linear layer but the head.
+        model: a model without adapters on its layers.
+        slots: maximum number of loaded adapters.
+        rank: maximum rank of an adapter.
+        targets: patterns over canonical names of layers; None = every linear layer except the head.
 
     Raises:
         ConfigError: a target matches no layer, or the model has adapters on its layers.
@@ -61,19 +61,19 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
 
 
 def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
-    """What the places of one adapter hold: as the `SlotParam`s of the model, without the slots.
+    """Return the contents of one slot: the structure of the model's `SlotParam`s for one adapter.
 
     Args:
-        model: with places, from `with_slots`; its arrays may be abstract.
-        adapter: by canonical names of this model.
+        model: a model from `with_slots`; its arrays may be abstract.
+        adapter: adapter values by canonical name.
 
     Returns:
-        float32 arrays [*layers, i, r] and [*layers, r, o], in B the scale; zeros where the adapter
-        changes nothing.
+        float32 arrays [*layers, i, r] and [*layers, r, o], with the scale multiplied into B; zeros
+        for layers that the adapter does not change.
 
     Raises:
-        ConfigError: the adapter has DoRA, a larger rank than the places or numbers that are not
-            finite, or changes layers that have no places; all of those are listed.
+        ConfigError: the adapter uses DoRA, exceeds the rank of the slots, contains numbers that are
+            not finite, or changes layers without slots; the message lists all problems.
     """
     wrong: list[str] = []
     places = dict(_places(model))
@@ -116,7 +116,7 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
 
 
 def _places(model: nnx.Module) -> Iterator[tuple[str, int]]:
-    """Canonical names of the layers with places, and the rank of these."""
+    """Return the canonical names of the layers with slots, and the rank of the slots."""
     for path, node in nnx.iter_modules(model):
         if isinstance(node, LoRASlots):
             rank = node.lora_a.get_value().shape[-1]

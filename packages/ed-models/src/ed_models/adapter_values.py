@@ -1,5 +1,4 @@
-"""What adapters learned, apart from any model: what is written to files, kept under a name, and
-served from slots.
+"""The values of adapters, independent of a model: for files, named adapters and slots.
 
 Legend: i in features, o out features, r rank, e experts, v vocabulary, d hidden.
 """
@@ -26,9 +25,10 @@ class LayerAdapter:
     """The adapter of one layer, float32 in host memory.
 
     Attributes:
-        spec: rank, scale and so on.
-        a, b: [i, r] and [r, o]; of experts [e, i, r] and [e, r, o]; of an embedding [v, r], [r, d].
-        magnitude: the lengths that DoRA learned, [o]; None without DoRA.
+        spec: rank, scale and the other settings.
+        a, b: [i, r] and [r, o]; for experts [e, i, r] and [e, r, o]; for an embedding [v, r] and
+            [r, d].
+        magnitude: the column norms that DoRA trained, [o]; None without DoRA.
     """
 
     spec: LoraSpec
@@ -42,16 +42,16 @@ Adapter = Mapping[str, LayerAdapter]
 
 
 def adapter_of(model: nnx.Module) -> dict[str, LayerAdapter]:
-    """The adapter that a model has on its layers; empty, if it has none."""
+    """Return the active adapter of a model; empty if no adapter is active."""
     return dict(_read(model))
 
 
 def put_adapter(model: M, adapter: Adapter) -> M:
-    """Return a copy of a model with an adapter on its layers.
+    """Return a copy of a model with an active adapter.
 
     Args:
-        model: without adapters on its layers.
-        adapter: of a model of these shapes.
+        model: a model without an active adapter.
+        adapter: the values of an adapter for a model with the same shapes.
     """
     by_spec: dict[LoraSpec, list[str]] = {}
     for name, layer in adapter.items():

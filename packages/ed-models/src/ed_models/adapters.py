@@ -1,4 +1,4 @@
-"""Adapters of a whole model: which layers get one, and how they are merged and taken off."""
+"""Adapters of a whole model: applying, merging and removing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flax import nnx
 
 M = TypeVar("M", bound=nnx.Module)
 
-#: What an adapter is put on where a specification names no targets: as PEFT's "all-linear".
+#: The targets of a specification without targets, as PEFT's "all-linear".
 ALL_LINEAR = r"^(?!lm_head$|score$)"
 
 
@@ -33,8 +33,8 @@ def apply_lora(
     Args:
         model: any module.
         spec: rank, scale, dropout and targets. Linear layers and embeddings can be targets. Or
-            several, each with the canonical names of its layers.
-        key: of the random numbers; the same key gives the same adapters in any storage of layers.
+            several specifications, each with the canonical names of its layers.
+        key: random key; the same key produces the same adapters in every layout of the layers.
 
     Raises:
         ConfigError: the model has adapters, or a target matches no layer.
@@ -56,7 +56,7 @@ def apply_lora(
 
 
 def targets_of(spec: LoraSpec) -> tuple[str, ...]:
-    """The patterns of a specification."""
+    """Return the patterns of a specification."""
     if spec.targets is None:
         return (ALL_LINEAR,)
     return (spec.targets,) if isinstance(spec.targets, str) else spec.targets
@@ -68,14 +68,14 @@ def _adapted(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
 
 
 def merge_lora(model: M, *, dequantize: bool = False) -> M:
-    """Return a copy of a model with the change of its adapters in its weights; they are gone.
+    """Return a copy of a model without adapters, with their updates merged into the weights.
 
     Args:
-        dequantize: quantized matrices that have adapters become plain ones.
+        dequantize: convert quantized matrices with adapters to plain matrices.
 
     Raises:
-        ConfigError: the model has no adapters; a matrix that has one is quantized; or its embedding
-            has one and is also its head, which has none.
+        ConfigError: the model has no adapters; an adapted matrix is quantized; or the embedding has
+            an adapter and is also the head, which does not use the adapter.
     """
     tied = getattr(model, "is_tied", False)
     if tied and any(isinstance(layer, LoRAEmbed) for _, layer in lora_layers(model)):
@@ -96,28 +96,28 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
 
 
 def quantized_bases(model: object) -> list[QArray]:
-    """The quantized matrices that have adapters."""
+    """Return the quantized matrices that have adapters."""
     variables = [matrix_of(layer)[1] for _, layer in lora_layers(model)]
     return [v.get_value() for v in variables if isinstance(v, QuantParam)]
 
 
 def _sizes(matrix: QArray) -> tuple[int, int]:
-    """Bytes of a quantized matrix, and of the plain one."""
+    """Return the bytes of a quantized matrix, and of the plain matrix."""
     return matrix.nbytes, math.prod(matrix.shape) * matrix.dtype.itemsize
 
 
 def remove_lora(model: M) -> M:
-    """Return a copy of a model without its adapters: the weights that it had before them."""
+    """Return a copy of a model without its adapters and with the base weights."""
     return _every(model, lambda layer, _key: layer.base())
 
 
 def has_lora(model: object) -> bool:
-    """Whether a layer of the model has an adapter."""
+    """Return whether a layer of the model has an adapter."""
     return next(lora_layers(model), None) is not None
 
 
 def lora_layers(model: object) -> Iterator[tuple[tuple[Any, ...], AdaptedLayer]]:
-    """Storage paths and layers that have an adapter."""
+    """Return the storage paths and the layers that have an adapter."""
     for path, node in nnx.iter_modules(cast(nnx.Module, model)):
         if isinstance(node, AdaptedLayer):
             yield path, node

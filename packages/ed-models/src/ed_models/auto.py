@@ -43,12 +43,12 @@ class AutoEasyDeLConfig:
 
         Args:
             name_or_path: the directory or repository.
-            options: those of `ed_models.checkpoints.hub.HubOptions`; all others are fields to set
-                instead of the file's values, and unknown names are errors.
+            options: the options of `ed_models.checkpoints.hub.HubOptions`; all other names are
+                fields that replace the values of the file. Unknown names raise an error.
 
         Raises:
             CheckpointError: no readable config.json.
-            RegistryError: nobody has registered its model type.
+            RegistryError: the model type is not registered.
         """
         changes = {name: value for name, value in options.items() if name not in _OF_HUB}
         where = {name: value for name, value in options.items() if name in _OF_HUB}
@@ -57,20 +57,20 @@ class AutoEasyDeLConfig:
 
     @classmethod
     def for_model(cls, model_type: str, **fields: Any) -> EasyDeLBaseConfig:
-        """Make a configuration from nothing, to train from scratch.
+        """Create a configuration to train from scratch.
 
         Args:
-            model_type: a registered one, as in config.json.
-            fields: of the family and of execution; unknown names are errors.
+            model_type: a registered model type, as in config.json.
+            fields: architecture and execution fields; unknown names raise an error.
 
         Raises:
-            RegistryError: nobody has registered the model type.
+            RegistryError: the model type is not registered.
         """
         return registry.get_config(model_type)(**fields)
 
 
 class _AutoModel(Generic[ModelT]):
-    """A task; its classmethods pick the class by the configuration's model type."""
+    """Base of the task classes; the classmethods select a class by the model type."""
 
     task: ClassVar[TaskType]
 
@@ -89,14 +89,14 @@ class _AutoModel(Generic[ModelT]):
         rngs: nnx.Rngs | None = None,
         seed: int = 0,
     ) -> ModelT:
-        """Make a model with random parameters, on its devices.
+        """Create a model with random parameters on its devices.
 
         Args:
-            config: gives the model type, the architecture and the mesh.
-            dtype, param_dtype: of computation and of stored parameters.
-            precision: of matrix products.
-            rngs: its `params` stream gives the seed.
-            seed: of the parameters, where `rngs` is not given.
+            config: the model type, the architecture and the mesh.
+            dtype, param_dtype: dtype of computation and of stored parameters.
+            precision: precision of matrix products.
+            rngs: the `params` stream provides the seed.
+            seed: seed of the parameters if `rngs` is None.
         """
         if not isinstance(config, EasyDeLBaseConfig):
             raise ConfigError(
@@ -132,7 +132,7 @@ class AutoEasyDeLModel(_AutoModel[EasyDeLBaseModule]):
 
 
 class AutoEasyDeLModelForSequenceClassification(_AutoModel[SequenceClassifier]):
-    """Bodies with a head that classifies whole sequences; `num_labels` is the configuration's."""
+    """Bodies with a head that classifies sequences; the configuration has `num_labels`."""
 
     task = TaskType.SEQUENCE_CLASSIFICATION
 
@@ -140,8 +140,8 @@ class AutoEasyDeLModelForSequenceClassification(_AutoModel[SequenceClassifier]):
 class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
     """Reward models: classifiers with one label, whose logit [b, 1] is the reward.
 
-    A checkpoint of another task gets a head of one label; a classifier with several labels is
-    refused.
+    A checkpoint of another task gets a new head with one label. A classifier with several labels
+    raises an error.
     """
 
     task = TaskType.SEQUENCE_CLASSIFICATION
@@ -150,7 +150,7 @@ class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
     def from_config(
         cls, config: EasyDeLBaseConfig, *args: Any, **options: Any
     ) -> SequenceClassifier:
-        """Make a reward model with random parameters; arguments as for other tasks."""
+        """Create a reward model with random parameters; arguments as for other tasks."""
         if isinstance(config, EasyDeLBaseConfig):
             config = config.replace(num_labels=1)
         return super().from_config(config, *args, **options)
@@ -185,7 +185,7 @@ class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
         normalize: bool = False,
         **options: Any,
     ) -> Embedder:
-        """Make an embedding model with random parameters.
+        """Create an embedding model with random parameters.
 
         Args:
             config, args, options: as for other tasks.
@@ -209,8 +209,8 @@ class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
 
         Args:
             name_or_path, options: see `ed_models.checkpoints.hub.from_pretrained`.
-            pooling_mode, normalize: instead of what the checkpoint says; where neither says
-                anything, the mean of the tokens, not normalized.
+            pooling_mode, normalize: replace the settings of the checkpoint. The default without
+                settings is the mean of the tokens, not normalized.
         """
         if pooling_mode is not None:
             Pooling.of(pooling_mode)  # a wrong name is said before anything is loaded

@@ -1,4 +1,4 @@
-"""Methods that tie a module to Hugging Face directories, the hub, and torch."""
+"""Methods for Hugging Face directories, the hub, and torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ed_models.pieces import Shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The class of `transformers` that loads what a module of a task saves.
+#: Task -> the class of `transformers` that loads a saved module of the task.
 TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.CAUSAL_LM: "AutoModelForCausalLM",
     TaskType.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
@@ -38,10 +38,10 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
 
 
 class EasyBridgeMixin:
-    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a module that has a config."""
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` for a module with a config."""
 
     config: EasyDeLBaseConfig
-    #: What config.json calls the class; None = the class's own name.
+    #: Name of the class in config.json; None = the name of the Python class.
     architecture: ClassVar[str | None] = None
     # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
     generation_json: str | None = None
@@ -56,18 +56,18 @@ class EasyBridgeMixin:
 
     @classmethod
     def read_settings(cls, directory: Path) -> dict[str, object]:
-        """What a module takes from the files beside config.json and the weights: its attributes."""
+        """Return attributes that come from files other than config.json and the weights."""
         return {"generation_json": generation_options.read_settings(directory)}
 
     @classmethod
     def new_tensors(
         cls, config: EasyDeLBaseConfig, shapes: Mapping[str, Shape]
     ) -> Mapping[str, np.ndarray]:
-        """Values of tensors that a checkpoint of another task cannot hold; none by default."""
+        """Return values for tensors that a checkpoint of another task lacks; default: none."""
         return {}
 
     def write_settings(self, directory: Path) -> None:
-        """Write the files beside config.json and the weights."""
+        """Write the files other than config.json and the weights."""
         text = self.generation_json
         if text is None:
             tokens = generation_options.special_tokens(self.config)
@@ -82,16 +82,16 @@ class EasyBridgeMixin:
         max_shard_size: int | str = "5GB",
         dtype: DTypeLike | None = None,
     ) -> None:
-        """Write config, weights, generation settings and tokenizer as `transformers` reads them.
+        """Write config, weights, generation settings and tokenizer in the layout of `transformers`.
 
-        Quantized matrices are written as they are, by names that `from_pretrained` restores them
-        from (`ed_models.checkpoints.quantized_tensors`); `dequantize` first to write a model that
-        `transformers` reads. Of a model with adapters, these alone are written, as PEFT reads them
-        (float32, one file); merge them (`unwrap_lora_to_layers`) to write a model. See
+        Quantized matrices are written as codes and scales, under names that `from_pretrained` reads
+        (`ed_models.checkpoints.quantized_tensors`). Call `dequantize` first to write a model that
+        `transformers` reads. A model with adapters writes only the adapters, in PEFT's layout
+        (float32, one file). Merge the adapters (`unwrap_lora_to_layers`) to write a model. See
         `ed_models.checkpoints.saving.save` for the arguments.
 
         Raises:
-            ConfigError: `dtype` with adapters.
+            ConfigError: `dtype` is set and the model has adapters.
         """
         if has_lora(self):
             if dtype is not None:
@@ -106,7 +106,7 @@ class EasyBridgeMixin:
         save(self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype)
 
     def to_torch(self) -> PreTrainedModel:
-        """The same model as a class of `transformers`, on torch's CPU, weights in their dtype.
+        """Return the model as a `transformers` class on torch's CPU, with the same dtypes.
 
         Raises:
             ConfigError: torch is not installed, `transformers` has no such model, or the model has
@@ -153,7 +153,7 @@ class EasyBridgeMixin:
         max_shard_size: int | str = "5GB",
         dtype: DTypeLike | None = None,
     ) -> str:
-        """Save to a hub repository, made if it is not there; returns the address of the commit."""
+        """Upload to a hub repository, created if it does not exist; return the commit's URL."""
         api = huggingface_hub.HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "model"

@@ -1,4 +1,4 @@
-"""The caches of a model: which kind its layers need, in what format, and where it lies.
+"""The caches of a model: their kind, format and sharding.
 
 Legend: b batch, g kv heads, t slots, k head dim, P pages.
 """
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 
 class EasyCacheMixin:
-    """Adds caches to a model that says by `cache_specs` what its layers keep."""
+    """Creates caches for a model whose `cache_specs` describe the memory of its layers."""
 
     config: EasyDeLBaseConfig
     dtype: jnp.dtype
@@ -27,13 +27,13 @@ class EasyCacheMixin:
     @property
     @abstractmethod
     def layout(self) -> Layout:
-        """How the model stores its layers."""
+        """The storage layout of the layers."""
 
     def cache_specs(self) -> Sequence[LayerSpecs]:
-        """What each layer keeps: a LayerCacheSpec, a RecurrentSpec, or a tuple of several.
+        """Return the memory of each layer: a LayerCacheSpec, a RecurrentSpec, or a tuple of these.
 
         Raises:
-            TypeError: the model keeps nothing, because it is no decoder.
+            TypeError: the model has no cache, because it is not a decoder.
         """
         raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
 
@@ -45,20 +45,19 @@ class EasyCacheMixin:
         *,
         encoder_length: int | None = None,
     ) -> ContiguousCache:
-        """An empty contiguous cache for `max_length` tokens per row, sharded over batch and heads.
+        """Create an empty contiguous cache for `max_length` tokens per row.
 
-        With `use_sharded_kv_caching` also over slots, along `kv_cache_sharding_sequence_axis_name`;
-        in 8 bits with `kv_cache_quantization_config`.
+        The cache is sharded over batch and heads. `use_sharded_kv_caching` also shards the slots
+        along `kv_cache_sharding_sequence_axis_name`. `kv_cache_quantization_config` selects 8 bits.
 
         Args:
-            encoder_length: positions of the encoder that cross-attention reads.
+            encoder_length: number of encoder positions that cross-attention reads.
 
         Returns:
-            a HybridCache; where every layer has one memory and all are alike, a DenseCache or a
-            WindowCache.
+            A HybridCache; or a DenseCache or WindowCache if all layers have the same single memory.
 
         Raises:
-            ConfigError: the quantization is not for caches, or `encoder_length` is missing.
+            ConfigError: caches do not support the quantization, or `encoder_length` is missing.
         """
         cache = HybridCache.create(
             self.cache_specs(),
@@ -78,16 +77,16 @@ class EasyCacheMixin:
         *,
         num_states: int | None = None,
     ) -> Cache:
-        """An empty pool of pages, sharded over heads; quantized as `init_cache`.
+        """Create an empty pool of pages, sharded over heads; quantized as in `init_cache`.
 
         Args:
-            num_pages: pages of the pool; for layers of several groups one number for all, or
+            num_pages: pages of the pool; for several groups of layers one number for all groups, or
                 group -> number.
             page_size: tokens per page.
-            num_states: state slots that sequences can lease, for recurrent layers.
+            num_states: state slots for sequences, for recurrent layers.
 
         Returns:
-            a HybridCache; where every layer has one memory and all are alike, a PagedCache.
+            A HybridCache; or a PagedCache if all layers have the same single memory.
         """
         return HybridCache.create_paged(
             self.cache_specs(),
@@ -105,10 +104,10 @@ class EasyCacheMixin:
         page_size: int = 128,
         dtype: DTypeLike | None = None,
     ) -> Cache:
-        """The cache that the model's layers and its attention mechanism need.
+        """Create the cache that the layers and the attention mechanism need.
 
-        Pages, enough for `batch_size` sequences of `max_length` tokens, where `attn_mechanism` or
-        `decode_attn_mechanism` reads pages; else what `init_cache` gives.
+        If `attn_mechanism` or `decode_attn_mechanism` reads pages, the result is a pool for
+        `batch_size` sequences of `max_length` tokens; otherwise it is the result of `init_cache`.
 
         Args:
             page_size: tokens per page.
@@ -120,16 +119,16 @@ class EasyCacheMixin:
         return self.init_cache(batch_size, max_length, dtype)
 
     def cache_dtype(self, dtype: DTypeLike | None = None) -> jnp.dtype:
-        """`dtype`, else the config's `kvdtype`, else `attn_dtype`, else the compute dtype."""
+        """Return `dtype`, or the config's `kvdtype`, `attn_dtype` or the compute dtype."""
         chosen = dtype or self.config.kvdtype or self.config.attn_dtype or self.dtype
         return jnp.dtype(chosen)
 
     def cache_sharding(
         self, axes: tuple[str | None, ...], shape: tuple[int, ...]
     ) -> NamedSharding | None:
-        """Where one layer's cache goes; a dimension that does not divide is replicated.
+        """Return the sharding of one layer's cache; a dimension that does not divide is replicated.
 
-        Slots are split over devices only where `use_sharded_kv_caching` asks for it.
+        Only `use_sharded_kv_caching` shards slots over devices.
         """
         config = self.config
         if config.mesh.size == 1:

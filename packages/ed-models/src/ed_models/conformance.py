@@ -1,7 +1,7 @@
-"""What every family must do, checked on tiny configurations: a test kit for families, anyone's.
+"""The conformance suite: checks that every model family must pass on tiny configurations.
 
-A family lists its configurations where it is registered (`CONFORMANCE`). A test file of any package
-then reads:
+A family lists its configurations in the class with the head (`CONFORMANCE`). A test file of any
+package can then run the suite:
 
     import pytest
     from ed_models.conformance import CHECKS, Subject, subjects
@@ -11,9 +11,9 @@ then reads:
     def test_conformance(subject: Subject, check: str) -> None:
         CHECKS[check](subject)
 
-A check returns the largest error that it saw, and raises AssertionError beyond its bound. Checks
-against Hugging Face need torch and a model type that `transformers` knows; the others run on random
-weights of their own. Several need eight devices (simulated ones will do).
+A check returns the largest error, and raises AssertionError if the error exceeds the bound. The
+checks against Hugging Face need torch and a model type of `transformers`; the other checks use
+random weights. Several checks need eight devices (simulated devices are sufficient).
 
 Legend: b rows, s positions, v vocabulary.
 """
@@ -45,14 +45,14 @@ MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2))
 
 
 def parity(subject: Subject) -> float:
-    """Logits of rows padded on the left equal Hugging Face's."""
+    """Compare the logits of left-padded rows with Hugging Face's."""
     ours = forward(subject.model, input_ids=subject.ids, attention_mask=subject.mask).logits
     real = subject.mask != 0
     return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound, "logits")
 
 
 def gradients(subject: Subject) -> float:
-    """Loss and the gradients of every parameter equal Hugging Face's."""
+    """Compare the loss and the gradients of every parameter with Hugging Face's."""
     torch = require_torch()
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -87,7 +87,7 @@ def gradients(subject: Subject) -> float:
 
 
 def generation(subject: Subject) -> float:
-    """Greedy decoding gives Hugging Face's tokens: 32 of them, from padded rows."""
+    """Compare 32 greedy tokens from padded rows with Hugging Face's."""
     make, theirs = subject.torch_model.generate, []
     for row in subject.torch_inputs():
         out = make(**row, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
@@ -104,7 +104,7 @@ def generation(subject: Subject) -> float:
 
 
 def cache(subject: Subject) -> float:
-    """A contiguous cache, filled in steps, gives the logits of a whole forward."""
+    """Compare a contiguous cache, filled in steps, with a forward pass without a cache."""
     model, at, parts = subject.model, 0, []
     filled: Any = model.init_cache(B, 32)
     for n in (11, 1, 1, 11):  # the first and the last one share a program
@@ -115,7 +115,7 @@ def cache(subject: Subject) -> float:
 
 
 def pages(subject: Subject) -> float:
-    """Chunks of prompts and single tokens in flat batches over pages, as the engine runs them."""
+    """Compare flat batches over pages, with prompt chunks and single tokens, with one forward."""
     model, page, width = subject.model, 4, 8
     filled: Any = model.init_paged_cache(B * width + 1, page, num_states=B)
     table = np.random.default_rng(1).permutation(B * width).reshape(B, width)
@@ -148,7 +148,7 @@ def pages(subject: Subject) -> float:
 
 
 def packed(subject: Subject) -> float:
-    """A row of several documents gives the logits of each alone."""
+    """Compare a packed row of several documents with each document alone."""
     ids, lengths = subject.ids.reshape(1, -1)[:, :48], (11, 20, 14)
     segments = np.repeat([1, 2, 3, 0], [*lengths, 48 - sum(lengths)])[None].astype(np.int32)
     got = np.asarray(forward(subject.model, input_ids=ids, segment_ids=segments).logits)
@@ -163,7 +163,7 @@ def packed(subject: Subject) -> float:
 
 
 def padding(subject: Subject) -> float:
-    """A row padded on the left gives the logits of the row alone, with a cache too."""
+    """Compare a left-padded row with the row alone, with and without a cache."""
     model, row, worst = subject.model, 3, 0.0
     alone = forward(model, input_ids=subject.ids[row : row + 1, PAD[row] :]).logits
     for filled in (None, model.init_cache(B, 32)):
@@ -180,7 +180,7 @@ def padding(subject: Subject) -> float:
 
 
 def layouts(subject: Subject) -> float:
-    """Unrolled layers give the logits of scanned ones."""
+    """Compare unrolled layers with scanned layers."""
     other = subject.load(scan_layers=subject.model.layout == "leaves")
     return _near(
         np.asarray(forward(other, input_ids=subject.ids).logits), subject.logits, OURS, "logits"
@@ -188,7 +188,7 @@ def layouts(subject: Subject) -> float:
 
 
 def meshes(subject: Subject) -> float:
-    """Three meshes of eight devices give the logits of one device."""
+    """Compare three meshes of eight devices with one device."""
     worst = 0.0
     for dims in MESHES:
         model = subject.load(dims)
@@ -198,7 +198,7 @@ def meshes(subject: Subject) -> float:
 
 
 def saved(subject: Subject) -> float:
-    """What we save, Hugging Face loads: the same tensors to the bit, nothing missing or left."""
+    """Load a saved model in Hugging Face: bitwise equal tensors, none missing or unexpected."""
     require_torch()
     import transformers
 
@@ -219,7 +219,7 @@ def saved(subject: Subject) -> float:
 
 Check = Callable[[Subject], float]
 
-#: Checks that need torch, and a model of Hugging Face's.
+#: Checks that need torch and a model type of `transformers`.
 AGAINST_TORCH: Mapping[str, Check] = {
     "parity": parity,
     "gradients": gradients,
@@ -235,7 +235,7 @@ CHECKS: Mapping[str, Check] = {
     "layouts": layouts,
     "meshes": meshes,
 }
-#: Checks that take seconds: what a default test run does for every family.
+#: Fast checks, which the default test run executes for every family.
 FAST = ("parity", "cache")
 
 
@@ -255,7 +255,7 @@ def _near(got: np.ndarray, expected: Any, bound: float, what: str) -> float:
 
 
 def _per_layer(state: nnx.State) -> dict[str, np.ndarray]:
-    """Arrays of a state by canonical name."""
+    """Return the arrays of a state by canonical name."""
     arrays: dict[str, np.ndarray] = {}
     for path, variable in nnx.to_flat_state(state):
         value = np.asarray(variable.get_value())

@@ -1,4 +1,4 @@
-"""The body that decoders share: embedding, layers, norm. A family names its layer.
+"""The body of decoders: embedding, layers, final norm. A family sets the class of its layer.
 
 Legend: b batch, s sequence, d hidden.
 """
@@ -30,9 +30,9 @@ from ed_models.weights import STANDARD
 
 
 class Decoder(EasyDeLBaseModule):
-    """`norm(layers(embed(tokens)))`, under Hugging Face's names.
+    """`norm(layers(embed(tokens)))` with Hugging Face's parameter names.
 
-    Subclasses set `layer_class`, and override what differs.
+    Subclasses set `layer_class`, and override the methods that differ.
     """
 
     layer_class: ClassVar[MakePart]
@@ -59,34 +59,34 @@ class Decoder(EasyDeLBaseModule):
 
     @staticmethod
     def depth(config: Any) -> int:
-        """Number of layers."""
+        """Return the number of layers."""
         return config.num_hidden_layers
 
     @staticmethod
     def layer_kinds(config: Any) -> Sequence[Hashable] | None:
-        """A value for each layer, equal for layers of equal structure; None = all are alike."""
+        """Return one value per layer, equal for equal structure; None = all layers are equal."""
         return getattr(config, "layer_types", None)
 
     @staticmethod
     def embedding(parts: Parts) -> Embed:
-        """The table of tokens."""
+        """Create the token embedding."""
         return parts.embed(parts.config.vocab_size, parts.config.hidden_size)
 
     @staticmethod
     def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
-        """Makes the family's norm, in its layers and after them, from the shape of its weights."""
+        """Return the function that creates the family's norms from the shape of the weights."""
         return parts.norm
 
     @staticmethod
     def final_norm(parts: Parts) -> nnx.Module:
-        """The norm after the last layer."""
+        """Create the norm after the last layer."""
         return parts.own_norm(parts.config.hidden_size)
 
     def add_parts(self, parts: Parts) -> None:
-        """What else the body has, such as learned positions: for `enter` and `leave`."""
+        """Create further parts, such as learned positions, for `enter` and `leave`."""
 
     def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        """What is done to the stream before the first layer: a scale, learned positions."""
+        """Transform the hidden states before the first layer (scale, learned positions)."""
         return x
 
     def through(
@@ -102,15 +102,15 @@ class Decoder(EasyDeLBaseModule):
         return self.layers(x, ctx, cache, keep_hidden=keep_hidden)
 
     def leave(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        """What is done to the stream after the last layer."""
+        """Transform the hidden states after the last layer."""
         return self.norm(x)
 
     def rope_settings(self) -> Mapping[str, RopeSettings]:
-        """Rotary settings by kind of layer; empty where nothing turns."""
+        """Return rotary settings by kind of layer; empty without rotary positions."""
         return rope_settings(self.config)
 
     def prompt_class(self, prompt_len: int) -> int:
-        """By the rotary factors that follow from the length."""
+        """Return the class of a prompt length: prompts of one class have equal rotary factors."""
         classes = (rope.length_class(s, prompt_len) for s in self.rope_settings().values())
         return max(classes, default=0)
 
@@ -146,12 +146,12 @@ class Decoder(EasyDeLBaseModule):
         )
 
     def cache_specs(self) -> list[LayerSpecs]:
-        """What each layer keeps in a cache."""
+        """Return the memory of each layer."""
         return self.layers.cache_specs()
 
 
 class ScaledDecoder(Decoder):
-    """A body whose embeddings are multiplied by the root of the hidden size (Gemma)."""
+    """A body that multiplies the embeddings by the square root of the hidden size (Gemma)."""
 
     def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

@@ -1,4 +1,4 @@
-"""Heads on a decoder body. A family names its body and gets the whole class.
+"""Heads on a decoder body. A family sets only the class of its body.
 
 Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 """
@@ -30,25 +30,25 @@ LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
 class CausalLM(Headed):
-    """A decoder body under `model`, and a head that is the embedding's transpose where tied.
+    """A decoder body under `model`, and a head, which a tied model shares with the embedding.
 
     Subclasses set `body_class`.
     """
 
     DERIVED = DERIVED
-    #: Whether a head of its own has a bias.
+    #: Whether an untied head has a bias.
     head_bias: ClassVar[bool] = False
-    #: Tiny configurations that exercise what is special about the family, by name: fields that
-    #: differ from those of `ed_models.conformance.TINY`.
+    #: Tiny configurations by name that test the special features of the family: the fields that
+    #: differ from `ed_models.conformance.TINY`.
     CONFORMANCE: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: How far float32 logits may be from Hugging Face's; 2e-4 where a scan reorders long sums.
+    #: Bound on the difference of float32 logits from Hugging Face's; 2e-4 if a scan reorders sums.
     LOGITS: ClassVar[float] = 1e-4
-    #: Whether Hugging Face's model gives a padded row the numbers of the row alone. Where a bias
-    #: turns padding into input of a recurrence it does not, and rows are compared without padding.
+    #: Whether Hugging Face's model computes equal numbers for a row with and without padding. False
+    #: if a bias turns padding into input of a recurrence; rows are then compared without padding.
     PADDED_IN_TRANSFORMERS: ClassVar[bool] = True
 
     def add_head(self, parts: Parts) -> None:
-        """A matrix of its own, where the embedding is not the head."""
+        """Create the head of an untied model."""
         if not self.is_tied:
             self.lm_head = parts.linear(
                 self.features,
@@ -72,14 +72,15 @@ class CausalLM(Headed):
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
     ) -> CausalLMOutput:
-        """One forward for training, generation and serving.
+        """Run the forward pass of training, generation or serving.
 
         Args:
             input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
             attention_mask: nonzero = a token, [b, s].
-            segment_ids: packed documents 1, 2, ...; 0 = padding; tokens never see another segment.
+            segment_ids: packed documents 1, 2, ...; 0 = padding. Segments do not attend to each
+                other.
             position_ids: rotary positions; default: count the tokens of a segment.
-            mask_info: the mask itself, instead of `attention_mask` and `segment_ids`.
+            mask_info: a complete mask, instead of `attention_mask` and `segment_ids`.
             past_key_values: a cache; None in training.
             ragged: the flat batch of a serving step (then b = 1).
             logits_at: "all" [b, s, v]; "none"; or indices into the flattened [b * s] -> [n, v].
@@ -116,17 +117,17 @@ class CausalLM(Headed):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding; not if the config (of a class of yours) is silent."""
+        """Whether the head is the embedding; False if the config has no `tie_word_embeddings`."""
         return bool(getattr(self.config, "tie_word_embeddings", False))
 
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
-        """Scores of the next token, float32."""
+        """Return the logits of the next token, float32."""
         with native.allowed(self.config.native_kernels):
             scores = self.head()(hidden)
         return named(scores, "lm_head_output")
 
     def head(self) -> Head:
-        """The head as one value: what losses and scoring take."""
+        """Return the head as one value, the argument of losses and scoring."""
         if self.is_tied:
             table = self.model.embed_tokens.table
             weight = Transposed(table) if isinstance(table, jax.Array) else table.T
@@ -135,7 +136,7 @@ class CausalLM(Headed):
         return Head(self.lm_head.weight, bias, precision=self.precision)
 
     def lm_head_weight(self) -> Weight:
-        """The matrix of the head, [d, v]."""
+        """Return the matrix of the head, [d, v]."""
         return self.head().weight
 
     def compute_loss(
@@ -144,14 +145,14 @@ class CausalLM(Headed):
         labels: Int[Array, "b s"] | None = None,
         **inputs: Any,
     ) -> tuple[CausalLMOutput, Float[Array, ""]]:
-        """Mean next-token cross-entropy in nats, without materialised logits.
+        """Compute the mean next-token cross-entropy in nats, without materializing the logits.
 
         Args:
-            labels: unshifted, as in Hugging Face; -100 is ignored. `input_ids` if None.
+            labels: unshifted labels, as in Hugging Face; -100 is ignored. Default: `input_ids`.
             inputs: further arguments of `__call__`.
 
         Returns:
-            the output with `loss` set, and the number of tokens it is a mean of.
+            The output with `loss`, and the number of tokens in the mean.
         """
         output = self(input_ids, logits_at="none", **inputs)
         targets, weights = next_token_targets(
@@ -176,10 +177,10 @@ def next_token_targets(
 ) -> tuple[ArrayT, ArrayT]:
     """Shift labels by one: the target of position i is the label of i + 1.
 
-    All arrays are int [b, s]. Numpy arrays give numpy arrays: nothing goes to a device.
+    All arrays are int [b, s]. Numpy inputs produce numpy results, without a device transfer.
 
     Returns:
-        targets (0 where ignored) and weights (1 or 0). The last position of a row, ends of
+        The targets (0 if ignored) and the weights (1 or 0). The last position of a row, ends of
         segments, padding and labels of -100 have weight 0.
     """
     xp = np if isinstance(labels, np.ndarray) else jnp

@@ -1,4 +1,4 @@
-"""What a model is called with, turned into what its layers are told.
+"""Converts the arguments of a model call into the context of its layers.
 
 Legend: b batch, s sequence, n sequences of a serving step, r rotary dimension.
 """
@@ -35,24 +35,25 @@ def layer_context(
     key: jax.Array | None = None,
     ropes: Mapping[str, RopeSettings] | None = None,
 ) -> tuple[Ctx, Any]:
-    """Work out masks and positions for the three lives of a model: train, generate, serve.
+    """Compute masks and positions for training, generation or serving.
 
     Args:
-        config: the model's config: rope, head dim, `easy_method` (only `"train"` has noise, and a
+        config: the model's config: rope, head dim, `easy_method` (only `"train"` uses noise and a
             backward pass), `fcm_min_ratio` and `fcm_max_ratio`.
         shape: (b, s) of the tokens.
         attention_mask: [b, s], nonzero = a token.
-        segment_ids: [b, s], 0 = padding; wins over `attention_mask`.
-        position_ids: rotary positions [b, s], or [3, b, s] with the axes of images and videos; by
-            default they count the tokens of a segment.
-        mask_info: the mask itself, if the caller has one.
-        cache: a contiguous cache, which is told of the new tokens; pages come with `ragged`.
+        segment_ids: [b, s], 0 = padding; takes precedence over `attention_mask`.
+        position_ids: rotary positions [b, s], or [3, b, s] with the axes of images and videos; the
+            default counts the tokens of a segment.
+        mask_info: a complete mask.
+        cache: a contiguous cache, in which this call registers the new tokens; a paged cache is
+            passed with `ragged` instead.
         ragged: the flat batch of a serving step.
-        key: of dropout and forgetful masking; None = deterministic.
-        ropes: rotary settings by kind of layer; default: those of the config.
+        key: random key of dropout and forgetful masking; None = deterministic.
+        ropes: rotary settings by kind of layer; default: the settings of the config.
 
     Returns:
-        the context of the layers, and the cache to hand to them.
+        The context of the layers, and the cache for the layers.
     """
     b, s = shape
     mode: Mode = "train"
@@ -77,8 +78,8 @@ def layer_context(
     if mode == "train" and key is not None and mask_info is not None and config.fcm_max_ratio > 0:
         site = jax.random.fold_in(key, zlib.crc32(b"fcm"))
         mask_info = mask_info.forgetful(site, config.fcm_min_ratio, config.fcm_max_ratio)
-    # Whole along the sequence on every device: they are small, and the partitioner was seen to give
-    # wrong positions for scans over a sequence that is split (sp > 1).
+    # Positions and masks are not sharded along the sequence: they are small, and the partitioner
+    # produced wrong positions for scans over a sharded sequence (sp > 1).
     axes = (None, "batch", None)[3 - position_ids.ndim :]
     position_ids = constrain(position_ids, axes, config)
     if mask_info is not None:
@@ -101,10 +102,10 @@ def layer_context(
 
 
 def rope_settings(config: Any) -> dict[str, RopeSettings]:
-    """Rotary settings of a config by kind of layer.
+    """Return the rotary settings of a config by kind of layer.
 
-    The kinds are the layer types of `rope_parameters` where each has an entry of its own, else
-    `ALL_LAYERS` alone.
+    The kinds are the layer types if `rope_parameters` has an entry per layer type, otherwise only
+    `ALL_LAYERS`.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [kind for kind, value in parameters.items() if isinstance(value, Mapping)]
@@ -114,7 +115,7 @@ def rope_settings(config: Any) -> dict[str, RopeSettings]:
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Positions that a model was made for; None where its rotary factors follow any length."""
+    """Return the maximum position of a model; None if its rotary factors adapt to any length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "dynamic":
         return None
@@ -127,12 +128,12 @@ def _tables(
     segments: Int[Array, "b s"],
     ragged: RaggedBatch | None,
 ) -> Rope:
-    """Cosine and sine of the batch's positions.
+    """Return cosine and sine of the batch's positions.
 
-    Frequencies that depend on length follow each sequence: a token's length is that of the prompt
-    it belongs to, or its own place where that is beyond the prompt. So a generated token has the
-    factor that `transformers` gives it with a cache, whatever shares its batch; keys that are
-    stored keep the factor they were stored with.
+    Length-dependent frequencies are computed per sequence. The length of a token is the length of
+    its prompt, or its position if the position is beyond the prompt. A generated token therefore
+    gets the same factor as in `transformers` with a cache, for every composition of the batch.
+    Stored keys keep their factor.
     """
     if rope.depends_on_length(settings):
         lengths = _prompt_lengths(position_ids, segments, ragged)
@@ -151,12 +152,12 @@ def _tables(
 def _prompt_lengths(
     position_ids: Int[Array, "b s"], segments: Int[Array, "b s"], ragged: RaggedBatch | None
 ) -> Int[Array, "b s"]:
-    """For each token the length that its rotary factor follows."""
+    """Return the length of each token, which determines its rotary factor."""
     if ragged is not None:
         prompts = ragged.kv_lens if ragged.prompt_lens is None else ragged.prompt_lens
         of_token = prompts[jnp.clip(ragged.seq_of_token, 0, prompts.shape[0] - 1)]
         return jnp.maximum(of_token[None], position_ids + 1)
-    # The last token of a segment knows its length: carry that back to the others.
+    # The position of the last token of a segment is its length; copy it to the other tokens.
     s = segments.shape[1]
     following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     places = jnp.arange(s, dtype=jnp.int32)

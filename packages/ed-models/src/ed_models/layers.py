@@ -1,4 +1,4 @@
-"""The layers that decoders are made of: where the norms stand, and what is added to what.
+"""Decoder layers: the order of norms, attention, feed-forward and residual additions.
 
 Legend: b batch, s sequence, d hidden.
 """
@@ -23,35 +23,35 @@ MakeNorm = Callable[[int], nnx.Module]
 
 
 class Attention(Protocol):
-    """What a layer needs of its attention, such as `ed_layers.self_attention.SelfAttention`."""
+    """The attention of a layer, such as `ed_layers.self_attention.SelfAttention`."""
 
     @property
     def cache_spec(self) -> LayerSpecs:
-        """What it keeps in a cache."""
+        """The memory of the attention in a cache."""
         ...
 
     def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Layer) -> tuple[Stream, Any]:
-        """Return what is added to the stream, and the cache."""
+        """Return the output of the attention, and the cache."""
         ...
 
 
 class DecoderLayer(nnx.Module):
-    """The layer of most decoders: attention and feed-forward, each normed before and added after.
+    """The pre-norm layer of most decoders: norm, attention, addition; norm, feed-forward, addition.
 
-    A family's layer is made as `layer(parts, index)`. Where its formula is another, it defines a
-    `__call__` of its own.
+    The stack creates a layer as `layer(parts, index)`. A family with another formula overrides
+    `__call__`.
 
     Args:
-        parts: makes the norms.
-        self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with the `cache_spec` that it needs.
+        parts: creates the norms.
+        self_attn: `(x, ctx, cache, layer) -> (x, cache)`, with a `cache_spec`.
         mlp: `(x, ctx) -> x`, or `(x, ctx) -> (x, report)`.
-        norm: makes a norm from the number of features; default: the family's.
-        dropout: in training, of what attention and feed-forward add to the stream.
-        factor: on what attention and feed-forward add to the stream (Granite).
-        name: of the first part, where it is no attention: `mamba` in a hybrid.
+        norm: creates a norm from the number of features; default: the family's.
+        dropout: dropout rate of the outputs of attention and feed-forward in training.
+        factor: factor on the outputs of attention and feed-forward (Granite).
+        name: attribute name of the first part if it is not attention: `mamba` in a hybrid.
     """
 
-    #: Name of the part that mixes tokens.
+    #: Attribute name of the part that mixes tokens.
     mixes: str = "self_attn"
     self_attn: Attention
 
@@ -83,7 +83,7 @@ class DecoderLayer(nnx.Module):
         return x + ctx.dropped(out * self.factor, self.dropout, "mlp"), cache, report
 
     def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
-        """Call the feed-forward layer; return what it adds to the stream, and its report."""
+        """Return the output and the report of the feed-forward layer."""
         return reported(self.mlp(x, ctx), "mlp")
 
     def cache_specs(self) -> LayerSpecs:
@@ -92,7 +92,7 @@ class DecoderLayer(nnx.Module):
 
 
 class SandwichLayer(DecoderLayer):
-    """Attention and feed-forward, each normed before and after (Gemma 2, GLM-4)."""
+    """A layer with norms before and after attention and feed-forward (Gemma 2, GLM-4)."""
 
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
@@ -113,12 +113,12 @@ class SandwichLayer(DecoderLayer):
         return x + self.post_feedforward_layernorm(out), cache, report
 
     def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, Report]:
-        """The feed-forward layer of the stream, between its two norms."""
+        """Return the output of the feed-forward layer before its second norm, and the report."""
         return self.feed_forward(self.pre_feedforward_layernorm(x), ctx)
 
 
 class PostNormLayer(DecoderLayer):
-    """Attention and feed-forward, each normed after (OLMo 2)."""
+    """A layer with norms after attention and feed-forward (OLMo 2)."""
 
     def __init__(
         self, parts: Parts, *, self_attn: Attention, mlp: FeedForward, norm: MakeNorm | None = None
@@ -138,11 +138,11 @@ class PostNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and feed-forward side by side, both added to the stream (GPT-J, Cohere, Falcon).
+    """A layer with attention and feed-forward in parallel (GPT-J, Cohere, Falcon).
 
     Args:
-        norms: 1 = both read the same normed stream; 2 = the feed-forward has a norm of its own.
-        dropout: in training, of what is added.
+        norms: 1 = both parts share one norm; 2 = the feed-forward layer has a separate norm.
+        dropout: dropout rate of both outputs in training.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class ParallelLayer(DecoderLayer):
 
 
 class MixerLayer(nnx.Module):
-    """One mixer, normed before and added after: recurrence, attention or feed-forward (Mamba).
+    """A pre-norm layer with one part: recurrence, attention or feed-forward (Mamba).
 
     Args:
-        parts: makes the norm.
-        mixer: called as attention is, with a `cache_spec`; or as a feed-forward layer, without one.
-        norm: makes a norm from the number of features; default: the family's.
+        parts: creates the norm.
+        mixer: called like attention if it has a `cache_spec`, otherwise like a feed-forward layer.
+        norm: creates a norm from the number of features; default: the family's.
     """
 
     def __init__(
@@ -200,21 +200,21 @@ class MixerLayer(nnx.Module):
         return x + mixed, cache, report
 
     def cache_specs(self) -> LayerSpecs:
-        """What the layer keeps in a cache; nothing where the mixer is a feed-forward layer."""
+        """Return the memory of the layer; empty if the mixer is a feed-forward layer."""
         return getattr(self.mixer, "cache_spec", ())
 
 
 def reported(out: Stream | tuple[Stream, Report], name: str) -> tuple[Stream, Report]:
-    """What a feed-forward layer of that name returned, with its report or an empty one."""
+    """Return the output of a feed-forward layer, and its report under the given name."""
     return (out[0], out[1].under(name)) if isinstance(out, tuple) else (out, Report())
 
 
 def window_of(config: Any, index: int) -> int | None:
-    """The window of a layer: `sliding_window` where its type is `sliding_attention`."""
+    """Return the window of a layer: `sliding_window` if its type is `sliding_attention`."""
     return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 
 
 def rope_kind(config: Any, layer_type: str) -> str:
-    """Whose rotary tables a layer takes: its type's where each has parameters of its own."""
+    """Return the name of a layer's rotary tables: its type if each type has parameters."""
     parameters = config.rope_parameters or {}
     return layer_type if isinstance(parameters.get(layer_type), Mapping) else ALL_LAYERS

@@ -1,7 +1,7 @@
-"""`EasyDeLBaseModule`: the one base class of every model.
+"""`EasyDeLBaseModule`: the base class of every model.
 
-Its methods are thin calls: sharding is `ed_infra.sharding`, loading and saving is
-`ed_models.checkpoints`, caches are `ed_models.caches`, generating is `ed_models.generation`.
+Its methods delegate: sharding to `ed_infra.sharding`, loading and saving to
+`ed_models.checkpoints`, caches to `ed_models.caches`, generation to `ed_models.generation`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ed_models.named_adapters import EasyAdapterMixin
 from ed_models.quantized import EasyQuantizationMixin
 from ed_models.weights import Rule
 
-#: Entry points of what `to_state` makes, which packages above this one have.
+#: Entry points of the state classes for `to_state`, from packages above this one.
 STATE_GROUP = "easydel.state"
 
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
@@ -44,14 +44,14 @@ class EasyDeLBaseModule(
     """A model: a config, parameters, and one `__call__`.
 
     Args:
-        config: sealed from here on, because compiled functions rely on it.
-        dtype: what activations are computed in.
-        param_dtype: what parameters are stored in.
-        precision: of matrix products; None = the backend's default.
+        config: the configuration; the model seals it, because compiled functions depend on it.
+        dtype: dtype of activations.
+        param_dtype: dtype of stored parameters.
+        precision: precision of matrix products; None = the backend's default.
     """
 
     config_class: ClassVar[type[EasyDeLBaseConfig]]
-    # How parameters are called and laid out in Hugging Face checkpoints (ed_models.weights).
+    # Names and layouts of the parameters in Hugging Face checkpoints (ed_models.weights).
     WEIGHTS: ClassVar[Sequence[Rule]]
 
     def __init__(
@@ -79,14 +79,14 @@ class EasyDeLBaseModule(
         param_dtype: Any = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
     ) -> ModelT:
-        """A model with random parameters, made on its devices: no host ever holds all of it."""
+        """Create a model with random parameters directly on its devices."""
 
         def build() -> ModelT:
             return cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(seed))
 
         return sharding.create_sharded(build, config)
 
-    # Parts: what a train step, a checkpoint or the engine takes.
+    # The parts that a train step, a checkpoint or the engine uses.
 
     @property
     def graphdef(self) -> nnx.GraphDef:
@@ -95,22 +95,22 @@ class EasyDeLBaseModule(
 
     @property
     def graphstate(self) -> nnx.State:
-        """What an optimizer sees: the parameters."""
+        """The trained parameters."""
         return self.split_module()[1]
 
     @property
     def graphother(self) -> nnx.State:
-        """Every other array."""
+        """All arrays that are not trained parameters."""
         return self.split_module()[2]
 
     def split_module(
         self, trainable: nnx.filterlib.Filter | None = None
     ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        """`(graphdef, graphstate, graphother)`; takes milliseconds, so split once, not per step.
+        """Return `(graphdef, graphstate, graphother)`. Split once, not per step: it takes ms.
 
         Args:
-            trainable: which variables an optimizer sees, as an nnx filter; default: the adapters
-                where there are any, else all parameters.
+            trainable: nnx filter of the trained variables; default: the adapters if the model has
+                adapters, otherwise all parameters.
         """
         if trainable is None:
             trainable = nnx.LoRAParam if self.lora_is_enabled else nnx.Param
@@ -118,14 +118,14 @@ class EasyDeLBaseModule(
         return graphdef, params, other
 
     def to_state(self, state_class: type[Any] | None = None) -> Any:
-        """The state that training begins with: an `EasyDeLState` of this model.
+        """Create the initial training state, an `EasyDeLState` of this model.
 
         Args:
-            state_class: what to make, by its `create(model=...)`; None = what an installed package
-                names as `easydel.state` (ed-trainers does).
+            state_class: a class with `create(model=...)`; None = the entry point `easydel.state` of
+                an installed package (ed-trainers).
 
         Raises:
-            ConfigError: no such package is installed.
+            ConfigError: no installed package has this entry point.
         """
         if state_class is None:
             states = metadata.entry_points(group=STATE_GROUP)
@@ -136,11 +136,11 @@ class EasyDeLBaseModule(
 
     @staticmethod
     def merge_module(graphdef: nnx.GraphDef, graphstate: Any, graphother: Any) -> Any:
-        """The module again; inside jit it costs nothing at run time."""
+        """Return the module; inside jit this has no run-time cost."""
         return nnx.merge(graphdef, graphstate, graphother)
 
     def prompt_class(self, prompt_len: int) -> int:
-        """Class of prompt lengths: in equal ones, equal prefixes have equal keys and values."""
+        """Return the class of a prompt length: within a class, equal prefixes have equal keys."""
         return 0
 
     # Placement.
@@ -151,7 +151,7 @@ class EasyDeLBaseModule(
         return self.config.mesh
 
     def _get_partition_rules(self, partition_rules: Any = None) -> Any:
-        """`(regular expression, PartitionSpec)` of each kind of parameter; given rules pass."""
+        """Return the given rules, or `(regular expression, PartitionSpec)` of each parameter."""
         if partition_rules is not None:
             return partition_rules
         return sharding.partition_rules(self, self.config)
@@ -165,7 +165,7 @@ class EasyDeLBaseModule(
         return sharding.gather(self, self.config)
 
     def to_layout(self: ModelT, layout: Layout) -> ModelT:
-        """A copy whose layers are stored as "stacked" (scanned) or "leaves" (unrolled)."""
+        """Return a copy with the layer layout "stacked" (scanned) or "leaves" (unrolled)."""
         graphdef, state = nnx.split(self)
         model = nnx.merge(graphdef, state)
         to_layout(model, layout)
@@ -177,6 +177,6 @@ class EasyDeLBaseModule(
 
     @property
     def layout(self) -> Layout:
-        """How the layers are stored."""
+        """The storage layout of the layers."""
         stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
         return next(stacks).layout
