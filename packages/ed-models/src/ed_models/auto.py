@@ -213,7 +213,7 @@ class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
                 settings is the mean of the tokens, not normalized.
         """
         if pooling_mode is not None:
-            Pooling.of(pooling_mode)  # a wrong name is said before anything is loaded
+            Pooling.of(pooling_mode)  # Validate the name before anything is loaded.
         model = super().from_pretrained(name_or_path, **options)
         stored = model.pooling
         model.pooling = Pooling.of(
