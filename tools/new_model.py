@@ -216,12 +216,17 @@ def add_to_package(family: Family, folder: Path) -> list[Path]:
 
 
 def next_steps(family: Family, folder: Path | None) -> str:
-    """What to do now."""
+    """Return the commands that come next; all of them run in this clone.
+
+    Args:
+        family: The family that was written.
+        folder: The folder of the package as the user named it, or None for ed-models.
+    """
     if folder is not None:
         return (
-            f"next: edit the family; then, in {folder}:\n"
-            "  uv pip install -e .      (its entry point is found once it is installed)\n"
-            "  uv run pytest            (the conformance suite)"
+            "next: edit the family; then, in this clone:\n"
+            f"  uv pip install -e {folder}    (the entry point is found once installed)\n"
+            f"  uv run --no-sync pytest {folder}/tests    (the conformance suite)"
         )
     known = "  uv run python -m tools.architectures     (keys of its configuration)\n"
     return (
@@ -253,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(f"wrote {path}" for path in written))
-    print(next_steps(family, folder))
+    print(next_steps(family, given.package))
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.snippets.pages import blocks
-from tools.new_model import main
+from tools.new_model import Family, main, next_steps
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/adding_models.md"
@@ -91,6 +91,13 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 def test_every_block_is_followed() -> None:
     found = blocks(PAGE)
     assert found and all(b.skip == HERE for b in found)
+
+
+def test_the_tool_prints_the_commands_of_the_page() -> None:
+    family = Family("my_model", "llama", known=False, stem="My")
+    printed = next_steps(family, Path("../my-models"))
+    for command in [c for c in commands() if "../my-models" in c and "new_model" not in c]:
+        assert f"  {command} " in printed
 
 
 def test_a_package_of_ones_own(mine: tuple[Path, list[Path]]) -> None:

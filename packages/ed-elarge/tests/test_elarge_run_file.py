@@ -306,6 +306,16 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"sharding": {"axis_dims": [-1, -1, 1, 1, 1]}}, "sharding", "only one entry may be -1"),
     ({"base_config": {"values": {"attn_mechanism": "flsh"}}}, "attn_mechanism", "'flash'"),
     ({"base_config": {"values": {"hidden_sizee": 1}}}, "hidden_sizee", "'hidden_size'"),
+    (
+        {"base_config": {"values": {"bits": 4}}},
+        "base_config.values.bits",
+        "bits quantizes no weights here: write quantization: {model: {quantization_method: nf4}}",
+    ),
+    (
+        {"model__config__quantization_config": {"dtype": "nf4"}},
+        "model.config.quantization_config",
+        "quantization_config quantizes no weights here",
+    ),
     ({"esurge": {"page_sise": 3}}, "esurge.page_sise", "did you mean 'page_size'?"),
     ({"eval": {"temperatur": 0}}, "eval.temperatur", "did you mean 'temperature'?"),
     ({"actions": ["trainn"]}, "actions[0]", "unknown action 'trainn'; did you mean 'train'?"),

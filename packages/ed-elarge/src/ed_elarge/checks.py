@@ -99,6 +99,20 @@ def base_config(run: RunConfig) -> Iterator[Problem]:
             )
 
 
+def weights_are_quantized_by_their_section(run: RunConfig) -> Iterator[Problem]:
+    """Refuse fields of the configuration that quantize nothing: the section `quantization` does."""
+    written = {("base_config", "values"): run.base_config and run.base_config.values}
+    written["model", "config"] = run.model and run.model.config
+    for here, values in written.items():
+        for key, value in (values or {}).items():
+            if canonical_field(key) in ("bits", "quantization_config") and value is not None:
+                message = (
+                    f"{key} quantizes no weights here: write quantization: {{model: "
+                    "{quantization_method: nf4}}, and remove this key"
+                )
+                yield Problem((*here, key), message, True)
+
+
 def one_opinion(run: RunConfig) -> Iterator[Problem]:
     """A field of the model's configuration that two sections set must have one value."""
     first: dict[str, tuple[KeyPath, Any]] = {}

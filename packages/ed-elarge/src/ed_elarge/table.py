@@ -138,7 +138,14 @@ SECTIONS: dict[str, Section] = {
     "loader": Section(LoaderSection, finishes="ed_elarge.build:show_parameters"),
     "sharding": Section(ShardingSection, checks=(checks.axes,)),
     "platform": Section(PlatformSection),
-    "base_config": Section(BaseConfigSection, checks=(checks.base_config, checks.one_opinion)),
+    "base_config": Section(
+        BaseConfigSection,
+        checks=(
+            checks.base_config,
+            checks.one_opinion,
+            checks.weights_are_quantized_by_their_section,
+        ),
+    ),
     "mixture": Section(
         Mixture,
         has_default=False,
