@@ -1,5 +1,5 @@
-// Attention over projected keys and values as XLA calls it, forward and backward: checks the buffers,
-// shares out the work.
+// Attention over projected keys and values as XLA calls it, forward and backward: checks the
+// buffers, shares out the work.
 #include <memory>
 #include <new>
 #include <vector>
@@ -10,8 +10,8 @@ namespace {
 
 using ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads, ed::Scored, ed::Table;
 
-// Read q [b, s, h, k], keys [b, t, g, k], values [b, t, g, d], the mask and the scoring. `out` is the
-// result, or the gradient of the result.
+// Read q [b, s, h, k], keys [b, t, g, k], values [b, t, g, d], the mask and the scoring. `out` is
+// the result, or the gradient of the result.
 bool read(ed::Checks& checks, ed::Attend& p, Numbers q, Numbers k, Numbers v, Numbers out,
           const Mask& mask, const Scored& scored) {
   if (!ed::read_queries(checks, p, q, out, 4) || !ed::read_scored(checks, p, scored)) return false;

@@ -1,5 +1,5 @@
-// Attention over a contiguous cache and over pages as XLA calls it: checks the buffers, shares out the
-// work.
+// Attention over a contiguous cache and over pages as XLA calls it: checks the buffers, shares out
+// the work.
 #include <vector>
 
 #include "attend_call.h"
@@ -122,7 +122,7 @@ bool read_sequences(ed::Checks& checks, ed::Attend& p, const Sequences& of, int6
                          length <= most,
                      "a sequence has tokens or pages beyond those of the batch"))
       return false;
-    // Pages before the first query's window may have been given back. The kernel does not read them.
+    // Pages before the first query's window may be free again. The kernel does not read them.
     int64_t place = length - count, begin = 0;
     if (p.window > 0) begin = std::max<int64_t>(begin, place - p.window + 1);
     if (p.chunk > 0) begin = std::max<int64_t>(begin, place / p.chunk * p.chunk);
@@ -135,8 +135,9 @@ bool read_sequences(ed::Checks& checks, ed::Attend& p, const Sequences& of, int6
   return true;
 }
 
-// Pages [layers, P, page_size, g, 2, k], scales [layers, P, g, 2, n, page_size], or without the axis of
-// layers. One entry in place of two holds keys, whose first numbers are the values. q [T, heads, k].
+// Pages [layers, P, page_size, g, 2, k], scales [layers, P, g, 2, n, page_size], or without the
+// axis of layers. One entry in place of two holds keys, whose first numbers are the values. q is
+// [T, heads, k].
 ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_pages, Numbers scales,
                            Ints layer, Ints first_query, Ints lengths, Ints used, Table pages,
                            Ints limits, Floats sinks, ffi::Result<Numbers> out, float scale,

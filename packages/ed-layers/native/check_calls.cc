@@ -202,9 +202,12 @@ void damage(HandlerCall& call) {
   int64_t count = static_cast<int64_t>(call.arguments.size());
   int64_t at = draw(0, count + static_cast<int64_t>(call.results.size()) - 1);
   Array& array = at < count ? call.arguments[at] : call.results[at - count];
-  int64_t rank = static_cast<int64_t>(array.dims.size()), axis = draw(0, rank - 1);
+  int64_t rank = static_cast<int64_t>(array.dims.size());
+  if (rank == 0) array.dims = {draw(0, 3)}, rank = 1;
+  int64_t axis = draw(0, rank - 1);
   int64_t size = array.dims[axis], sizes[] = {0, 1, size / 2, size + 1, 3 * size};
-  ffi::DataType dtypes[] = {ffi::F32, ffi::BF16, ffi::S8, ffi::U8, ffi::F8E4M3FN, ffi::S32, ffi::S4};
+  ffi::DataType dtypes[] = {ffi::F32, ffi::BF16,     ffi::S8, ffi::U8,
+                            ffi::S32, ffi::F8E4M3FN, ffi::S4};
   switch (draw(0, 4)) {
     case 0: array.dtype = dtypes[draw(0, 6)]; break;
     case 1: array.dims.insert(array.dims.begin() + axis, draw(0, 3)); break;

@@ -1,5 +1,5 @@
-// How a handler checks the buffers of a call. XLA passes dense row-major buffers, so the dtype and the
-// sizes of a buffer determine every address that a kernel reads or writes.
+// How a handler checks the buffers of a call. XLA passes dense row-major buffers, so the dtype and
+// the sizes of a buffer determine every address that a kernel reads or writes.
 #pragma once
 
 #include <algorithm>

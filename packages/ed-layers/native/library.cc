@@ -1,4 +1,5 @@
-// Products, and rows written into an array, as XLA calls them: checks the buffers, shares out the work.
+// Products, and rows written into an array, as XLA calls them: checks the buffers, shares out the
+// work.
 #include <vector>
 
 #include "library.h"
@@ -174,8 +175,8 @@ bool read_groups(ed::Checks& checks, ed::OfGroups& numbers, const char* name, ff
                       : checks.shape(name, from, {groups, p.outputs});
 }
 
-// Read a matrix of codes: int8 or float8_e4m3fn [inputs, outputs], or four bits, [inputs / 2, outputs]
-// bytes, by a table [16]; or the transpose. An empty `zero` stands for none.
+// Read a matrix of codes: int8 or float8_e4m3fn [inputs, outputs]; or four bits, [inputs / 2,
+// outputs] bytes, by a table [16]; or the transpose. An empty `zero` stands for none.
 bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                 ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table, bool transposed,
                 bool whole) {
@@ -228,7 +229,7 @@ ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Remain
   return compute(checks, pool, call, x.element_type(), results, act);
 }
 
-// Write rows [n, ..] at `index` [n] of an array whose first `axes` axes count the rows of the array.
+// Write rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows.
 // XLA may pass one buffer as the array and as the result. An index beyond the array drops its row.
 ffi::Error put(ffi::AnyBuffer array, Index index, ffi::AnyBuffer rows,
                ffi::Result<ffi::AnyBuffer> result, int64_t axes) {

@@ -1,5 +1,5 @@
-// A small stand-in for XLA's runtime: a pool of threads, and calls of handlers with buffers that are
-// allocated to the byte. A sanitizer then sees every access beyond a buffer.
+// A small stand-in for XLA's runtime: a pool of threads, and calls of handlers with buffers that
+// are allocated to the byte. A sanitizer then sees every access beyond a buffer.
 #pragma once
 
 #include <condition_variable>
@@ -173,7 +173,7 @@ struct HandlerCall {
                   argument_types.data(), at_arguments.data()};
     frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results.size()),
                   result_types.data(), at_results.data()};
-    frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,  nullptr,         static_cast<int64_t>(scalars.size()),
+    frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(scalars.size()),
                    attribute_types.data(), at_names.data(), at_scalars.data()};
     std::unique_ptr<XLA_FFI_Error> error(handler(&frame));
     return error ? error->message : "";

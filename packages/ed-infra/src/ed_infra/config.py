@@ -49,7 +49,6 @@ from ed_infra.fields import (
 from ed_infra.logging import get_logger, once
 from ed_infra.mesh import create_mesh
 from ed_infra.partition import PartitionManager
-from ed_infra.plausible import check_plausible
 from ed_infra.rope_parameters import check_parameters
 from ed_infra.sealed import MeshRecipe, Runtime, freeze, thaw
 from ed_infra.specs import FORMAT_OF_BITS, EasyDeLQuantizationConfig, to_json
@@ -142,8 +141,7 @@ class EasyDeLBaseConfig(StoredConfig):
         elif key == "rope_parameters" and self.__dict__.get("_post_init_done"):
             self._check_rope(value)
         else:
-            value = architecture_value(key, value, from_file=reading_file.get())
-        check_plausible(key, value, type(self).attribute_map)
+            value = architecture_value(type(self), key, value, from_file=reading_file.get())
         if not key.startswith("_") and self.is_sealed:
             current = getattr(self, key, _MISSING)
             if current is value or current == value:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.fields import FIELD_ALIASES, ExecutionFields
+from ed_infra.plausible import check_plausible
 
 #: Architecture fields that a class without a Hugging Face class knows, and their defaults.
 BARE_FIELDS: dict[str, Any] = {
@@ -160,19 +161,21 @@ def set_bare_fields(cls: type, values: dict[str, Any], keywords: dict[str, Any])
         values["max_position_embeddings"] = int(trained * (rope.get("factor") or 1))
 
 
-def architecture_value(name: str, value: Any, *, from_file: bool) -> Any:
+def architecture_value(cls: type, name: str, value: Any, *, from_file: bool) -> Any:
     """Return the value of an architecture field, checked beyond its type.
 
     A dtype becomes its name: transformers sets a torch dtype where torch is installed, and the
     configuration must be the same with and without torch.
 
     Args:
+        cls: The class of the configuration.
         name: The name of the field.
         value: The value, of any type; transformers checks the type.
         from_file: Whether to keep a dtype whose name is unknown.
 
     Raises:
-        ConfigError: A dropout is not a probability, or a dtype is unknown.
+        ConfigError: A number is not finite, a size is larger than that of any model, a dropout is
+            not a probability, or a dtype is unknown.
     """
     if _DROPOUT.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 <= value < 1:
@@ -185,6 +188,7 @@ def architecture_value(name: str, value: Any, *, from_file: bool) -> Any:
         except ConfigError as error:
             if not from_file:
                 raise ConfigError(f"dtype: {error}", field=name) from None
+    check_plausible(name, value, getattr(cls, "attribute_map", {}))
     return value
 
 
