@@ -95,7 +95,14 @@ class ServeOptions(Options):
     stars."""
     api_key_file: Name | None = None
     """More keys: a JSON list of `{"sha256": …}` with, if wanted, `name`, `expires`,
-    `max_concurrent_requests` and `requests_per_minute`."""
+    `max_concurrent_requests`, `requests_per_minute` and `admin`."""
+    admin_api_key: Secret | None = None
+    """The key of the administrative routes (sleep, adapters, resetting the prefix cache). None: on
+    a server with keys, only keys of `api_key_file` with `admin` open these routes. Printed as
+    stars."""
+    share_prefix_cache: bool = False
+    """API keys share cached prefixes. False: each key has its own, so that no client learns from
+    `cached_tokens` or from the time of an answer what others have sent."""
     enable_function_calling: bool = True
     """False: requests with tools are refused."""
     tool_parser_name: Annotated[str, choice("tool parser", ("auto", "none", *TOOL_FORMATS))] = (

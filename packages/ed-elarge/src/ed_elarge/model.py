@@ -301,6 +301,8 @@ class eLargeModel(Setters):
         path = Path(getattr(self.config.model, "name_or_path", None) or self.config.directory)
         file = values.pop("api_key_file")
         values["api_key"] = [key.get_secret_value() for key in values["api_key"] or ()]
+        admin = values["admin_api_key"]
+        values["admin_api_key"] = None if admin is None else admin.get_secret_value()
         values["api_key"] += read_keys(file) if file is not None else []
         values["served_model_name"] = values["served_model_name"] or path.name or "model"
         serve(self.build_esurge(), values.pop("host"), values.pop("port"), **values)

@@ -26,13 +26,15 @@ class ServerLimits(Options):
     max_generations: PositiveInt = 1024
     """Completions of one request: its prompts times `n` or `best_of` (400)."""
     max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
-    """Answers of `/v1/responses` that are kept in memory; the oldest make room."""
+    """Answers of `/v1/responses` that are kept in memory for each API key; the oldest make room."""
     max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
     """Longest file of `/v1/files` (413)."""
     max_files: PositiveInt = 1024
     """Files that each API key may keep (429)."""
+    max_stored_bytes: Annotated[int, Field(ge=1024, lt=2**53)] = 2**33
+    """Bytes of all files of an API key (413)."""
     max_batches: PositiveInt = 64
-    """Batches that wait or run (429)."""
+    """Batches of each API key that wait or run (429)."""
     max_batch_requests: PositiveInt = 50_000
     """Lines of a batch; one with more fails."""
     batch_concurrency: PositiveInt = 16

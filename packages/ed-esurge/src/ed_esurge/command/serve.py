@@ -12,8 +12,8 @@ from ed_esurge.command.flags import mapping_of, options_of
 from ed_esurge.command.load import add_model_arguments, engine_of, name_of
 from ed_esurge.config import EngineConfig, ServerLimits, UnknownFields
 
-#: Environment variable with the API key: a command line is read by every user of the machine.
-KEY = "ESURGE_API_KEY"
+#: Environment variables with keys: every user of the machine can read a command line.
+KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", help="what clients call the model")
     group.add_argument(
         "--api-key-file",
-        help=f"JSON list of keys, each with a sha256; or set {KEY} to a single key",
+        help=f"JSON list of keys, each with a sha256; or set {KEY} to a single key, and "
+        f"{ADMIN_KEY} to the key of the administrative routes",
+    )
+    group.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="API keys share cached prefixes (default: each key has its own)",
     )
     group.add_argument("--cors-origins", nargs="+", help="origins whose pages may ask; * is all")
     group.add_argument("--allowed-hosts", nargs="+", help="what the Host header may name")
@@ -116,6 +122,8 @@ def run(values: argparse.Namespace) -> int:
         otlp_traces_endpoint=values.otlp_traces_endpoint,
         enable_sleep_mode=values.enable_sleep_mode,
         unknown_fields=values.unknown_fields,
+        admin_api_key=os.environ.get(ADMIN_KEY),
+        share_prefix_cache=values.share_prefix_cache,
         log_level=values.log_level,
         drain_seconds=values.drain_seconds,
         ssl_keyfile=values.ssl_keyfile,

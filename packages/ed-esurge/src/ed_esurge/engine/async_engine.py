@@ -35,6 +35,7 @@ from ed_esurge.engine.adapters import loading
 from ed_esurge.engine.intake import Params, Prompt, RequestOptions
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.engine.weights import check_level
+from ed_esurge.grammars.store import Grammar
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
@@ -139,9 +140,9 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         return self.engine.vocab_size
 
-    def check_structured(self, wanted: StructuredOutputs) -> None:
-        """See `eSurge.check_structured`."""
-        self.engine.check_structured(wanted)
+    def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
+        """See `eSurge.compile_structured`."""
+        return self.engine.compile_structured(wanted)
 
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""
@@ -234,7 +235,7 @@ class AsyncEngine:
                 yield await follower.get()
         finally:
             if not follower.over:
-                self._post(Abort(request_id))
+                self._post(Abort(request_id), follower)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its generator gives a last output. Unknown ids are ignored."""
@@ -324,6 +325,10 @@ class AsyncEngine:
     def _read_inbox(self) -> None:
         while self._inbox:
             command, waiting = self._inbox.popleft()
+            if isinstance(command, Abort) and waiting is not None:
+                # The id may be another caller's by now: only the owner's request is aborted.
+                if self._followers.get(command.request_id) is not waiting:
+                    continue
             try:
                 self.engine.execute(command)
             except Exception as error:

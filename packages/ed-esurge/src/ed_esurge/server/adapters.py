@@ -26,6 +26,8 @@ class LoadAdapterRequest(Body):
     """True: an adapter of that name is replaced."""
     model: str | None = None
     """The model that it is for, where a server has several (extension)."""
+    owner: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Name or SHA-256 of the API keys that may use the adapter; null: every key (extension)."""
 
 
 class UnloadAdapterRequest(Body):
@@ -41,16 +43,17 @@ async def load(served: Served, body: LoadAdapterRequest, request: Request) -> Pl
     """Serve an adapter under a name.
 
     Raises:
-        APIError: 400, the adapter cannot be loaded; 403, it lies outside the server's directory;
-            404, it is not there.
+        APIError: 400, the adapter cannot be loaded, or no key belongs to its owner; 403, it lies
+            outside the server's directory; 404, it is not there.
     """
     _check_open(served)
+    owners = _owners(served, body.owner)
     path = _inside(served.adapter_directory, body.lora_path)
     if body.lora_name in served.names:
         raise APIError(
             f"{body.lora_name!r} is the model itself: choose another name", param="lora_name"
         )
-    loaded = body.lora_name in served.adapters()
+    loaded = body.lora_name in served.adapters(served.owner)
     if loaded and not body.load_inplace:
         raise APIError(
             f"the LoRA adapter {body.lora_name!r} has already been loaded: unload it, or send "
@@ -60,6 +63,10 @@ async def load(served: Served, body: LoadAdapterRequest, request: Request) -> Pl
     try:
         if loaded:
             await served.engine.unload_lora_adapter(body.lora_name)
+        if owners is None:
+            served.adapter_owners.pop(body.lora_name, None)
+        else:  # before it is there: nobody else must see it meanwhile
+            served.adapter_owners[body.lora_name] = owners
         await served.engine.load_lora_adapter(body.lora_name, path)
     except (ConfigError, CheckpointError) as error:
         raise APIError(str(error).replace(str(path), body.lora_path), param="lora_path") from None
@@ -75,7 +82,7 @@ async def unload(served: Served, body: UnloadAdapterRequest, request: Request) -
         APIError: 404, there is none of that name.
     """
     _check_open(served)
-    if body.lora_name not in served.adapters():
+    if body.lora_name not in served.adapters(served.owner):
         raise APIError(
             f"the LoRA adapter {body.lora_name!r} is not loaded; GET /v1/models lists those that "
             "are",
@@ -90,6 +97,29 @@ async def unload(served: Served, body: UnloadAdapterRequest, request: Request) -
     except EasyDeLError as error:
         raise engine_unavailable(str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _owners(served: Served, wanted: str | None) -> frozenset[str] | None:
+    """Return the digests of the keys that may use an adapter, administrators' keys included.
+
+    Args:
+        wanted: name or SHA-256 of the keys. None: every key.
+
+    Raises:
+        APIError: 400, the server has no such key.
+    """
+    if wanted is None:
+        return None
+    keys = served.state.keys
+    owners = {key.sha256 for key in keys if wanted in (key.name, key.sha256)}
+    if not owners:
+        raise APIError(
+            f"the owner {wanted!r} is neither the name nor the sha256 of an API key of this "
+            "server: name a key of its api_key_file, or leave owner out",
+            param="owner",
+            code="invalid_value",
+        )
+    return frozenset(owners | {key.sha256 for key in keys if key.admin})
 
 
 def _check_open(served: Served) -> None:

@@ -193,6 +193,8 @@ class State(Answer):
 
     status: Literal["ok", "down", "draining", "sleeping"]
     reason: str | None = None
+    degraded: dict[str, str] | None = None
+    """Parts of the server that do not work, with the reason, where some do not."""
 
 
 class Load(Answer):

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server import errors, openapi
-from ed_esurge.server.auth import ApiKey, BearerAuth
+from ed_esurge.server.auth import ApiKey, BearerAuth, check_access
 from ed_esurge.server.batch_store import BatchStore
 from ed_esurge.server.batch_worker import running
 from ed_esurge.server.body import read
@@ -51,6 +51,8 @@ def create_app(
     otlp_traces_endpoint: str | None = None,
     enable_sleep_mode: bool = False,
     unknown_fields: str = "warn",
+    admin_api_key: str | None = None,
+    share_prefix_cache: bool = False,
 ) -> FastAPI:
     """Build the application that serves one engine, or several.
 
@@ -83,6 +85,10 @@ def create_app(
         unknown_fields: what becomes of request fields that the server does not know: "ignore",
             "warn" (the header `X-Ignored-Fields` of the answer names the fields, and the log does
             once) or "refuse".
+        admin_api_key: the key that opens the administrative routes (sleep, adapters, resetting the
+            prefix cache) of a server that has keys. Without `api_key` the other routes need no key.
+        share_prefix_cache: API keys share cached prefixes. False: each key has its own, so that no
+            client learns from `cached_tokens` or from the time of an answer what others have sent.
 
     Raises:
         ConfigError: an engine has no tokenizer, a parser is not known, or two models have the same
@@ -94,10 +100,11 @@ def create_app(
     tracing = None
     if otlp_traces_endpoint is not None:
         tracing = Tracing(provider_for(otlp_traces_endpoint))
-    state, metrics = (
-        ServerState(limits, tracing, enable_sleep_mode, unknown_fields),
-        ServerMetrics(),
+    keys = _keys(api_key, admin_api_key)
+    state = ServerState(
+        limits, tracing, enable_sleep_mode, unknown_fields, keys, share_prefix_cache
     )
+    metrics = ServerMetrics()
 
     def model(engine: Any, names: str | Sequence[str] | None) -> Served:
         if not isinstance(engine, ServedEngine):
@@ -152,10 +159,9 @@ def create_app(
     errors.install(app)
     for endpoint in ENDPOINTS:
         _register(app, site, endpoint)
-    keys = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
     if keys:
-        known = [ApiKey.of(key) if isinstance(key, str) else key for key in keys]
-        app.add_middleware(BearerAuth, keys=known)
+        open_paths = {endpoint.path for endpoint in ENDPOINTS if endpoint.access == "open"}
+        app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
     if cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -169,6 +175,15 @@ def create_app(
     app.add_middleware(Door, hosts=allowed_hosts, most=limits.max_concurrent_requests)
     app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost: it sees every status
     return app
+
+
+def _keys(
+    api_key: str | ApiKey | Sequence[str | ApiKey] | None, admin_api_key: str | None
+) -> list[ApiKey]:
+    """Return all keys of a server, the administrator's included."""
+    given = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
+    keys = [ApiKey.of(key) if isinstance(key, str) else key for key in given]
+    return keys + ([ApiKey.of(admin_api_key, admin=True)] if admin_api_key else [])
 
 
 def _prompts(engine: Any, chat_template: str | None, oai_like_processor: bool) -> Prompts:
@@ -194,6 +209,7 @@ def _register(app: FastAPI, site: Site, endpoint: Endpoint) -> None:
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
 
     async def handle(request: Request) -> Response:
+        check_access(endpoint.access, request.scope)
         if endpoint.takes is None:
             return await dispatch(site, endpoint, None, request)
         unknown = site.state.unknown_fields

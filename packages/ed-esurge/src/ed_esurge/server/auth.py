@@ -1,4 +1,4 @@
-"""Optional API keys: hashed, compared in constant time, each with limits and an end."""
+"""Optional API keys: hashed, compared in constant time, each with limits and an expiry date."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import hmac
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ed_infra.errors import ConfigError
 from ed_infra.options import Count, Options
@@ -19,11 +19,13 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 from ed_esurge.server.asgi import ASGIApp, Receive, Scope, Send
 from ed_esurge.server.errors import APIError
 
-# What load balancers, Prometheus and browsers read; none says anything about requests' contents.
-# The page asks for a key, and sends it.
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/health/live", "/health/ready", "/health/decode", "/metrics", "/version"}
-)
+#: Entries of an ASGI scope: the digest of the request's key, and "anyone", "key" or "admin".
+#: Neither entry exists on a server that has no keys.
+OWNER, ROLE = "ed_esurge.owner", "ed_esurge.role"
+
+Access = Literal["open", "key", "admin"]
+"""Who may call a route of a server that has keys: anyone, the owner of any key, or an
+administrator."""
 
 
 class ApiKey(Options):
@@ -39,11 +41,13 @@ class ApiKey(Options):
     """Its requests at the same time (429)."""
     requests_per_minute: Count | None = None
     """Its requests of the last 60 seconds (429)."""
+    admin: bool = False
+    """The key opens the administrative routes too: sleep, adapters, resetting the prefix cache."""
 
     @classmethod
-    def of(cls, key: str) -> ApiKey:
-        """A key without limits."""
-        return cls(sha256=hashlib.sha256(key.encode()).hexdigest())
+    def of(cls, key: str, *, admin: bool = False) -> ApiKey:
+        """Return a key without limits."""
+        return cls(sha256=hashlib.sha256(key.encode()).hexdigest(), admin=admin)
 
 
 def read_keys(path: str | Path) -> list[ApiKey]:
@@ -62,15 +66,17 @@ def read_keys(path: str | Path) -> list[ApiKey]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"api_key_file {path} cannot be read ({error}): write a JSON list of objects with "
-            "sha256 and, if wanted, name, expires, max_concurrent_requests, requests_per_minute"
+            "sha256 and, if wanted, name, expires, max_concurrent_requests, requests_per_minute, "
+            "admin"
         ) from None
 
 
 class _Account:
-    """A key, and what was done with it lately."""
+    """A key and its recent requests."""
 
     def __init__(self, key: ApiKey) -> None:
         self.key, self.digest = key, bytes.fromhex(key.sha256)
+        self.role = "admin" if key.admin else "key"
         self.inside = 0
         self._times: deque[float] = deque()
 
@@ -106,30 +112,38 @@ class _Account:
 
 
 class BearerAuth:
-    """ASGI middleware that lets only known keys pass.
+    """ASGI middleware that finds the key of each request, and refuses requests without one.
 
-    Keys are kept as SHA-256 digests: comparing those takes the same time whatever was sent.
+    Keys are kept as SHA-256 digests: comparing digests takes the same time whatever was sent.
+
+    Args:
+        keys: the known keys. If all of them are administrators' keys, the other routes need no key.
+        open_paths: paths that need no key: what load balancers, Prometheus and browsers read.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
         self.app = app
         self._accounts = [_Account(key) for key in keys]
+        self._open_paths = frozenset(open_paths)
+        self._needed = not all(key.admin for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http"
-            or scope["path"] in OPEN_PATHS
+            or scope["path"] in self._open_paths
             or scope["method"] == "OPTIONS"  # CORS asks before it has a key to send
         ):
             await self.app(scope, receive, send)
             return
-        counted = scope["method"] == "POST"
+        account = None
+        scope[ROLE] = "anyone"
         try:
             account = self._account(scope)
-            scope["ed_esurge.owner"] = account.key.sha256
-            account.check()
-            if counted:
-                account.enter()
+            if account is not None:
+                scope[OWNER], scope[ROLE] = account.key.sha256, account.role
+                account.check()
+                if scope["method"] == "POST":
+                    account.enter()
         except APIError as error:
             response = error.response()
             if error.status == 401:
@@ -139,24 +153,42 @@ class BearerAuth:
         try:
             await self.app(scope, receive, send)
         finally:
-            account.inside -= counted
+            if account is not None and scope["method"] == "POST":
+                account.inside -= 1
 
-    def _account(self, scope: Scope) -> _Account:
+    def _account(self, scope: Scope) -> _Account | None:
         digest = hashlib.sha256(_key(scope)).digest()
         matches = [one for one in self._accounts if hmac.compare_digest(digest, one.digest)]
-        if not matches:
+        if not matches and self._needed:
             raise APIError(
                 "this server needs an API key: send `Authorization: Bearer YOUR_KEY` "
                 "(the openai and anthropic clients: api_key=)",
                 status=401,
                 code="invalid_api_key",
             )
-        return matches[0]
+        return matches[0] if matches else None
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose request it is: the digest of its key, or nothing where no keys are asked for."""
-    return scope.get("ed_esurge.owner", "")
+    """Return whose request it is: the digest of its key. Empty where the request has no key."""
+    return scope.get(OWNER, "")
+
+
+def check_access(access: Access, scope: Scope) -> None:
+    """Refuse a request to an administrative route whose key is not an administrator's.
+
+    A server without any key serves one user, who may do everything.
+
+    Raises:
+        APIError: 403.
+    """
+    if access == "admin" and scope.get(ROLE, "admin") != "admin":
+        raise APIError(
+            "this route needs an administrator's key: start the server with admin_api_key (the "
+            "environment variable ESURGE_ADMIN_API_KEY), and send that key",
+            status=403,
+            code="admin_key_required",
+        )
 
 
 def _key(scope: Scope) -> bytes:

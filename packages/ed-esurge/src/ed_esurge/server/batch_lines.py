@@ -13,6 +13,7 @@ from fastapi import Request
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
+from ed_esurge.server.auth import OWNER
 from ed_esurge.server.body import LONG_BODY
 from ed_esurge.server.dispatch import dispatch
 from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
@@ -50,12 +51,19 @@ class Line(Options):
 
 
 async def answer_line(
-    site: Site, raw: bytes, name: str, *, endpoint: str | None = None, seen: set[str] | None = None
+    site: Site,
+    raw: bytes,
+    name: str,
+    *,
+    owner: str = "",
+    endpoint: str | None = None,
+    seen: set[str] | None = None,
 ) -> dict[str, Any]:
     """Answer a line, whatever it is: what is wrong with it is its answer.
 
     Args:
         name: of the answer.
+        owner: whose line it is, see `auth.owner_of`.
         endpoint: the only one that lines may name; None: each of `BATCHED`.
         seen: ids of the lines before; this one's is added.
 
@@ -77,7 +85,7 @@ async def answer_line(
     except ValueError as error:
         entry["error"] = {"code": "invalid_json", "message": f"the line is not JSON: {error}"}
         return entry
-    status, body = await _answer(site, BATCHED[line.url], line.body, raw)
+    status, body = await _answer(site, BATCHED[line.url], line.body, raw, owner)
     entry["response"] = {"status_code": status, "request_id": body.get("id", name), "body": body}
     return entry
 
@@ -119,10 +127,10 @@ def _check(line: Line, endpoint: str | None, seen: set[str] | None) -> None:
 
 
 async def _answer(
-    site: Site, endpoint: Endpoint, body: dict[str, Any], raw: bytes
+    site: Site, endpoint: Endpoint, body: dict[str, Any], raw: bytes, owner: str
 ) -> tuple[int, Any]:
-    """Status and body, as they would come over HTTP."""
-    scope = {"type": "http", "method": "POST", "path": endpoint.path, "headers": []}
+    """Return status and body, as the owner of the batch would get them over HTTP."""
+    scope = {"type": "http", "method": "POST", "path": endpoint.path, "headers": [], OWNER: owner}
 
     async def stays() -> Any:  # a client that never leaves
         await asyncio.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import IO
 
 from ed_esurge.server.batch_lines import answer_line, expired_line, succeeded
-from ed_esurge.server.batch_store import OPEN, BatchStore, Fields
+from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, open_private
 from ed_esurge.server.site import Site
 
 logger = logging.getLogger(__name__)
 
-# Seconds until lines are tried again that a server or an engine that stops did not answer.
-PATIENCE = 1.0
+# Seconds until lines are tried again that a server or an engine that stops did not answer. After a
+# failed write the wait doubles with each failure, up to the longest.
+PATIENCE, LONGEST = 1.0, 60.0
+# Errors of a disk that is full or does not answer, and may do so again.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 
 @asynccontextmanager
@@ -31,7 +35,7 @@ async def running(site: Site) -> AsyncIterator[None]:
     if store is None:
         yield
         return
-    task = asyncio.create_task(_run(site, store))
+    task = asyncio.create_task(_always(site, store))
     try:
         yield
     finally:
@@ -40,7 +44,19 @@ async def running(site: Site) -> AsyncIterator[None]:
             await task
 
 
+async def _always(site: Site, store: BatchStore) -> None:
+    """Start the worker again whenever it ends."""
+    while True:
+        try:
+            await _run(site, store)
+        except Exception:
+            logger.exception("the batch worker failed and starts again")
+            await asyncio.sleep(PATIENCE)
+
+
 async def _run(site: Site, store: BatchStore) -> None:
+    """Run batches for ever. No failure of a batch or of the disk ends the loop."""
+    wait = PATIENCE
     while True:
         batch = store.next()
         if batch is None:
@@ -49,15 +65,42 @@ async def _run(site: Site, store: BatchStore) -> None:
             continue
         try:
             await _Run(site, store, batch).whole()
+        except Exception as group:
+            error = _first(group)
+            site.metrics.batch_failures.inc()
+            passes = isinstance(error, OSError) and error.errno in PASSING
+            if passes and time.time() < batch["expires_at"]:
+                site.stall_batches(f"files of batches cannot be written: {error.strerror}")
+                logger.error("batch %s waits %g s: %s", batch["id"], wait, site.batch_trouble)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, LONGEST)
+                continue
+            logger.error("batch %s failed", batch["id"], exc_info=error)
+            _fail(store, batch, error)
+        else:
+            wait = PATIENCE
+            site.stall_batches(None)
             if batch["status"] in OPEN:  # nobody answers now
                 await asyncio.sleep(PATIENCE)
-        except Exception as error:
-            logger.exception("a batch failed")
-            said = {"code": "internal_error", "message": "the server failed on this batch"}
-            if isinstance(error, OSError):
-                said["message"] = f"its files cannot be read or written: {error.strerror}"
-            listed = {"object": "list", "data": [{**said, "line": None, "param": None}]}
-            store.change(batch, "failed", errors=listed)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a task group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _fail(store: BatchStore, batch: Fields, error: BaseException) -> None:
+    """End a batch with an error. If its file cannot be written, the next start runs it again."""
+    said = {"code": "internal_error", "message": "the server failed on this batch"}
+    if isinstance(error, OSError):
+        said["message"] = f"its files cannot be read or written: {error.strerror}"
+    listed = {"object": "list", "data": [{**said, "line": None, "param": None}]}
+    try:
+        store.change(batch, "failed", errors=listed)
+    except OSError:
+        batch.update(status="failed", failed_at=int(time.time()), errors=listed)
 
 
 class _Run:
@@ -81,47 +124,44 @@ class _Run:
             errors = {"object": "list", "data": [{**data, "param": "input_file_id"}]}
             store.change(batch, "failed", errors=errors)
             return
-        counts = {"total": total, "completed": self._before(self._ok), "failed": 0}
-        counts["failed"] = self._before(self._failed)
+        counts = {"total": total}
+        for key, part, file in (
+            ("completed", self._ok, batch["output_file_id"]),
+            ("failed", self._failed, batch["error_file_id"]),
+        ):
+            written = part if file is None else store.content(file)
+            numbers = await asyncio.to_thread(_recorded, written)
+            counts[key] = len(numbers)
+            self._done |= numbers
         if batch["status"] == "validating":
             store.change(batch, "in_progress")
+        # On a full disk this fails before lines are answered for nothing.
         store.change(batch, request_counts=counts)
-        with self._ok.open("ab") as ok, self._failed.open("ab") as failed:
+        with open_private(self._ok, "ab") as ok, open_private(self._failed, "ab") as failed:
             await self._lines(path, {True: ok, False: failed})
         cancelled = batch["status"] == "cancelling"
         if self._unanswered and not cancelled:
             return
         if batch["status"] == "in_progress":
             store.change(batch, "finalizing")
-        files: dict[str, str | None] = {}
         for key, part, name in (
             ("output_file_id", self._ok, "output"),
             ("error_file_id", self._failed, "error"),
         ):
             if part.stat().st_size:
                 title = f"{batch['id']}_{name}.jsonl"
-                files[key] = store.add_file(title, "batch_output", part, batch["owner"])["id"]
+                file = store.add_file(title, "batch_output", part, batch["owner"])
+                batch[key] = file["id"]  # at once: a later failure must not add the file again
             else:
                 part.unlink()
         expired = batch["expired_at"] is not None
         end = "cancelled" if cancelled else "expired" if expired else "completed"
-        store.change(batch, end, **files)
+        store.change(batch, end)
 
     @property
     def _left(self) -> float:
         """Seconds until the batch expires."""
         return self._batch["expires_at"] - time.time()
-
-    def _before(self, path: Path) -> int:
-        """Count the whole lines of an earlier start; what was cut off is dropped."""
-        kept: list[bytes] = []
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    kept.append(line)
-                    self._done.add(int(re.findall(rb'"id": ?"[^"]*_(\d+)"', line)[0]))
-        path.write_bytes(b"".join(kept))
-        return len(kept)
 
     async def _lines(self, path: Path, files: dict[bool, IO[bytes]]) -> None:
         """Answer the lines, several at a time, and write each as it is answered."""
@@ -135,7 +175,12 @@ class _Run:
                     raise TimeoutError
                 async with asyncio.timeout(self._left):
                     entry = await answer_line(
-                        self._site, raw, name, endpoint=batch["endpoint"], seen=seen
+                        self._site,
+                        raw,
+                        name,
+                        owner=batch["owner"],
+                        endpoint=batch["endpoint"],
+                        seen=seen,
                     )
                 if (entry["response"] or {}).get("status_code") == 503:
                     self._unanswered = True
@@ -147,8 +192,7 @@ class _Run:
             finally:
                 gate.release()
             good = succeeded(entry)
-            files[good].write(json.dumps(entry).encode() + b"\n")
-            files[good].flush()
+            _append(files[good], json.dumps(entry).encode() + b"\n")
             batch["request_counts"]["completed" if good else "failed"] += 1
 
         async with asyncio.TaskGroup() as group:
@@ -164,6 +208,38 @@ class _Run:
                 group.create_task(one(number, raw))
         for file in files.values():
             os.fsync(file.fileno())
+
+
+def _recorded(path: Path) -> set[int]:
+    """Return the numbers of the lines in a file of results; remove a half-written last line."""
+    numbers: set[int] = set()
+    if not path.exists():
+        return numbers
+    size = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                os.truncate(path, size)
+                break
+            size += len(line)
+            numbers.add(int(re.findall(rb'"id": ?"[^"]*_(\d+)"', line)[0]))
+    return numbers
+
+
+def _append(file: IO[bytes], line: bytes) -> None:
+    """Write a whole line, or none of it.
+
+    Raises:
+        OSError: the line cannot be written.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        os.truncate(file.fileno(), size)
+        raise
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:

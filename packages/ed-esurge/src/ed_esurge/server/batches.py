@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ed_esurge.server.answers import Answer
 from ed_esurge.server.auth import owner_of
-from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, public
+from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, public, refused_when_full
 from ed_esurge.server.body import read_bytes
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.fields import Body
@@ -127,8 +127,8 @@ async def upload(site: Site, request: Request) -> JSONResponse:
     """Keep a file.
 
     Raises:
-        APIError: 400, the form is not as it should be; 413, the file is too large; 429, there are
-            too many.
+        APIError: 400, the form is not as it should be; 413, the file is too large, or the files of
+            the key are; 429, the key has too many files; 503, the file cannot be written.
     """
     store, owner, limits = _store(site), owner_of(request.scope), site.state.limits
     kind = request.headers.get("content-type", "")
@@ -143,9 +143,14 @@ async def upload(site: Site, request: Request) -> JSONResponse:
     if purpose != "batch":
         raise APIError(f"the purpose {purpose!r:.50} is not known here: batch", param="purpose")
     name, data = parts["file"]
-    path = store.part()
-    await asyncio.to_thread(path.write_bytes, data)
-    return JSONResponse(public(store.add_file(name, purpose, path, owner)))
+    store.check_room(owner, len(data))
+    with refused_when_full():
+        path = store.part()
+        try:
+            await asyncio.to_thread(path.write_bytes, data)
+            return JSONResponse(public(store.add_file(name, purpose, path, owner)))
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _parts(kind: str, raw: bytes) -> dict[str, tuple[str, memoryview]]:
@@ -194,7 +199,8 @@ async def content(site: Site, request: Request) -> FileResponse:
 async def delete(site: Site, request: Request) -> JSONResponse:
     """Forget a file. Raises APIError: 404; 409, a batch reads it."""
     name = request.path_params["file_id"]
-    _store(site).delete_file(name, owner_of(request.scope))
+    with refused_when_full():
+        _store(site).delete_file(name, owner_of(request.scope))
     return JSONResponse({"id": name, "object": "file", "deleted": True})
 
 
@@ -203,10 +209,16 @@ def _file(site: Site, request: Request) -> Fields:
 
 
 async def create(site: Site, body: BatchRequest, request: Request) -> JSONResponse:
-    """Take a batch. Raises APIError: 404, there is no such file; 429, too many wait."""
-    batch = _store(site).add_batch(
-        body.input_file_id, body.endpoint, body.metadata, owner_of(request.scope)
-    )
+    """Queue a batch.
+
+    Raises:
+        APIError: 404, there is no such file; 429, too many batches of the key wait; 503, the batch
+            cannot be written.
+    """
+    with refused_when_full():
+        batch = _store(site).add_batch(
+            body.input_file_id, body.endpoint, body.metadata, owner_of(request.scope)
+        )
     site.batched.set()
     return JSONResponse(public(batch))
 
@@ -235,7 +247,8 @@ async def cancel(site: Site, request: Request) -> JSONResponse:
     if known["status"] not in OPEN:
         raise APIError(f"the batch is {known['status']}: nothing is left to cancel", status=409)
     if known["status"] != "cancelling":
-        _store(site).change(known, "cancelling")
+        with refused_when_full():
+            _store(site).change(known, "cancelling")
     return JSONResponse(public(known))
 
 

@@ -6,6 +6,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from ed_esurge.server.auth import owner_of
 from ed_esurge.server.endpoints import Endpoint
 from ed_esurge.server.site import Site
 
@@ -22,5 +23,5 @@ async def dispatch(
         return await endpoint.answer(site, request)
     if endpoint.of_the_site:
         return await endpoint.answer(site, body, request)
-    served = site.find(getattr(body, "model", None))
+    served = site.find(getattr(body, "model", None), owner_of(request.scope))
     return await endpoint.answer(served, body, request)

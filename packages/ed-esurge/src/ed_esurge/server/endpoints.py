@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from ed_esurge.server import adapters, answers, batches, health, models, protocol, sleep, tokens
+from ed_esurge.server.auth import Access
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
@@ -50,6 +51,7 @@ class Endpoint:
         answer: gets the request and, where there is a body, the body and the model that it names;
             where there is none, the whole site.
         of_the_site: it gets the whole site although it has a body.
+        access: who may call it, where the server has keys.
         takes: model of the body; None where there is none.
         gives: model of the answer; a string is the media type of a text.
         refusals: statuses of refusals.
@@ -65,6 +67,7 @@ class Endpoint:
     refusals: tuple[int, ...] = READING
     method: Literal["GET", "POST", "DELETE"] = "GET"
     of_the_site: bool = False
+    access: Access = "key"
 
 
 def _post(
@@ -75,12 +78,17 @@ def _post(
     gives: type[BaseModel] | str,
     *,
     streams: bool = False,
+    access: Access = "key",
 ) -> Endpoint:
-    return Endpoint(path, summary, answer, gives, takes, streams, tuple(REFUSALS), "POST")
+    return Endpoint(
+        path, summary, answer, gives, takes, streams, tuple(REFUSALS), "POST", access=access
+    )
 
 
 ENDPOINTS = (
-    Endpoint("/", "A page to try the models.", playground, "text/html", refusals=(421,)),
+    Endpoint(
+        "/", "A page to try the models.", playground, "text/html", refusals=(421,), access="open"
+    ),
     _post(
         "/v1/completions",
         "Continue one or many prompts.",
@@ -216,6 +224,7 @@ ENDPOINTS = (
         adapters.load,
         adapters.LoadAdapterRequest,
         "text/plain",
+        access="admin",
     ),
     _post(
         "/v1/unload_lora_adapter",
@@ -223,6 +232,7 @@ ENDPOINTS = (
         adapters.unload,
         adapters.UnloadAdapterRequest,
         "text/plain",
+        access="admin",
     ),
     _post(
         "/tokenize",
@@ -252,6 +262,7 @@ ENDPOINTS = (
         "text/plain",
         refusals=(*READING, 400, 403, 404, 503),
         method="POST",
+        access="admin",
     ),
     Endpoint(
         "/sleep",
@@ -260,6 +271,7 @@ ENDPOINTS = (
         answers.Sleeping,
         refusals=(*READING, 400, 403, 404, 409, 503),
         method="POST",
+        access="admin",
     ),
     Endpoint(
         "/wake_up",
@@ -268,6 +280,7 @@ ENDPOINTS = (
         answers.Sleeping,
         refusals=(*READING, 400, 403, 404, 409, 503),
         method="POST",
+        access="admin",
     ),
     Endpoint(
         "/is_sleeping",
@@ -276,16 +289,24 @@ ENDPOINTS = (
         answers.Sleeping,
         refusals=(*READING, 400, 403, 404),
     ),
-    Endpoint(
-        "/health", "Whether requests are taken.", health.ready, answers.State, refusals=(421, 503)
+    *(
+        Endpoint(
+            path,
+            "Whether requests are taken.",
+            health.ready,
+            answers.State,
+            refusals=(421, 503),
+            access="open",
+        )
+        for path in ("/health", "/health/ready")
     ),
-    Endpoint("/health/ready", "The same.", health.ready, answers.State, refusals=(421, 503)),
     Endpoint(
         "/health/live",
         "Whether only a restart helps.",
         health.live,
         answers.State,
         refusals=(421, 503),
+        access="open",
     ),
     Endpoint(
         "/health/decode",
@@ -293,6 +314,7 @@ ENDPOINTS = (
         health.decode,
         answers.State,
         refusals=(421, 503),
+        access="open",
     ),
     *(
         Endpoint(
@@ -302,14 +324,32 @@ ENDPOINTS = (
             "text/plain",
             refusals=(421, 503),
             method=method,
+            access="open",
         )
         for method in ("GET", "POST")
     ),
     Endpoint(
-        "/load", "How many requests wait or run.", health.load, answers.Load, refusals=(421,)
+        "/load",
+        "How many requests wait or run.",
+        health.load,
+        answers.Load,
+        refusals=(421,),
+        access="open",
     ),
-    Endpoint("/metrics", "Prometheus metrics.", health.metrics, "text/plain", refusals=(421,)),
     Endpoint(
-        "/version", "The version of the server.", health.version, answers.Version, refusals=(421,)
+        "/metrics",
+        "Prometheus metrics.",
+        health.metrics,
+        "text/plain",
+        refusals=(421,),
+        access="open",
+    ),
+    Endpoint(
+        "/version",
+        "The version of the server.",
+        health.version,
+        answers.Version,
+        refusals=(421,),
+        access="open",
     ),
 )

@@ -46,6 +46,8 @@ async def ready(site: Site, request: Request) -> JSONResponse:
         return _down("the server is stopping", "draining")
     if _healthy(site) and any(served.engine.is_sleeping for served in site.models):
         return _down("a model sleeps: POST /wake_up", "sleeping")
+    if _healthy(site) and site.batch_trouble is not None:
+        return JSONResponse({"status": "ok", "degraded": {"batches": site.batch_trouble}})
     return await live(site, request)
 
 

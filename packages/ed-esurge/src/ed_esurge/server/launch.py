@@ -120,6 +120,8 @@ def serve(
     otlp_traces_endpoint: str | None = None,
     enable_sleep_mode: bool = False,
     unknown_fields: str = "warn",
+    admin_api_key: str | None = None,
+    share_prefix_cache: bool = False,
     log_level: str = "warning",
     drain_seconds: int = 30,
     ssl_keyfile: str | None = None,
@@ -172,6 +174,8 @@ def serve(
                     "otlp_traces_endpoint": otlp_traces_endpoint,
                     "enable_sleep_mode": enable_sleep_mode,
                     "unknown_fields": unknown_fields,
+                    "admin_api_key": admin_api_key,
+                    "share_prefix_cache": share_prefix_cache,
                 },
             )
             if host not in LOOPBACK and not api_key:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -56,6 +56,15 @@ class ServerMetrics:
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
+
+        self.batch_failures = counter(
+            "esurge:batch_failures", "Times a batch failed, or could not write its files."
+        )
+        self.batches_stalled = Gauge(
+            "esurge:batches_stalled",
+            "1 while batches wait because their files cannot be written.",
+            registry=self.registry,
+        )
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(name, text, labels, registry=self.registry, buckets=buckets)

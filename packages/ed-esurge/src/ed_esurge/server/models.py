@@ -5,20 +5,21 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
+from ed_esurge.server.auth import owner_of
 from ed_esurge.server.site import Site
 
 
 async def names(site: Site, request: Request) -> JSONResponse:
-    """All of them."""
-    return JSONResponse({"object": "list", "data": site.cards()})
+    """Return the models, and the adapters that the caller may use."""
+    return JSONResponse({"object": "list", "data": site.cards(owner_of(request.scope))})
 
 
 async def one(site: Site, request: Request) -> JSONResponse:
-    """One of them.
+    """Return one model or adapter.
 
     Raises:
         APIError: 404.
     """
-    name = request.path_params["model"]
-    site.find(name)
-    return JSONResponse(next(card for card in site.cards() if card["id"] == name))
+    name, owner = request.path_params["model"], owner_of(request.scope)
+    site.find(name, owner)
+    return JSONResponse(next(card for card in site.cards(owner) if card["id"] == name))

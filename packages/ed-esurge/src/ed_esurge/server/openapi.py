@@ -65,7 +65,7 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
             shape = content
         responses[str(status)] = {"description": REFUSALS[status], "content": shape}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
-    if 401 in endpoint.refusals:
+    if endpoint.access != "open":
         operation["security"] = [{}, {"bearer": []}]
     if endpoint.takes is not None:
         body = {"application/json": {"schema": names[str(endpoint.takes)]}}

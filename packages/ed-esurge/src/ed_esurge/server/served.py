@@ -7,6 +7,7 @@ import copy
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -81,6 +82,7 @@ class ServedEngine(Protocol):
         pooling_params: PoolingParams,
         request_id: str,
         *,
+        cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> RequestOutput:
         """The pooled vector of one prompt; cancelling aborts the request."""
@@ -98,8 +100,9 @@ class ServedEngine(Protocol):
         """The loaded adapters."""
         ...
 
-    def check_structured(self, wanted: StructuredOutputs) -> None:
-        """Compile the grammar of a structured output. Raises ConfigError: it is none."""
+    def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
+        """Compile the grammar of a structured output. The result, or the call itself, raises a
+        ConfigError for what is no grammar."""
         ...
 
     def replica_stats(self) -> Sequence[Mapping[str, float]]:
@@ -122,6 +125,9 @@ class Served:
     Attributes:
         name: what answers carry.
         lora_name: the adapter that requests go to; None: the model itself.
+        owner: whose requests these are, see `auth.owner_of`; empty: nobody's in particular.
+        adapter_owners: name of an adapter -> the digests of the keys that may use the adapter. An
+            adapter without an entry is for every key.
     """
 
     def __init__(
@@ -143,19 +149,27 @@ class Served:
         self.adapter_directory = adapter_directory
         self.name = self.names[0]
         self.lora_name: str | None = None
+        self.owner = ""
+        self.adapter_owners: dict[str, frozenset[str]] = {}
         self.decoding: asyncio.Task[str | None] | None = None
         """The last look whether a token comes; see `ed_esurge.server.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
         self.created = int(time.time())
 
-    def adapters(self) -> dict[str, LoadedAdapter]:
-        """The loaded adapters by name."""
-        return {adapter.name: adapter for adapter in self.engine.list_lora_adapters()}
+    def adapters(self, owner: str) -> dict[str, LoadedAdapter]:
+        """Return the loaded adapters that a key may use, by name."""
+        return {
+            adapter.name: adapter
+            for adapter in self.engine.list_lora_adapters()
+            if owner in self.adapter_owners.get(adapter.name, (owner,))
+        }
 
-    def under(self, adapter: str) -> Served:
-        """The model with an adapter: the same, but for what requests ask for and answers carry."""
+    def seen_by(self, owner: str, adapter: str | None = None) -> Served:
+        """Return the same model for the requests of one key, with an adapter if one is named."""
         twin = copy.copy(self)
-        twin.name = twin.lora_name = adapter
+        twin.owner = owner
+        if adapter is not None:
+            twin.name = twin.lora_name = adapter
         return twin
 
     def card(self, name: str) -> dict[str, Any]:
@@ -235,15 +249,27 @@ class Served:
                 "0, or start the engine with scheduling_policy: priority",
                 param="priority",
             )
-        options = {"priority": request.priority, "cache_salt": request.cache_salt}
+        options = {"priority": request.priority, **self._salt(request.cache_salt)}
         return {name: value for name, value in options.items() if value}
 
+    def _salt(self, own: str | None = None) -> dict[str, str]:
+        """Return the `cache_salt` of a request, as a keyword of the engine's methods.
+
+        Keys share no cached prefixes unless the server says so: otherwise a client learns from
+        `cached_tokens`, and from the time of an answer, that another key sent the same prompt.
+        """
+        if self.owner and not self.state.share_prefix_cache:
+            return {"cache_salt": f"{self.owner}:{own or ''}"}
+        return {} if own is None else {"cache_salt": own}
+
     async def generate(
-        self, prompt: list[int], params: SamplingParams, request_id: str, **options: Any
+        self, prompt: list[int], params: SamplingParams, label: str, **options: Any
     ) -> AsyncGenerator[RequestOutput]:
-        """Deltas of one request, counted; whoever stops listening aborts it.
+        """Yield the deltas of one request, and count its tokens. Closing the generator aborts it.
 
         Args:
+            label: what the log and traces call the request. Clients may send equal labels: the
+                engine gets an id of its own for each request.
             options: see `queue_options`.
 
         Raises:
@@ -251,8 +277,9 @@ class Served:
                 503 when it is down or gives the request up.
         """
         self._check_there()
-        span = self._span(request_id, prompt, params)
+        span = self._span(label, prompt, params)
         timer = self.metrics.request(len(prompt), params.n, span)
+        request_id = f"{label}-{uuid.uuid4().hex}"
         with self._translated(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options, **self._adapter())
             finished = False
@@ -322,7 +349,7 @@ class Served:
             timer = self.metrics.request(len(prompt), span=span)
             with self._translated(timer):
                 output = await self.engine.embed(
-                    prompt, params, f"{name}-{place}", **self._adapter()
+                    prompt, params, f"{name}-{place}", **self._salt(), **self._adapter()
                 )
                 timer.observe(output)
                 self._check_ended(output)
@@ -339,5 +366,9 @@ class Served:
 
 
 def new_id(kind: str, wanted: str | None) -> str:
-    """A request id as OpenAI's look: `cmpl-…`, `chatcmpl-…`; the rest may be the client's."""
+    """Return the id of an answer, as OpenAI's look: `cmpl-…`, `chatcmpl-…`.
+
+    Args:
+        wanted: the client's own label instead of a random part. Nothing is found by such an id.
+    """
     return f"{kind}-{wanted or uuid.uuid4().hex}"

@@ -26,6 +26,7 @@ class Site:
 
     Attributes:
         batched: set when there is a new batch.
+        batch_trouble: why batches wait for the disk. None: they run.
 
     Raises:
         ConfigError: two have the same name.
@@ -40,6 +41,7 @@ class Site:
     ) -> None:
         self.models, self.state, self.metrics = tuple(models), state, metrics
         self.batches, self.batched = batches, asyncio.Event()
+        self.batch_trouble: str | None = None
         names = [name for served in self.models for name in served.names]
         for name in names:
             if names.count(name) > 1:
@@ -53,20 +55,31 @@ class Site:
         """The model of requests that name none."""
         return self.models[0]
 
-    def find(self, name: str | None) -> Served:
-        """A model, or one of its adapters, as answers under that name see it.
+    def stall_batches(self, reason: str | None) -> None:
+        """Note for `/health` and the metrics why batches wait for the disk; None: they run."""
+        self.batch_trouble = reason
+        self.metrics.batches_stalled.set(reason is not None)
+
+    def find(self, name: str | None, owner: str) -> Served:
+        """Return a model, or one of its adapters, for the requests of one key.
+
+        Args:
+            name: what the request calls the model. None: the first model.
+            owner: see `owner_of`. The adapters of other keys do not exist for it.
 
         Raises:
             APIError: 404 `model_not_found`.
         """
         if name is None:
-            return self.first
+            return self.first.seen_by(owner)
         for served in self.models:
             if name in served.names:
-                return served
-            if name in served.adapters():
-                return served.under(name)
-        known = [name for served in self.models for name in (*served.names, *served.adapters())]
+                return served.seen_by(owner)
+            if name in served.adapters(owner):
+                return served.seen_by(owner, adapter=name)
+        known = [
+            name for served in self.models for name in (*served.names, *served.adapters(owner))
+        ]
         hint = did_you_mean(name, known) or f"; this server has {', '.join(known)}"
         raise APIError(
             f"the model {name!r} does not exist{hint}",
@@ -75,12 +88,16 @@ class Site:
             code="model_not_found",
         )
 
-    def cards(self) -> list[dict[str, Any]]:
-        """What `/v1/models` lists: the names, then the adapters, model by model."""
+    def cards(self, owner: str) -> list[dict[str, Any]]:
+        """Return the entries of `/v1/models`: the names of each model, then its adapters.
+
+        Args:
+            owner: see `owner_of`. The adapters of other keys are left out.
+        """
         cards = []
         for served in self.models:
             cards += [served.card(name) for name in served.names]
-            for adapter in served.adapters().values():
+            for adapter in served.adapters(owner).values():
                 root = adapter.source or adapter.name
                 cards.append({**served.card(adapter.name), "root": root, "parent": served.name})
         return cards

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from ed_esurge.config import ServerLimits
+from ed_esurge.server.auth import ApiKey
 from ed_esurge.server.store import ResponseStore
 from ed_esurge.server.tracing import Tracing
 from ed_esurge.server.unknown import UnknownFieldsPolicy
@@ -18,6 +20,8 @@ class ServerState:
         tracing: where spans of requests go; None: there are none.
         enable_sleep_mode: clients may let the engines sleep.
         unknown_fields: what becomes of unknown request fields: "ignore", "warn" or "refuse".
+        keys: the API keys of the server.
+        share_prefix_cache: the prefix cache is shared among the keys.
 
     Attributes:
         draining: the server was asked to stop.
@@ -31,9 +35,12 @@ class ServerState:
         tracing: Tracing | None = None,
         enable_sleep_mode: bool = False,
         unknown_fields: str = "warn",
+        keys: Sequence[ApiKey] = (),
+        share_prefix_cache: bool = False,
     ) -> None:
         self.limits, self.tracing = limits, tracing
         self.enable_sleep_mode = enable_sleep_mode
+        self.keys, self.share_prefix_cache = tuple(keys), share_prefix_cache
         self.unknown_fields = UnknownFieldsPolicy(unknown_fields)
         self.draining = False
         self.stopping = asyncio.Event()

@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from tokenizers import AddedToken
 
+from ed_esurge.server.auth import owner_of
 from ed_esurge.server.protocol import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.served import Served
 from ed_esurge.server.site import Site

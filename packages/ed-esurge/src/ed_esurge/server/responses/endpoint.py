@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from ed_esurge.server.auth import owner_of
 from ed_esurge.server.blocks import Blocks, Change
 from ed_esurge.server.errors import APIError, client_gone, renamed
 from ed_esurge.server.responses.answer import Events, base, item, status_of, usage
@@ -71,7 +72,7 @@ class _Response:
             ]
             follows = ResponseRequest(input=sent).messages() if sent else []  # type: ignore[arg-type]
             messages = [*self._before, *self._body.messages(), *follows]
-            turn.served.state.responses.put(self.fields, messages)
+            turn.served.state.responses.put(self.fields, messages, turn.served.owner)
         return self.fields
 
 
@@ -83,7 +84,9 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
     """
     before: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
-        known = served.state.responses.get(body.previous_response_id, param="previous_response_id")
+        known = served.state.responses.get(
+            body.previous_response_id, served.owner, param="previous_response_id"
+        )
         before = known.messages
     with renamed(NAMES):
         turn = await Turn.begin(served, body.chat(before), request, "resp")
@@ -123,12 +126,13 @@ async def _events(response: _Response) -> AsyncGenerator[str]:
 
 
 async def retrieve(site: Site, request: Request) -> Response:
-    """A response that was stored. Raises APIError: 404."""
-    return JSONResponse(site.state.responses.get(request.path_params["response_id"]).response)
+    """Return a stored response. Raises APIError: 404."""
+    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    return JSONResponse(site.state.responses.get(name, owner).response)
 
 
 async def delete(site: Site, request: Request) -> Response:
-    """Forget a response. Raises APIError: 404."""
+    """Delete a stored response. Raises APIError: 404."""
     name = request.path_params["response_id"]
-    site.state.responses.delete(name)
+    site.state.responses.delete(name, owner_of(request.scope))
     return JSONResponse({"id": name, "object": "response", "deleted": True})
