@@ -68,6 +68,7 @@ class Family:
         plain: added tokens that are not special.
         shows: the rows of `ROWS` that the template accepts beside chats of users and assistants.
         has_end: whether the template ends an answer with an end token.
+        end: the token that a model writes after an answer, if that is not `eos`.
         reference: the file of TRL with the same template and marked answers, if there is one.
         marked_header: the beginning of an answer that TRL's marks include.
     """
@@ -79,6 +80,7 @@ class Family:
     plain: tuple[str, ...] = ()
     shows: tuple[str, ...] = ("system",)
     has_end: bool = True
+    end: str | None = None
     reference: str | None = None
     marked_header: str = ""
 
@@ -140,6 +142,7 @@ FAMILIES = {
             "<eos>",
             ("<start_of_turn>", "<end_of_turn>"),
             "<bos>",
+            end="<end_of_turn>",
             reference="gemma3_training",
         ),
         Family("mistral", "</s>", ("[INST]", "[/INST]"), "<s>"),
@@ -148,6 +151,7 @@ FAMILIES = {
             "<|endoftext|>",
             ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
             "<s>",
+            end="<|end|>",
             reference="phi3_training",
         ),
         Family(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_data import DataError, Inform, Mixture, Tokenization, build_loader, build_prompts, documents
+from ed_data.chats import end_of_answer
 from ed_data.schema import COMPLETION, LABELLED, PREFERENCE, REWARD, TEXT, Schema
 from ed_data.tokenize import Encoder
 
@@ -160,6 +161,13 @@ def test_the_end_of_an_answer_is_always_learned(encoded, family):
         assert mask[last] == 1
         first = mask.index(1)
         assert mask[first : last + 1] == [1] * (last + 1 - first) or len(row["messages"]) > 2
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
+def test_the_token_that_ends_an_answer_is_known(family):
+    tokenizer = family.tokenizer()
+    end = end_of_answer(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(end) == (family.end or family.eos)
 
 
 # --- prompts and answers, as TRL prepares them ---

@@ -156,5 +156,34 @@ class ChatEncoder:
             )
 
 
+def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that a model writes after its answer in a chat.
+
+    Args:
+        tokenizer: one of transformers.
+
+    Returns:
+        The first end token behind an answer of the chat template; the end-of-text token where the
+        template writes none. None without a chat template, or if the template refuses a chat of
+        one question and one answer.
+    """
+    eos = tokenizer.eos_token_id
+    if not chat_template(tokenizer) or not isinstance(eos, int):
+        return None
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        output: Any = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)
+    except Exception as error:  # whatever a template raises: jinja's own, and Python's
+        log.debug("the chat template refuses a chat of two messages: %s", error)
+        return None
+    known, end = end_tokens(tokenizer, eos), eos
+    for token in reversed(output["input_ids"]):
+        if token in known:
+            end = token
+        elif str(tokenizer.decode([token])).strip():
+            break
+    return end
+
+
 def _arguments_key(item: Item) -> str:
     return json.dumps(item.template, sort_keys=True, default=str) if item.template else ""

@@ -39,9 +39,13 @@ class Tokenization(Options):
 
     `max_length` cuts documents. Without it, packing splits a long document over several rows, and
     unpacked rows are cut at the sequence length. `truncation: true` cuts in packing too;
-    `truncation: false` splits in both. An end-of-text token ends each document that is not cut.
-    `assistant_only_loss` takes the loss of chat rows on the answers: what the chat template puts in
-    `{% generation %}`, and where it marks nothing, what each answer adds to the text.
+    `truncation: false` splits in both. An end-of-text token ends each document that is not cut. A
+    chat has the tokens of the chat template: an end-of-text token follows only an answer that the
+    template does not end with an end token.
+
+    `assistant_only_loss` restricts the loss of chats to the answers and their ends. An answer is
+    what the chat template puts in `{% generation %}`; without such marks, an answer is what each
+    message of the assistant adds to the text.
 
     `num_proc` processes encode `batch_size` documents each at a time, for chats above all: of plain
     texts, the tokenizer uses every core as it is.
@@ -226,7 +230,8 @@ class Mixture(Options):
     pack_seq_length: TokenCount | None = None
     """Tokens of a packed row."""
     pack_eos_token_id: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """Ends each document, packed or not; without it, the tokenizer's end-of-text."""
+    """Ends each document, packed or not, but no chat that its template ends; without it, the
+    tokenizer's end-of-text."""
     pack_strategy: Literal["bfd", "first_fit", "greedy", "wrapped"] = "bfd"
     """Best-fit decreasing; first fit; row by row in order; or one stream, cut anywhere."""
     pack_shuffle: bool = True

@@ -109,7 +109,8 @@ class Inform(Options):
     `content_field`). Of a dataset's id, one of the two fields says that it is visual.
 
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
-    list of token ids.
+    list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or JSON
+    text of it) and `chat_template_kwargs` (a mapping), which the chat template gets.
     """
 
     type: str | None = None

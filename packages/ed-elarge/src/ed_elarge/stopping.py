@@ -1,0 +1,43 @@
+"""The tokens that end a completion of a model that learns from chats."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from ed_data.chats import end_of_answer
+from ed_models.generation.options import special_tokens
+from ed_models.generation.values import token_ids
+
+if TYPE_CHECKING:
+    from ed_models.heads import CausalLM
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("ed_elarge")
+
+
+def stop_after_answers(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the token that ends an answer of the chat template to the model's end tokens.
+
+    A model that learns from chats writes this token at the end of an answer. The token is often not
+    the end-of-text token of the checkpoint: that of Qwen2.5 is `<|endoftext|>`, and its template
+    ends an answer with `<|im_end|>`. `generate`, the engine and `generation_config.json` read the
+    end tokens from the model.
+
+    Args:
+        model: changed in place.
+        tokenizer: the model's, with or without a chat template.
+    """
+    end = end_of_answer(tokenizer)
+    stored = json.loads(model.generation_json) if model.generation_json else {}
+    defaults = special_tokens(model.config)
+    ends = token_ids("eos_token_id", stored.get("eos_token_id", defaults.get("eos_token_id")))
+    if end is None or end in ends or end >= model.config.vocab_size:
+        return
+    settings = {**(stored or defaults), "eos_token_id": [*ends, end]}
+    model.generation_json = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    log.info(
+        "%r ends an answer of the chat template: the token ends completions of this model",
+        tokenizer.convert_ids_to_tokens(end),
+    )

@@ -1,0 +1,72 @@
+"""A model that is trained on chats stops by itself, with every chat template."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from ed_elarge import eLargeModel
+
+from tests.parity.chat_families import AGAIN, ANSWER, FAMILIES, SIX, USER
+
+STEPS = 60
+#: Runs by default: the template without an end token.
+DEFAULT = "without_end"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == DEFAULT else pytest.mark.nightly) for n in FAMILIES]
+)
+def test_a_model_trained_on_chats_stops_by_itself(tmp_path, monkeypatch, name):
+    """With the loss on the answers alone, the model writes the answer and its end token."""
+    monkeypatch.chdir(tmp_path)
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    tokenizer.save_pretrained("tokenizer")
+    chats = [[USER, ANSWER], [AGAIN, SIX]]
+    with open("chats.jsonl", "w") as stream:
+        stream.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    longest = max(len(tokenizer.apply_chat_template(chat)["input_ids"]) for chat in chats) + 1
+    run = eLargeModel(
+        {
+            "model": {
+                "config": {
+                    "model_type": "llama",
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 512,
+                },
+                "tokenizer": "tokenizer",
+            },
+            "mixture": {
+                "informs": [{"data_files": "chats.jsonl", "content_field": "messages"}],
+                "tokenization": {"assistant_only_loss": True, "max_length": longest},
+                "cache_dir": "cache",
+            },
+            "trainer": {
+                "trainer_type": "sft",
+                "max_training_steps": STEPS,
+                "total_batch_size": 2,
+                "learning_rate": 2e-2,
+                "save_directory": "run",
+                "use_tensorboard": False,
+                "progress_bar_type": "none",
+            },
+        }
+    )
+    run.train()
+    model = run.build_trainer().model
+    for question, answer in chats:
+        prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True)["input_ids"]
+        output = model.generate(np.asarray([prompt]), max_new_tokens=30, do_sample=False)
+        said = output.sequences[0, len(prompt) :].tolist()
+        end = tokenizer.convert_tokens_to_ids(family.end or family.eos)
+        assert end in said, f"no end within 30 tokens: {tokenizer.decode(said)!r}"
+        text = tokenizer.decode(said[: said.index(end)])
+        assert text.strip().endswith(answer["content"])
+        rest = set(said[said.index(end) + 1 :])
+        assert len(rest) <= 1, "tokens behind the end are padding"
