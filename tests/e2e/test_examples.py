@@ -41,7 +41,7 @@ LEARNED = {
     "gkd": ("eval_loss", 0, 0.05),
     "xpo": ("eval_reward", 0.9, 1),
     "nash_md": ("eval_reward", 3.5, 4),
-    "chat_lora": ("eval_loss", 0, 1.0),
+    "chat_lora": ("eval_loss", 0, 3.0),
 }
 #: Examples that are no method of their own.
 MORE = {"chat_lora"}
