@@ -323,9 +323,13 @@ def trainer(elm: eLargeModel) -> Trainer:
     """
     from ed_trainers.methods import trainer_class
 
+    from ed_elarge.stopping import stop_after_answers
+
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     run = elm.config
+    if run.method_entry.labels is None:
+        stop_after_answers(elm.part("model"), elm.part("tokenizer"))
     others = (*run.method_entry.needs, *run.method_entry.may_read)
     frozen = {name: elm.part(name) for name in others if run.sections[f"{name}_model"] is not None}
     benchmark = None

@@ -5,7 +5,7 @@ Legend: n completions, s positions of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,8 @@ import numpy as np
 
 from ed_trainers.losses.next_token import next_token_batch
 
+#: Rows for a reward model grow by so many tokens.
+_LONGER = 64
 #: A text, chat messages, or token ids.
 Content = str | list[dict[str, Any]] | list[int]
 
@@ -22,7 +24,8 @@ class PromptBatch(Protocol):
     """A batch of prompts, as ed-data's `build_prompts` gives them.
 
     It may have `prompts`, the same as they were written, and `fields`: for each name one value a
-    prompt, which reward functions get.
+    prompt, which reward functions get. It may have `with_answers(number, answers)`, which encodes a
+    prompt of the batch with answers as rows for training are encoded, for a reward model.
     """
 
     @property
@@ -39,10 +42,12 @@ class Completions:
         prompts: as they were written; ids where nobody says.
         prompt_ids: tokens of the prompts, at most `max_prompt_length`.
         completion_ids: tokens that were sampled, the end token included.
-        logprobs: of these tokens, as the one who sampled them says, at temperature 1.
+        logprobs: of these tokens, see `Sampled.logprobs`.
         completions: as the prompts were written: texts, the answers of a chat, or ids.
         ended: False where the longest length cut a completion.
         fields: of the rows of data, by name.
+        documents: returns the tokens of each prompt with its completion, encoded as rows for
+            training are; None where the batch of prompts cannot encode answers.
     """
 
     prompts: list[Content]
@@ -52,6 +57,7 @@ class Completions:
     completions: list[Content]
     ended: list[bool]
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
+    documents: Callable[[], list[list[int]]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -77,6 +83,34 @@ class Completions:
             rows["segment_ids"][row, :end] = 1
             rows["labels"][row, len(prompt) : end] = answer
         return next_token_batch(rows)
+
+    def rows_to_score(self, length: int) -> dict[str, np.ndarray]:
+        """Return a row for each, for a reward model.
+
+        A reward model scores the last token of a row. So the rows hold the tokens that the model
+        was trained with. These may differ from the sampled tokens: behind the end token, a chat
+        template may write a line end.
+
+        Args:
+            length: s of `rows`; longer documents have longer rows.
+
+        Returns:
+            `input_ids`, `segment_ids` and `position_ids`, int32 [n, s].
+        """
+        documents = self.documents() if self.documents is not None else self._sampled_documents()
+        longest = max(map(len, documents))
+        if longest > length:  # in steps, so that few shapes are compiled
+            length += -(-(longest - length) // _LONGER) * _LONGER
+        ids, segments = np.zeros((2, len(self), length), np.int32)
+        for row, document in enumerate(documents):
+            ids[row, : len(document)] = document
+            segments[row, : len(document)] = 1
+        made = next_token_batch({"input_ids": ids, "segment_ids": segments})
+        return {name: made[name] for name in ("input_ids", "segment_ids", "position_ids")}
+
+    def _sampled_documents(self) -> list[list[int]]:
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        return [[*prompt, *answer] for prompt, answer in pairs]
 
     def at_tokens(self, values: Sequence[Sequence[float]], length: int) -> np.ndarray:
         """Put a value of each token where it is predicted, float32 [n, s]; 0 elsewhere.

@@ -133,14 +133,13 @@ class RewardedTrainer(SyncedReference, OnlineTrainer):
 
         Args:
             completions: n.
-            rows: `completions.rows(...)`, for the reward model.
+            rows: `completions.rows(...)`, whose length the reward model's rows have.
             weights: the learner's, for `compute`.
         """
         parts = [asked_once(self.rewards, completions)]
         if self.has_reward_model:
-            names = ("input_ids", "segment_ids", "position_ids")
-            asked = {name: rows[name] for name in names}
-            asked["last"] = last_tokens(rows["segment_ids"])
+            asked = completions.rows_to_score(rows["input_ids"].shape[1])
+            asked["last"] = last_tokens(asked["segment_ids"])
             parts.append(self.compute(_reward_of, asked, weights)[REWARD][:, None])
         each = np.concatenate(parts, axis=1)
         total = np.nansum(each * self._reward_weights, axis=1)
