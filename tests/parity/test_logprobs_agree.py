@@ -51,7 +51,7 @@ def test_engine_trainer_and_lm_eval_agree_on_every_token(parts, record_property)
     @jax.jit
     def loss(batch):
         models = Models(nnx.merge(graphdef, state))
-        return trainer.loss(models, batch, None).sums["loss"].sum
+        return trainer.loss(models, batch, None).sums["main_loss"].sum
 
     trained = []
     for at in range(1, len(ids)):

@@ -152,6 +152,7 @@ def our_model(path: Path, task: str = "causal-language-model") -> Any:
 def our_outcome(trainer: Any, batch: Any) -> Outcome:
     """Loss, metrics and gradients of a trainer's method over one batch."""
     from ed_trainers import Models, value_head
+    from ed_trainers.contract import logged
     from flax import nnx
     from safetensors.numpy import load_file
 
@@ -178,8 +179,13 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
             whole = value_head.without_value_head(whole)
         whole.save_pretrained(directory)
         gradients |= load_file(Path(directory) / "model.safetensors")
-    metrics = {name: float(metric.value) for name, metric in loss.metrics.items()}
-    return Outcome(float(total), metrics, gradients)
+    terms, metrics = (
+        {name: float(metric.value) for name, metric in of.items()}
+        for of in (loss.sums, loss.metrics)
+    )
+    metrics = logged(terms, metrics)
+    assert abs(metrics["loss"] - float(total)) <= 1e-5 * max(abs(float(total)), 1.0)
+    return Outcome(metrics["loss"], metrics, gradients)
 
 
 def trainer_of(method: str, model: Any, frozen: Any = None, **arguments: Any) -> Any:

@@ -22,6 +22,7 @@ from ed_trainers.step import build_eval_step, build_train_step
 from flax import nnx
 
 EXPERTS, COEFFICIENT, RATE = 4, 0.5, 1e-3
+MAIN = {"main_loss": (0.0, 1.0)}
 
 
 def follow_load(bias, load):
@@ -132,16 +133,17 @@ def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed):
         return sum(metric.sum / metric.weight for metric in loss.sums.values()), loss
 
     grads, loss = jax.grad(objective, has_aux=True)(params)
-    assert loss.sums["loss"].weight != loss.sums["router_z"].weight, "or nothing is tested"
+    assert loss.sums["main_loss"].weight != loss.sums["router_z"].weight, "or nothing is tested"
     moved = jax.tree.map(lambda a, b: a - b, before.graphstate, after.graphstate)
     near(moved, grads, 1e-5)
     # The layer's loss is in it: the router would hardly move without.
-    alone = jax.grad(lambda p: objective(p)[1].sums["loss"].value)(params)
+    alone = jax.grad(lambda p: objective(p)[1].sums["main_loss"].value)(params)
     assert np.max(np.abs(grads["router"][...] - alone["router"][...])) > 0.1 * np.max(
         np.abs(grads["router"][...])
     )
-    for name in ("loss", "router_z"):
+    for name in ("main_loss", "router_z"):
         assert report[name] == pytest.approx(float(loss.sums[name].value), rel=1e-6)
+    assert report["loss"] == pytest.approx(report["main_loss"] + report["router_z"], rel=1e-6)
     for name in ("first_expert", "distance"):
         assert report[name] == pytest.approx(float(loss.metrics[name].value), rel=1e-6)
 
@@ -260,8 +262,8 @@ def test_frozen_models_are_arguments_that_stay_as_they_are(toy, routed, tmp_path
         np.testing.assert_array_equal(after, before)  # also: they can still be read
     rows = read_rows(tmp_path / "metrics.jsonl")
     trained, evaluated = rows[:-1], rows[-1]
-    assert {"loss", "router_z", "first_expert", "distance"} <= trained[0].keys()
-    assert {"eval_loss", "eval_router_z", "eval_first_expert"} <= evaluated.keys()
+    assert {"loss", "main_loss", "router_z", "first_expert", "distance"} <= trained[0].keys()
+    assert {"eval_loss", "eval_main_loss", "eval_router_z", "eval_first_expert"} <= evaluated.keys()
     assert trained[-1]["router_z"] < trained[0]["router_z"]
     assert np.any(np.asarray(output.state.graphother["router_bias"][...]))
 
@@ -277,7 +279,10 @@ def test_frozen_leaves_are_no_constants_of_the_program(toy, routed):
     lowered = step.lower(leaves, placed)
     wanted = len(leaves) + len(method.frozen.leaves) + len(placed)
     assert len(jax.tree.leaves(lowered.in_avals)) == wanted
-    assert float(step(leaves, placed)["loss"].value) == pytest.approx(report["loss"], rel=1e-6)
+    terms, _ = step(leaves, placed)
+    assert sum(float(term.value) for term in terms.values()) == pytest.approx(
+        report["loss"], rel=1e-6
+    )
 
 
 def test_the_learner_may_be_its_own_reference(toy, routed, tmp_path):
@@ -315,10 +320,11 @@ def test_what_a_method_needs_is_said(toy, routed):
 @pytest.mark.parametrize(
     ("sums", "metrics", "words"),
     [
-        ({}, {}, "no 'loss'"),
-        ({"loss": (0.0, 1.0)}, {"grad_norm": (0.0, 1.0)}, "'grad_norm' is the name of another"),
-        ({"loss": (0.0, 1.0), "z": (0.0, 1.0)}, {"z": (0.0, 1.0)}, "'z' is the name of another"),
-        ({"loss": (0.0, 1.0)}, {"load": (np.zeros(4), 1.0)}, r"'load' have the shapes \(4,\) and"),
+        ({}, {}, "no 'main_loss'"),
+        (MAIN, {"grad_norm": (0.0, 1.0)}, "'grad_norm' is the name of another"),
+        (MAIN, {"loss": (0.0, 1.0)}, "'loss' is the name of another"),
+        ({**MAIN, "z": (0.0, 1.0)}, {"z": (0.0, 1.0)}, "'z' is the name of another"),
+        (MAIN, {"load": (np.zeros(4), 1.0)}, r"'load' have the shapes \(4,\) and"),
     ],
 )
 def test_a_loss_that_cannot_be_logged_is_explained(sums, metrics, words):

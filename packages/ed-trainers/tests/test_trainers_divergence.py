@@ -146,7 +146,7 @@ def test_noise_on_embeddings_is_the_students_alone(toy, tables, method):
     models = Models(toy.model(), plain.method.frozen.merge(plain.method.frozen.leaves))
 
     def loss(trainer, key):
-        return float(trainer.loss(models, rows, key).sums["loss"].value)
+        return float(trainer.loss(models, rows, key).sums["main_loss"].value)
 
     key = jax.random.key(1)
     quiet = loss(plain, None)
@@ -173,7 +173,7 @@ def test_gkd_has_full_logits_nowhere(toy):
 
     def objective(params):
         models = Models(nnx.merge(graphdef, params, other), {"teacher": teacher})
-        return run.loss(models, rows, None).sums["loss"].sum
+        return run.loss(models, rows, None).sums["main_loss"].sum
 
     text = str(jax.make_jaxpr(jax.grad(objective))(params))
     assert f"f32[7,{toy.vocab}]" in text, "a chunk's logits, or nothing is tested"

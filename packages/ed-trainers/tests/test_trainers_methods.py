@@ -180,7 +180,7 @@ def test_full_logits_are_nowhere(toy, batches, method):
         from ed_trainers import Models
 
         models = Models(nnx.merge(graphdef, params, other), frozen)
-        return trainer.loss(models, prepared, None).sums["loss"].sum
+        return trainer.loss(models, prepared, None).sums["main_loss"].sum
 
     text = str(jax.make_jaxpr(jax.grad(objective))(params))
     tokens = prepared["input_ids"].size

@@ -146,7 +146,7 @@ def test_chunks_equal_the_whole_and_full_logits_are_nowhere(toy_of_module, plain
         from flax import nnx
 
         models = Models(nnx.merge(graphdef, params, other), {})
-        return run.loss(models, batch, None).sums["loss"].sum
+        return run.loss(models, batch, None).sums["main_loss"].sum
 
     text = str(jax.make_jaxpr(jax.grad(objective))(params))
     assert "f32[7,32]" in text

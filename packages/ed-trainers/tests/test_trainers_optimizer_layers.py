@@ -217,7 +217,7 @@ def test_schedule_free_evaluates_and_saves_the_average(toy, tmp_path):
 
     def loss(params, batch):
         learner = nnx.merge(graphdef, params, other)
-        return trainer.loss(Models(learner), batch, None).sums["loss"].value
+        return trainer.loss(Models(learner), batch, None).sums["main_loss"].value
 
     gradient, state = jax.jit(jax.grad(loss)), tx.init(y)
     for step in range(4):

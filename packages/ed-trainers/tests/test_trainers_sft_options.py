@@ -32,7 +32,7 @@ def llama():
 def loss_of(model, batch, key, **given):
     trainer = SFTTrainer(SFTArguments(**given), model=model)
     loss = trainer.loss(Models(model), trainer.prepare(batch), key)
-    return float(loss.sums["loss"].value)
+    return float(loss.sums["main_loss"].value)
 
 
 def full(model, batch):

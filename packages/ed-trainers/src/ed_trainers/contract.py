@@ -5,9 +5,9 @@ Legend: b rows of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,13 @@ from ed_trainers.following import Following
 from ed_trainers.state import EasyDeLState
 
 Batch = Mapping[str, jax.Array]
+Number = TypeVar("Number", float, jax.Array)
 
-#: Names of a report that no loss and no metric may take.
+#: Name of the method's own term of the loss.
+MAIN = "main_loss"
+#: Names of a report that no term of the loss and no metric may take.
 RESERVED = (
+    "loss",
     "step",
     "weight",
     "learning_rate",
@@ -82,10 +86,11 @@ class Loss(NamedTuple):
     """What a batch adds to a step: sums, not means, so that microbatches add up exactly.
 
     The step minimizes the sum of the means in `sums`: each sum is divided by its own weight over
-    all microbatches.
+    all microbatches. `logged` says under which names the means are logged.
 
     Attributes:
-        sums: `"loss"`, the method's own, and what the layers add, by name, coefficient included.
+        sums: the terms of the loss by name, coefficients included: `"main_loss"`, the method's own
+            term, further terms of the method, and the auxiliary losses of the layers.
         metrics: for the log alone.
         updates: of variables that change without a gradient (`ed_layers.updated`); the step adds
             them up over its microbatches and applies them once. An evaluation ignores them.
@@ -97,25 +102,29 @@ class Loss(NamedTuple):
 
     @classmethod
     def of(cls, output: Reporting, total: jax.Array, weight: jax.Array, **metrics: Metric) -> Loss:
-        """Join the loss of a forward pass with what the layers reported in it.
+        """Join the method's own term with the reports of the layers.
 
         Args:
             output: of the learner.
-            total: the loss, summed over the batch.
-            weight: what it will be divided by, summed over the batch.
+            total: the method's own term, summed over the batch.
+            weight: the divisor of `total`, summed over the batch.
             metrics: the method's own figures.
         """
-        sums = {"loss": Metric.of(total, weight), **output.losses}
+        sums = {MAIN: Metric.of(total, weight), **output.losses}
         return cls(sums, {**output.aux, **metrics}, output.updates)
 
     def checked(self) -> Loss:
         """Return the loss itself; called while tracing.
 
         Raises:
-            ConfigError: there is no `"loss"`, a name is taken twice, or a figure is no scalar.
+            ConfigError: `sums` lacks `"main_loss"`, a name is taken twice, or a figure is no
+                scalar.
         """
-        if "loss" not in self.sums:
-            raise ConfigError(f"sums has no 'loss', only {', '.join(self.sums) or 'nothing'}")
+        if MAIN not in self.sums:
+            raise ConfigError(
+                f"sums has no {MAIN!r}, only {', '.join(self.sums) or 'nothing'}: make the loss "
+                "with Loss.of(output, total, weight)"
+            )
         for name in [*self.sums, *self.metrics]:
             if name in RESERVED or (name in self.sums and name in self.metrics):
                 raise ConfigError(f"{name!r} is the name of another figure: rename the metric")
@@ -127,6 +136,15 @@ class Loss(NamedTuple):
                     f"{shapes[1]}: both must be scalars"
                 )
         return self
+
+
+def logged(terms: Mapping[str, Number], metrics: Mapping[str, Number]) -> dict[str, Number]:
+    """Return the figures of the log, from the means of `Loss.sums` and of `Loss.metrics`.
+
+    `loss` is the optimized total. Where the total has several terms, each is logged too.
+    """
+    total = sum(terms.values())
+    return {"loss": total, **(terms if len(terms) > 1 else {}), **metrics}  # type: ignore[dict-item]
 
 
 class LossFn(Protocol):
@@ -152,10 +170,17 @@ class Statistics(Protocol):
 
 
 class HeldOut(Protocol):
-    """Turns a held-out batch of a loader into arrays, by a state."""
+    """Turns the held-out batches of a loader into arrays."""
 
-    def __call__(self, batch: HostBatch, state: EasyDeLState) -> dict[str, np.ndarray]:
-        """Return the arrays that the loss reads, each [b, ...]."""
+    def __call__(
+        self, batches: Iterable[HostBatch], state: EasyDeLState
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the arrays that the loss reads, each [b, ...], batch by batch.
+
+        Args:
+            batches: one whole pass over the held-out data.
+            state: the state that is evaluated.
+        """
         ...
 
 
@@ -235,18 +260,18 @@ class Method:
     Attributes:
         prepare: turns a loader's batch into numpy arrays [b, ...].
         loss: of such a batch, on the devices.
+        held_out: `prepare` of one pass over the held-out batches.
         frozen: the models that do not learn.
-        per_token: whether the loss is a mean over tokens, in nats.
-        statistics: means over the whole step that the loss reads. They are in its batch by name;
-            a batch without them is a whole step.
-        held_out: `prepare` of held-out batches, where it reads the state that is evaluated.
+        per_token: whether the method's own term is a mean over tokens, in nats.
+        statistics: means that the loss reads, over the whole step or the whole evaluation. They
+            are in its batch by name; a batch without them is a whole step.
         whole_batches: whether `prepare` looks beyond a row, so that each process must read all.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
     loss: LossFn
+    held_out: HeldOut
     frozen: Frozen = field(default_factory=Frozen)
     per_token: bool = True
     statistics: Statistics | None = None
-    held_out: HeldOut | None = None
     whole_batches: bool = False

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
-import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.outputs import Metric
 
-from ed_trainers.contract import Method
-from ed_trainers.feed import Dataset, Share, evaluation_batches
+from ed_trainers.contract import MAIN, Batch, Method, logged
+from ed_trainers.feed import Dataset, HostBatch, Share, evaluation_batches
 from ed_trainers.placement import Placement, pad_rows
 from ed_trainers.state import EasyDeLState
-from ed_trainers.step import EvalStep, build_eval_step
+from ed_trainers.step import EvalStep, Leaves, Metrics, Step, build_eval_step, build_statistics_step
 
 # exp of more than this is not a float.
 _LARGEST_EXPONENT = 700.0
 
 Show = Callable[[int, int | None], None]
+Sums = dict[str, list[float]]
 
 
 class Evaluator:
@@ -46,9 +46,12 @@ class Evaluator:
         self._share = Share(dataset) if whole else Share.of(dataset, placement, rows)
         self._rows = None if rows is None else rows // self._share.parts
         self._step: EvalStep | None = None
+        self._statistics: Step[Metrics] | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
-        """Return `eval_<name>` of each loss and metric, and `eval_perplexity` of a loss per token.
+        """Return `eval_<name>` of each figure that `logged` names, and `eval_perplexity`.
+
+        The perplexity is that of the method's own term, where the term is a mean over tokens.
 
         Args:
             state: parameters to evaluate.
@@ -60,45 +63,83 @@ class Evaluator:
         if self._step is None:
             self._step = build_eval_step(state, self._method)
         leaves = tuple(jax.tree.leaves((state.graphstate, state.graphother, state.reference)))
-        sums: dict[str, list[float]] = {}
-        pending: dict[str, Metric] | None = None
+        statistics = self._whole_statistics(state, leaves, show)
+        sums: tuple[Sums, Sums] = {}, {}
+        pending: tuple[Metrics, ...] = ()
         for batch in self._batches(state, show):
-            placed = self._placement.place(batch, stacked=False, parts=self._share.parts)
-            result = self._step(leaves, placed)
-            if pending is not None:
-                _add(sums, pending)
-            pending = result
-        if pending is not None:
+            result = self._step(leaves, {**batch, **statistics})
             _add(sums, pending)
-        if not sums or sums["loss"][1] == 0:
+            pending = result
+        _add(sums, pending)
+        if not sums[0] or sums[0][MAIN][1] == 0:
             raise ConfigError("eval_dataset has no token that counts: nothing can be evaluated")
-        means = {
-            f"eval_{name}": total / max(weight, 1e-30) for name, (total, weight) in sums.items()
-        }
+        terms, metrics = map(_means, sums)
+        means = {f"eval_{name}": value for name, value in logged(terms, metrics).items()}
         if self._method.per_token:
-            means["eval_perplexity"] = math.exp(min(means["eval_loss"], _LARGEST_EXPONENT))
-            means["eval_tokens"] = sums["loss"][1]
+            means["eval_perplexity"] = math.exp(min(terms[MAIN], _LARGEST_EXPONENT))
+            means["eval_tokens"] = sums[0][MAIN][1]
         return means
 
-    def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[dict[str, np.ndarray]]:
-        """What is read of prepared batches of one number of rows; the last ones are padded."""
+    def _whole_statistics(
+        self, state: EasyDeLState, leaves: Leaves, show: Show | None
+    ) -> dict[str, Any]:
+        """Return the means of the method's statistics over all held-out batches.
+
+        Empty for a method without statistics. The loss of a batch reads these means, so that
+        `eval_loss` does not depend on the size of the batches.
+
+        Raises:
+            ConfigError: the held-out data can be read only once.
+        """
+        if self._method.statistics is None:
+            return {}
+        dataset = self._share.dataset
+        if isinstance(dataset, Iterator):
+            raise ConfigError(
+                f"eval_dataset {type(dataset).__name__} can be read only once, and this method "
+                "reads the held-out data twice: give a list of batches, or a loader"
+            )
+        if self._statistics is None:
+            self._statistics = build_statistics_step(state, self._method)
+        sums: Sums = {}
+        for batch in self._batches(state, show):
+            found = self._statistics(leaves, batch)
+            if not found:
+                return {}
+            _add((sums,), (found,))
+        return _means(sums)
+
+    def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[Batch]:
+        """Yield prepared batches of one number of rows on the devices; the last ones are padded."""
         batches, count = evaluation_batches(self._share.dataset)
+
+        def shown() -> Iterator[HostBatch]:
+            for index, batch in enumerate(batches):
+                if show is not None:
+                    show(index, count)
+                yield batch
+
         rows = self._rows
-        for index, batch in enumerate(batches):
-            if show is not None:
-                show(index, count)
-            if self._method.held_out is not None:
-                prepared = self._method.held_out(batch, state)
-            else:
-                prepared = self._method.prepare(batch)
+        for prepared in self._method.held_out(shown(), state):
             height = next(iter(prepared.values())).shape[0]
             rows = rows or height
             for start in range(0, height, rows):
                 piece = {name: array[start : start + rows] for name, array in prepared.items()}
-                yield pad_rows(piece, rows)
+                padded = pad_rows(piece, rows)
+                yield self._placement.place(padded, stacked=False, parts=self._share.parts)
 
 
-def _add(sums: dict[str, list[float]], metrics: dict[str, Metric]) -> None:
+def _means(sums: Sums) -> dict[str, float]:
+    return {name: total / max(weight, 1e-30) for name, (total, weight) in sums.items()}
+
+
+def _add(sums: tuple[Sums, ...], metrics: tuple[Metrics, ...]) -> None:
+    """Add the sums of a batch; `metrics` is empty before the first batch."""
+    for of, found in zip(sums, metrics, strict=False):
+        _add_metrics(of, found)
+
+
+def _add_metrics(sums: Sums, metrics: Metrics) -> None:
     for name, metric in jax.device_get(metrics).items():
         entry = sums.setdefault(name, [0.0, 0.0])
         entry[0] += float(metric.sum)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from ed_infra.outputs import Metric
 from ed_layers import updated
 from flax import nnx
 
-from ed_trainers.contract import Batch, Frozen, Loss, LossFn, Method, Models
+from ed_trainers.contract import MAIN, Batch, Frozen, Loss, LossFn, Method, Models, logged
 from ed_trainers.optimizers import Schedule, global_norm, was_skipped
 from ed_trainers.placement import replicated
 from ed_trainers.state import EasyDeLState
@@ -73,8 +73,9 @@ class Step(Generic[T]):
         return *arguments, *self._nothing
 
 
+Metrics = dict[str, Metric]
 TrainStep = Step[tuple[Leaves, Report]]
-EvalStep = Step[dict[str, Metric]]
+EvalStep = Step[tuple[Metrics, Metrics]]
 
 
 def build_train_step(
@@ -93,7 +94,7 @@ def build_train_step(
     Returns:
         A function `(leaves, batch) -> (leaves, report)`. `leaves` are `jax.tree.leaves(state)`, and
         are donated; each array of the batch has a leading axis a. The report holds float32
-        scalars: the mean of each sum and metric, `weight`, `learning_rate`, `grad_norm`.
+        scalars: the figures of `contract.logged`, `weight`, `learning_rate`, `grad_norm`.
     """
     treedef = jax.tree.structure(state)
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
@@ -163,12 +164,13 @@ def build_train_step(
         else:
             grads, loss, tokens = _summed(gradient, parts)
 
-        weight = loss.sums["loss"].weight
+        weight = loss.sums[MAIN].weight
         scale = 1.0 / jnp.maximum(weight, _SMALLEST)
         grads = jax.tree.map(lambda g: g * scale, grads)
-        figures = {**loss.sums, **loss.metrics}
-        report = {name: metric.value for name, metric in figures.items()}
-        report |= {
+        terms, metrics = (
+            {name: metric.value for name, metric in of.items()} for of in (loss.sums, loss.metrics)
+        )
+        report = logged(terms, metrics) | {
             "weight": weight,
             "learning_rate": schedule(current.step),
             "grad_norm": global_norm(grads),
@@ -192,25 +194,41 @@ def build_train_step(
 
 
 def build_eval_step(state: EasyDeLState, method: Method) -> EvalStep:
-    """Compile the metrics of one batch, without gradient and without randomness.
+    """Compile the sums of one batch, without gradient and without randomness.
 
     Args:
         state: gives the structure.
         method: the loss, and the frozen models.
 
     Returns:
-        A function `(leaves, batch) -> metrics`. `leaves` are the leaves of `graphstate`, then of
-        `graphother`, then of `reference`; the arrays of the batch are [b, s].
+        A function `(leaves, batch) -> (terms, metrics)`, `sums` and `metrics` of the loss. `leaves`
+        are the leaves of `graphstate`, then of `graphother`, then of `reference`; the arrays of the
+        batch are [b, s], and it holds the method's statistics where there are any.
     """
-    treedef = jax.tree.structure((state.graphstate, state.graphother, state.reference))
-    # The structure alone: to hold the state's arrays would keep donated buffers.
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
-    def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> dict[str, Metric]:
+    def sums(*arguments: Any) -> tuple[Metrics, Metrics]:
+        loss = loss_of(*arguments)
+        return loss.sums, loss.metrics
+
+    return _evaluating(state, method, sums)
+
+
+def build_statistics_step(state: EasyDeLState, method: Method) -> Step[Metrics]:
+    """Compile the method's statistics of one batch; arguments as of `build_eval_step`."""
+    function = _function_of(state.graphdef, method.statistics, method.frozen)
+    return _evaluating(state, method, function)
+
+
+def _evaluating(state: EasyDeLState, method: Method, function: Callable[..., T]) -> Step[T]:
+    """Compile a function of `_function_of` for the leaves of an evaluated state, without a key."""
+    # The structure alone: to hold the state's arrays would keep donated buffers.
+    treedef = jax.tree.structure((state.graphstate, state.graphother, state.reference))
+
+    def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> T:
         graphstate, graphother, reference = jax.tree.unflatten(treedef, leaves)
         frozen = method.frozen.joined(frozen, reference)
-        loss = loss_of(graphstate, graphother, frozen, batch, None)
-        return {**loss.sums, **loss.metrics}
+        return function(graphstate, graphother, frozen, batch, None)
 
     compiled = jax.jit(step, out_shardings=replicated(state.step.sharding))
     return Step(compiled, method.frozen.fixed)
@@ -250,22 +268,22 @@ def _tokens(batch: Batch) -> jax.Array:
 
 
 def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Array:
-    """A microbatch's part of the loss of the step, times the weight of `"loss"` in the step.
+    """Return a microbatch's part of the step's loss, times the step's weight of the main term.
 
     The loss of a step is the sum of `sum / weight` over its terms, with sums and weights over all
-    microbatches. The step divides by the weight of `"loss"` once, at the end, so the other terms
-    are multiplied by it here.
+    microbatches. The step divides by the weight of the main term once, at the end. The other terms
+    are therefore multiplied by that weight here.
 
     Args:
         sums: of the microbatch.
         totals: weight of each term over the whole step; empty where this is the only microbatch,
-            or `"loss"` the only term.
+            or the main term is the only one.
     """
-    objective = sums["loss"].sum
+    objective = sums[MAIN].sum
     totals = totals or {name: jax.lax.stop_gradient(m.weight) for name, m in sums.items()}
     for name, metric in sums.items():
-        if name != "loss":
-            share = jnp.maximum(totals["loss"], _SMALLEST) / jnp.maximum(totals[name], _SMALLEST)
+        if name != MAIN:
+            share = jnp.maximum(totals[MAIN], _SMALLEST) / jnp.maximum(totals[name], _SMALLEST)
             objective = objective + metric.sum * share
     return objective
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.callbacks import Callback
-from ed_trainers.contract import Batch, Frozen, HeldOut, Loss, Method, Models, Statistics
+from ed_trainers.contract import Batch, Frozen, Loss, Method, Models, Statistics
 from ed_trainers.evaluation import Evaluator
 from ed_trainers.feed import Dataset, Feed, HostBatch, Share
 from ed_trainers.figures.metrics import RECORD
@@ -92,12 +92,11 @@ class Trainer(ABC):
     arguments_class: ClassVar[type[TrainingArguments]]
     #: Names of the frozen models that the loss reads.
     frozen_models: ClassVar[tuple[str, ...]] = ()
-    #: Whether the loss is a mean over tokens, in nats: then an evaluation tells the perplexity.
+    #: Whether the method's own term of the loss is a mean over tokens, in nats: then an evaluation
+    #: reports the perplexity.
     per_token: ClassVar[bool] = True
-    #: Means over a whole step that the loss reads; see `Method.statistics`.
+    #: Means over a whole step or evaluation that the loss reads; see `Method.statistics`.
     statistics: Statistics | None = None
-    #: `prepare` of held-out batches, where it reads the state; see `Method.held_out`.
-    held_out: HeldOut | None = None
 
     def __init__(
         self,
@@ -139,13 +138,13 @@ class Trainer(ABC):
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
         self.method = Method(
-            self.prepare,
-            self.loss,
-            self._freeze(frozen or {}),
-            self.per_token,
-            self.statistics,
-            self.held_out,
-            self.whole_batches,
+            prepare=self.prepare,
+            loss=self.loss,
+            held_out=self.held_out,
+            frozen=self._freeze(frozen or {}),
+            per_token=self.per_token,
+            statistics=self.statistics,
+            whole_batches=self.whole_batches,
         )
         self.feed = None if train_dataset is None else self.feed_of(train_dataset)
         self.evaluator: Evaluator | None = None
@@ -165,6 +164,13 @@ class Trainer(ABC):
     @abstractmethod
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `ed_trainers.contract.LossFn`."""
+
+    def held_out(
+        self, batches: Iterable[HostBatch], state: EasyDeLState
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield `prepare` of each held-out batch; see `Method.held_out`."""
+        del state
+        return map(self.prepare, batches)
 
     @property
     def whole_batches(self) -> bool:

@@ -2,8 +2,8 @@
 
 Jung et al., arXiv:2404.04656, eq. 12: cross-entropy of a classifier whose score is the reward
 `beta log(p / p_ref)` less a shift, half way between the mean rewards of good and of bad answers.
-The paper takes a moving average of the shift; here it is that of the step, so that a step follows
-from its batch alone.
+The paper takes a moving average of the shift. Here the shift is that of the whole step, or of the
+whole evaluation, so that a step follows from its batch alone.
 
 Legend: b rows, s slots of answers.
 """

@@ -45,7 +45,10 @@ class CPOTrainer(PairTrainer):
         return self.arguments.cpo_alpha
 
     def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
-        """Return the loss summed over the pairs, and `nll` summed over the chosen tokens."""
+        """Return the loss summed over the pairs, and the cross-entropy of the chosen tokens.
+
+        TRL's `nll_loss` has no factor, so the term of the total has a name of its own.
+        """
         chosen, rejected, present = pairs.chosen, pairs.rejected, pairs.present
         per_token = self.loss_type in ("ipo", "simpo")
         logps = [side.mean_logps if per_token else side.logps for side in (chosen, rejected)]
@@ -56,7 +59,8 @@ class CPOTrainer(PairTrainer):
         cross_entropy = -jnp.sum(chosen.logps)
         found = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
         if self.cross_entropy_weight:
-            found.sums["nll"] = Metric.of(self.cross_entropy_weight * cross_entropy, tokens)
+            weighted = self.cross_entropy_weight * cross_entropy
+            found.sums["weighted_nll_loss"] = Metric.of(weighted, tokens)
             found.metrics["nll_loss"] = Metric.of(cross_entropy, tokens)
         return found
 

@@ -2,15 +2,15 @@
 
 Ethayarajh et al., arXiv:2402.01306, eqs. 7 and 8. The reference point, the divergence from the
 reference, is estimated as in TRL's trainer: the mean log-ratio of prompts with answers to other
-prompts, of the whole step, at least 0, without gradient.
+prompts, at least 0, without gradient. The mean is over the whole step, or the whole evaluation.
 
 Legend: b rows, s positions, and slots of answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,16 @@ from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.labelled import LabelledTrainer
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.labels import KTOArguments
+from ed_trainers.state import EasyDeLState
 
 _OTHER = "other_"
+
+
+class Document(NamedTuple):
+    """Token ids of a prompt and its answer."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
 
 
 class KTOTrainer(LabelledTrainer):
@@ -44,9 +52,35 @@ class KTOTrainer(LabelledTrainer):
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Add `other_*`: the same prompts, each with the answer to another one."""
         made = super().prepare(batch)
+        rows = documents_of(made, batch)
+        answers = [inside[-1].answer for inside in rows if inside]
+        # The only document of a batch has no other answer.
+        alone = sum(map(len, rows)) == 1
+        return self._with_others(made, rows, answers[-1] if answers and not alone else None)
+
+    def held_out(
+        self, batches: Iterable[HostBatch], state: EasyDeLState
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the held-out batches, with pairs that do not depend on the size of the batches.
+
+        The first row of a batch takes the last answer of the batch before. A first row of the
+        evaluation that holds one document counts nowhere in the reference point.
+        """
+        del state
+        before: np.ndarray | None = None
+        for batch in batches:
+            made = super().prepare(batch)
+            rows = documents_of(made, batch)
+            yield self._with_others(made, rows, before)
+            before = next((inside[-1].answer for inside in reversed(rows) if inside), before)
+
+    def _with_others(
+        self, made: dict[str, np.ndarray], rows: list[list[Document]], before: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
         if self.arguments.loss_type != "kto":
             return made
-        other = self.with_reference(next_token_batch(mismatched(made, batch)))
+        length = made["input_ids"].shape[1]
+        other = self.with_reference(next_token_batch(mismatched(rows, length, before)))
         return made | {f"{_OTHER}{name}": array for name, array in other.items()}
 
     def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
@@ -85,36 +119,50 @@ class KTOTrainer(LabelledTrainer):
         return Loss.of(output, jnp.sum(good + bad), count, **metrics)
 
 
-def mismatched(made: Mapping[str, np.ndarray], batch: HostBatch) -> dict[str, np.ndarray]:
-    """Return rows of the same prompts with other answers: each that of the document before it.
-
-    Answers go round within a row, which stays as long as it is; the document of a row that has one
-    only takes the last answer of the row before, cut at the end of the row.
+def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[Document]]:
+    """Return the documents of each row.
 
     Args:
-        made: `input_ids`, `segment_ids`, `weights` [b, s].
-        batch: perhaps with `labels`, which say where an answer begins.
+        made: `input_ids` and `segment_ids` [b, s].
+        batch: the loader's batch. Without `labels`, which mark the answers, a whole document is an
+            answer.
     """
-    ids, segments = made["input_ids"], made["segment_ids"]
+    ids = made["input_ids"]
     answered = np.asarray(batch.get("labels", ids)) != -100
-    documents = [
+    return [
         [
-            (row[here & ~is_answer], row[here & is_answer])
+            Document(row[here & ~is_answer], row[here & is_answer])
             for number in range(1, int(numbers.max(initial=0)) + 1)
             for here in [numbers == number]
         ]
-        for row, numbers, is_answer in zip(ids, segments, answered, strict=True)
+        for row, numbers, is_answer in zip(ids, made["segment_ids"], answered, strict=True)
     ]
-    filled = [inside for inside in documents if inside]
-    out = {name: np.zeros_like(ids) for name in ("input_ids", "segment_ids", "position_ids")}
-    out["labels"] = np.full_like(ids, -100)
-    before = filled[-1][-1][1] if filled else None
-    for row, inside in enumerate(documents):
+
+
+def mismatched(
+    rows: list[list[Document]], length: int, before: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Return rows of the same prompts with other answers: each that of the document before it.
+
+    The answers go round within a row of several documents, so the row keeps its length. A row of
+    one document takes the last answer of the row before, cut at the end of the row.
+
+    Args:
+        rows: the documents of each row.
+        length: positions of a row.
+        before: the answer before the first row. None leaves a first row of one document empty.
+    """
+    shape = (len(rows), length)
+    names = ("input_ids", "segment_ids", "position_ids")
+    out = {name: np.zeros(shape, np.int32) for name in names}
+    out["labels"] = np.full(shape, -100, np.int32)
+    for row, inside in enumerate(rows):
         used = 0
         for number, (prompt, _) in enumerate(inside):
-            answer = inside[number - 1][1] if len(inside) > 1 else before
-            assert answer is not None
-            text = np.concatenate([prompt, answer])[: ids.shape[1] - used]
+            answer = inside[number - 1].answer if len(inside) > 1 else before
+            if answer is None:
+                continue
+            text = np.concatenate([prompt, answer])[: length - used]
             at = slice(used, used + len(text))
             used = at.stop
             out["input_ids"][row, at] = text
@@ -122,5 +170,5 @@ def mismatched(made: Mapping[str, np.ndarray], batch: HostBatch) -> dict[str, np
             out["position_ids"][row, at] = np.arange(len(text))
             out["labels"][row, at] = np.where(np.arange(len(text)) < len(prompt), -100, text)
         if inside:
-            before = inside[-1][1]
+            before = inside[-1].answer
     return out

@@ -41,7 +41,7 @@ class ORPOTrainer(PairTrainer):
         return {**pairs, "targets": text["targets"], "text_weights": text["weights"]}
 
     def loss_of_pairs(self, models: Models, pairs: ScoredPairs) -> Loss:
-        """Return the odds ratios summed over the pairs, and `nll` over the chosen texts' tokens."""
+        """Return the odds ratios summed over the pairs, and `nll_loss` over the chosen texts."""
         present, sides = pairs.present, (pairs.chosen, pairs.rejected)
         # Per token; an empty slot gets a number at which the odds are finite.
         good, bad = (jnp.where(present > 0, side.mean_logps, -1.0) for side in sides)
@@ -53,13 +53,11 @@ class ORPOTrainer(PairTrainer):
             sides_of(rows)[0] for rows in (pairs.rows["text_weights"], pairs.token_logps)
         )
         cross_entropy = -jnp.sum(text * token_logps)
-        nll = Metric.of(cross_entropy, jnp.sum(text))
         metrics = pair_metrics(present, (beta * good, beta * bad), (good, bad))
         metrics["log_odds_ratio"] = Metric.of(jnp.sum(present * ratio), count)
         metrics["log_odds_chosen"] = Metric.of(jnp.sum(present * log_odds), count)
-        metrics["nll_loss"] = nll
         found = Loss.of(pairs.output, -beta * jnp.sum(present * ratio), count, **metrics)
-        found.sums["nll"] = nll
+        found.sums["nll_loss"] = Metric.of(cross_entropy, jnp.sum(text))
         return found
 
 

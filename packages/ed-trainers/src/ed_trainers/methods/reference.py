@@ -8,7 +8,9 @@ Legend: r rows, s positions, and slots of segments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -20,13 +22,15 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.contract import Batch, Models
-from ed_trainers.feed import Loader
+from ed_trainers.feed import HostBatch, Loader
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import FILE, ReferenceLogps
 from ed_trainers.options.preference import ReferenceArguments
 from ed_trainers.synced import SyncedReference
 from ed_trainers.trainer import TrainerOutput
+
+Prepare = Callable[[Iterable[HostBatch]], Iterator[dict[str, np.ndarray]]]
 
 
 class ReferenceTrainer(SyncedReference):
@@ -100,13 +104,16 @@ class ReferenceTrainer(SyncedReference):
         return super().train()
 
     def _compute_ahead(self, ahead: ReferenceLogps) -> None:
-        held_out = self.eval_dataset
-        walks: list[tuple[object, str, int | None]] = [
-            (self.feed.dataset if self.feed else None, "train_dataset", self.total_steps)
+        of_training = None if self.feed is None else self.feed.dataset
+        walks: list[tuple[object, str, int | None, Prepare]] = [
+            (of_training, "train_dataset", self.total_steps, partial(map, self.prepare))
         ]
+        held_out = self.eval_dataset
         if held_out is not None:
-            walks.append((held_out, "eval_dataset", getattr(held_out, "steps_per_epoch", None)))
-        for dataset, name, steps in walks:
+            count = getattr(held_out, "steps_per_epoch", None)
+            state = self._first_state()
+            walks.append((held_out, "eval_dataset", count, partial(self.held_out, state=state)))
+        for dataset, name, steps, prepare in walks:
             if not isinstance(dataset, Loader) or steps is None:
                 raise ConfigError(
                     f"precompute_ref_log_probs reads {name} before training: give a loader with "
@@ -114,6 +121,6 @@ class ReferenceTrainer(SyncedReference):
                 )
             if jax.process_index() == 0:
                 print(f"log-probabilities of the reference: {steps} batches of {name}", flush=True)
-            for step in range(steps):
-                self.prepare(dataset.batch_at(step))
+            # The prepared rows are dropped: `ahead` keeps the log-probabilities.
+            deque(prepare(map(dataset.batch_at, range(steps))), maxlen=0)
         ahead.let_go()
