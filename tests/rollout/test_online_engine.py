@@ -93,6 +93,25 @@ def test_adapters_learn_and_the_base_under_them_is_the_reference(tmp_path):
         trainer.rollout.engine.generate([[3, 4]])
 
 
+SAMPLINGS = [
+    {"temperature": 0.7},
+    {"temperature": 0.5, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_engine_and_the_trainer_agree_on_the_distribution_that_was_sampled_from(
+    tmp_path, sampling
+):
+    model = LlamaForCausalLM.create(config(initializer_range=0.3), seed=0)
+    rows = train(tmp_path, model, beta=0.0, **sampling)[2]
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+        assert row["sampling/importance_sampling_ratio/min"] > 1 - 1e-3
+        assert row["sampling/importance_sampling_ratio/max"] < 1 + 1e-3
+
+
 @pytest.mark.nightly
 def test_adapters_on_quantized_weights_learn(tmp_path):
     model = LlamaForCausalLM.create(config(scan_layers=True), seed=0)

@@ -28,6 +28,7 @@ def rows(n: int, **given) -> SamplerRows:
         "position": 0,
         "top_k": 0,
         "num_logprobs": -1,
+        "processed": 0,
         "temperature": 0.0,
         "top_p": 1.0,
         "min_p": 0.0,
@@ -35,7 +36,7 @@ def rows(n: int, **given) -> SamplerRows:
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
     }
-    ints = ("slot", "seed", "position", "top_k", "num_logprobs")
+    ints = ("slot", "seed", "position", "top_k", "num_logprobs", "processed")
     out = {}
     for name, default in plain.items():
         value = np.broadcast_to(np.asarray(given.get(name, default)), (n,))
@@ -202,3 +203,61 @@ def test_logprobs_are_the_models_own():
     packed = np.asarray(out.pack())
     assert packed.shape == (3, 13)
     assert packed[0, 1:2].view(np.float32)[0] == out.logprob[0]
+
+
+FILTERS = {
+    "temperature": {},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "top_k and top_p": {"top_k": 40, "top_p": 0.7},
+    "min_p": {"min_p": 0.05},
+    "many candidates": {"top_p": 0.999},
+    "a large top_k": {"top_k": 200, "top_p": 0.95},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
+def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled_from(name, temperature):
+    n = 64
+    logits = np.repeat(random_logits(1, 21), n, axis=0)
+    state = SamplerState.create(4, VOCAB)
+    bias = np.zeros(VOCAB, np.float32)
+    bias[int(logits[0].argmax())] = -np.inf
+    state = state.put(jnp.int32(1), jnp.asarray(bias), state.seen[0])
+    given = rows(
+        n,
+        slot=[1] + [99] * (n - 1),
+        position=np.arange(n),
+        num_logprobs=5,
+        processed=[1] * (n - 1) + [0],
+        temperature=temperature,
+        **FILTERS[name],
+    )
+    out, _ = draw(logits, given, state)
+    adjusted = logits.astype(np.float64) + np.r_[[bias], np.zeros((n - 1, VOCAB))]
+    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **FILTERS[name]}
+    exact = np.zeros_like(adjusted)
+    for row, own in enumerate(adjusted):
+        support = list(reference_support(own, temperature, **filters))
+        odds = np.exp((own[support] - own.max()) / temperature)
+        exact[row, support] = odds / odds.sum()
+    chosen = exact[np.arange(n), np.asarray(out.tokens)]
+    np.testing.assert_allclose(np.exp(out.logprob[:-1]), chosen[:-1], rtol=2e-5)
+    plain = np.exp(logits[-1] - logits[-1].max())
+    raw = plain[int(out.tokens[-1])] / plain.sum()
+    assert np.exp(out.logprob[-1]) == pytest.approx(raw, rel=1e-4), "a row that wants the model's"
+    best = np.sort(exact[1])[::-1][:5]
+    np.testing.assert_allclose(np.exp(out.top_logprobs[1]), best, rtol=2e-5)
+
+
+def test_processed_logprobs_of_a_greedy_row_have_its_masks_and_temperature_one():
+    logits = random_logits(2, 5)
+    state = SamplerState.create(4, VOCAB)
+    bias = np.zeros(VOCAB, np.float32)
+    bias[int(logits[0].argmax())] = -np.inf
+    state = state.put(jnp.int32(0), jnp.asarray(bias), state.seen[0])
+    out, _ = draw(logits, rows(2, slot=[0, 99], num_logprobs=0, processed=1), state)
+    exact = jax.nn.log_softmax(logits + np.stack([bias, np.zeros(VOCAB)]))
+    chosen = np.asarray(exact)[np.arange(2), np.asarray(out.tokens)]
+    np.testing.assert_allclose(out.logprob, chosen, atol=1e-5)

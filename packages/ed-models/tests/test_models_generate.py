@@ -1,5 +1,7 @@
 """`generate` against a plain loop without cache, and its independence of padding and batch."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,20 @@ def test_rows_end_at_an_end_token(model, prompt, greedy):
     for row in (1, 2):
         stop = [*greedy[row], end].index(end)
         np.testing.assert_array_equal(new[row, :stop], greedy[row, :stop])
+
+
+def test_eos_token_id_none_disables_the_end_token(model, prompt, greedy):
+    end = int(greedy[0, 3])
+    ends = LlamaForCausalLM.create(model.config.replace(eos_token_id=end), seed=2)
+    ends.generation_json = json.dumps({"eos_token_id": end})
+    options = {"max_new_tokens": NEW, "pad_token_id": 0}
+    assert not ends.generate(prompt[:1], **options).sequences[0, LENGTH + 4 :].any()
+    for config in (None, {"eos_token_id": end}):
+        out = ends.generate(prompt, config, **options, eos_token_id=None)
+        np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
+    # `None` in a configuration means that the checkpoint says.
+    out = ends.generate(prompt[:1], {"eos_token_id": None}, **options)
+    assert out.sequences.shape == (1, LENGTH + 4)
 
 
 def test_stops_when_every_row_has_ended(model, prompt, greedy):

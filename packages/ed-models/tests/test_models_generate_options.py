@@ -102,6 +102,27 @@ def test_log_probabilities_stop_with_the_row(model, prompt):
     assert not out.logprobs[0, stop + 1 :].any()
 
 
+def test_processed_log_probabilities_are_those_of_the_draws(model, prompt):
+    options = {"do_sample": True, "temperature": 0.6, "top_k": 9, "top_p": 0.8}
+    out = model.generate(
+        prompt,
+        max_new_tokens=NEW,
+        output_scores=True,
+        output_logprobs=True,
+        logprobs_mode="processed_logprobs",
+        **options,
+    )
+    expected = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+    np.testing.assert_allclose(out.logprobs, expected, atol=1e-5)
+    raw = model.generate(prompt, max_new_tokens=NEW, output_logprobs=True, **options)
+    np.testing.assert_array_equal(raw.sequences, out.sequences)
+    assert np.abs(raw.logprobs - out.logprobs).max() > 0.01
+    with pytest.raises(ConfigError, match="must be one of raw_logprobs, processed_logprobs"):
+        model.generate(prompt, output_logprobs=True, logprobs_mode="processed")
+    with pytest.raises(ConfigError, match="has no effect without output_logprobs"):
+        model.generate(prompt, logprobs_mode="processed_logprobs")
+
+
 class TestDistributions:
     """Chi-square: draws against probabilities; the filters themselves are compared elsewhere."""
 

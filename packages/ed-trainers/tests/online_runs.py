@@ -49,7 +49,7 @@ class Prompts:
 
 
 class ToyRollout:
-    """Samples from the toy model, one seed a completion; the log-probabilities are its own."""
+    """Samples from the toy model, one seed a completion; see `Sampled.logprobs`."""
 
     def __init__(self):
         self.versions = []
@@ -81,10 +81,10 @@ class ToyRollout:
             here = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int32)
             scores = np.asarray(self._next(weights.state, ids, here, lengths - 1), np.float64)
             for row in sorted(open_rows):
-                tempered = np.exp(scores[row] / params["temperature"])
-                token = int(randoms[row].choice(len(tempered), p=tempered / tempered.sum()))
+                probs = filtered(scores[row] / params["temperature"], params)
+                token = int(randoms[row].choice(len(probs), p=probs))
                 tokens[row].append(token)
-                logps[row].append(float(scores[row, token]))
+                logps[row].append(float(np.log(probs[token])))
                 ids[row, lengths[row]] = token
                 lengths[row] += 1
                 if token == END:
@@ -93,6 +93,17 @@ class ToyRollout:
             Sampled(own, logp, weights.version, own[-1] == END)
             for own, logp in zip(tokens, logps, strict=True)
         ]
+
+
+def filtered(scores, params):
+    """The probabilities that `top_k`, then `top_p`, then `min_p` leave of float64 scores [v]."""
+    order = np.argsort(-scores, kind="stable")[: params["top_k"] or None]
+    odds = np.exp(scores[order] - scores[order[0]])
+    before = np.cumsum(odds) - odds
+    kept = (before < params["top_p"] * odds.sum()) & (odds >= params["min_p"])
+    probs = np.zeros_like(scores)
+    probs[order[kept]] = odds[kept] / odds[kept].sum()
+    return probs
 
 
 def even(completion_ids):

@@ -318,7 +318,8 @@ def test_models_complete_prompts_up_to_their_ends(llama):
         assert one.ended == (one.token_ids[-1] == END) and END not in one.token_ids[:-1]
         assert one.weights_version == 3
         whole = np.asarray([[*prompt, *one.token_ids]])
-        logps = jax.nn.log_softmax(llama(whole).logits[0, len(prompt) - 1 : -1])
+        logits = llama(whole).logits[0, len(prompt) - 1 : -1]
+        logps = jax.nn.log_softmax(logits / params["temperature"])
         chosen = np.asarray(logps)[np.arange(len(one.token_ids)), one.token_ids]
         np.testing.assert_allclose(one.logprobs, chosen, atol=1e-5)
 

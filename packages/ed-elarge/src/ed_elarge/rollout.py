@@ -54,7 +54,13 @@ class EngineRollout:
             weights: what to sample with; borrowed until this call returns.
             seeds: of each prompt.
         """
-        fixed = {**params, "n": 1, "logprobs": 0, "detokenize": bool(params.get("stop"))}
+        fixed = {
+            **params,
+            "n": 1,
+            "logprobs": 0,
+            "logprobs_mode": "processed_logprobs",
+            "detokenize": bool(params.get("stop")),
+        }
         many = [{"seed": seed} for seed in seeds] if seeds is not None else [{}] * len(prompts)
         sampling = [SamplingParams(**{**fixed, **own}) for own in many]
         with self._lent.serving(weights) as engine:

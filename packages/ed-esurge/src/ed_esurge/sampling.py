@@ -30,8 +30,11 @@ class StructuredOutputs(Options):
     """One of these texts."""
     grammar: Annotated[str, Field(max_length=2**16)] | None = None
     """In Lark's syntax as llguidance has it, or GBNF."""
-    after: tuple[TokenId, ...] = ()
-    """Everything is allowed until these tokens have come in a row: the end of thoughts."""
+    after: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)
+    ] = ()
+    """Texts that end a model's thoughts. The grammar begins behind the first of them that appears;
+    before, every token is allowed but those that end the sequence."""
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -47,8 +50,8 @@ class SamplingParams(Options):
 
     The order on the logits is: `repetition_penalty`, `frequency_penalty` and `presence_penalty`,
     then `logit_bias`, masks (`allowed_token_ids`, `bad_words`, `min_tokens`), `temperature`,
-    `top_k`, `top_p` (over what top-k left) and `min_p`. Reported log-probabilities are those of
-    the model: before any of these.
+    `top_k`, `top_p` (over what top-k left) and `min_p`. `logprobs_mode` says whether reported
+    log-probabilities are those before or after all of these.
     """
 
     n: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -78,6 +81,9 @@ class SamplingParams(Options):
 
     logprobs: Count | None = None
     """Alternatives per generated position (0: the chosen token alone)."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Distribution of `logprobs`: the model's, or the one that tokens are sampled from. The names
+    are those of vLLM's engine option. `prompt_logprobs` are the model's in both modes."""
     prompt_logprobs: Count | None = None
     """The same for prompt positions. Such a request does not read the prefix cache."""
 

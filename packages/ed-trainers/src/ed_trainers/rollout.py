@@ -74,8 +74,8 @@ class Sampled:
 
     Attributes:
         token_ids: the sampled tokens, the end token included where one was sampled.
-        logprobs: log-probability of each token under the weights that sampled it, at temperature
-            1 and before any other setting of the sampling.
+        logprobs: log-probability of each token in the distribution that it was drawn from, with
+            temperature, filters and all other settings of the sampling.
         weights_version: the `version` of those weights.
         ended: whether it came to an end of its own; False where the longest length cut it.
     """

@@ -34,6 +34,8 @@ class SamplerRows:
         temperature: 0 is greedy.
         top_k: 0 is off.
         num_logprobs: alternatives wanted; -1 is no log-probability at all.
+        processed: 1 for log-probabilities of the distribution that the row samples from, 0 for
+            those of the model.
     """
 
     slot: Int[Array, " n"]
@@ -41,6 +43,7 @@ class SamplerRows:
     position: Int[Array, " n"]
     top_k: Int[Array, " n"]
     num_logprobs: Int[Array, " n"]
+    processed: Int[Array, " n"]
     temperature: Float[Array, " n"]
     top_p: Float[Array, " n"]
     min_p: Float[Array, " n"]
@@ -89,8 +92,10 @@ class Sampled:
 
     Attributes:
         tokens: [n]; -1 where a logit of the row is NaN or all are infinite.
-        logprob, rank: of the chosen token under the model itself; [n]. Zeros when no row asked.
-        top_ids, top_logprobs: the most probable tokens, best first; [n, l].
+        logprob, rank: of the chosen token, see `SamplerRows.processed`; [n]. Zeros when no row
+            asked.
+        top_ids, top_logprobs: the most probable tokens of the same distribution, best first;
+            [n, l].
     """
 
     tokens: Int[Array, " n"]
@@ -131,15 +136,22 @@ def sample(
         adjusted = jax.lax.cond(limited, lambda: permit(adjusted, allowed), lambda: adjusted)
     greedy = first_argmax(adjusted)
     random = rows.temperature > 0
-    tokens = jax.lax.cond(
-        jnp.any(random),
-        lambda: jnp.where(random, draw(adjusted, rows), greedy),
-        lambda: greedy,
-    )
+    everything = jnp.full(greedy.shape, -jnp.inf)
+
+    def drawn() -> tuple[jax.Array, jax.Array]:
+        tokens, cutoff = draw(adjusted, rows)
+        return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything)
+
+    tokens, cutoff = jax.lax.cond(jnp.any(random), drawn, lambda: (greedy, everything))
     n, count = tokens.shape[0], min(max_logprobs, logits.shape[1])
 
     def measured() -> tuple[jax.Array, ...]:
-        return logprobs_of(logits, jax.nn.logsumexp(logits, axis=-1), tokens, count)
+        def shown() -> jax.Array:
+            processed = sampled_from(adjusted, rows, cutoff, tokens)
+            return jnp.where(rows.processed[:, None] > 0, processed, logits)
+
+        view = jax.lax.cond(jnp.any(rows.processed > 0), shown, lambda: logits)
+        return logprobs_of(view, jax.nn.logsumexp(view, axis=-1), tokens, count)
 
     def unmeasured() -> tuple[jax.Array, ...]:
         return (
@@ -172,14 +184,44 @@ def permit(logits: Float[Array, "n v"], allowed: Int[Array, "n w"]) -> Float[Arr
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
-def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
-    """Sample every row at its temperature, within its filters."""
+def scaled_logits(logits: jax.Array, rows: SamplerRows) -> jax.Array:
+    """Divide the logits by the temperature, and subtract the maximum. Greedy rows have 1."""
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    return scaled - jnp.max(scaled, axis=-1, keepdims=True)
+
+
+def sampled_from(
+    logits: Float[Array, "n v"],
+    rows: SamplerRows,
+    cutoff: Float[Array, " n"],
+    tokens: Int[Array, " n"],
+) -> Float[Array, "n v"]:
+    """Return logits whose softmax is the distribution that each row samples from.
+
+    Args:
+        logits: adjusted.
+        cutoff: smallest scaled logit that the row's filters leave.
+        tokens: the sampled tokens, which are never removed.
+    """
+    scaled = scaled_logits(logits, rows)
+    every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
+    kept = (scaled >= cutoff[:, None]) | (every == tokens[:, None])
+    return jnp.where(kept, scaled, -jnp.inf)
+
+
+def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
+    """Sample every row at its temperature, within its filters.
+
+    Returns:
+        the tokens, and the smallest scaled logit that the filters leave: -inf for a row without
+        filters, and for all rows where none wants processed log-probabilities.
+    """
     vocab = logits.shape[1]
     random = rows.temperature > 0
+    wants_cutoff = jnp.any(rows.processed > 0)
     unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
-    # Greedy rows come along at temperature 1; their result is not used.
-    scaled = logits / jnp.where(random, rows.temperature, 1.0)[:, None]
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    # The result for greedy rows is not used.
+    scaled = scaled_logits(logits, rows)
     odds = jnp.exp(scaled)  # relative to the most probable token
     mass = jnp.sum(odds, axis=-1)
     few, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
@@ -190,12 +232,14 @@ def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
     sums_known = (rows.top_k <= few.shape[1]) | (rows.top_k >= vocab)
     complete = ((few_odds[:, -1] < least) & sums_known) | (few.shape[1] == vocab)
 
-    def among_candidates() -> jax.Array:
+    def among_candidates() -> tuple[jax.Array, jax.Array]:
         noise = token_noise(rows, ids)
-        best = first_argmax(jnp.where(few_odds >= least[:, None], few + noise, -jnp.inf))
-        return jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0]
+        kept = few_odds >= least[:, None]
+        best = first_argmax(jnp.where(kept, few + noise, -jnp.inf))
+        cutoff = jnp.min(jnp.where(kept, few, jnp.inf), axis=-1)
+        return jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0], cutoff
 
-    def among_all() -> jax.Array:
+    def among_all() -> tuple[jax.Array, jax.Array]:
         kept = jax.lax.cond(
             jnp.any(random & ~unfiltered & ~complete),
             lambda: kept_of_all(odds, mass, rows),
@@ -203,7 +247,13 @@ def draw(logits: jax.Array, rows: SamplerRows) -> Int[Array, " n"]:
         )
         kept = jnp.where(complete[:, None], odds >= least[:, None], kept) | unfiltered[:, None]
         every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-        return first_argmax(jnp.where(kept, scaled + token_noise(rows, every), -jnp.inf))
+        tokens = first_argmax(jnp.where(kept, scaled + token_noise(rows, every), -jnp.inf))
+        cutoff = jax.lax.cond(
+            wants_cutoff,
+            lambda: jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1),
+            lambda: jnp.full(tokens.shape, -jnp.inf),
+        )
+        return tokens, cutoff
 
     enough = (complete & ~unfiltered) | ~random
     return jax.lax.cond(jnp.all(enough), among_candidates, among_all)

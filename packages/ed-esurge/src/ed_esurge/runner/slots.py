@@ -24,6 +24,7 @@ OF_SAMPLING = (
     "seed",
     "top_k",
     "num_logprobs",
+    "processed",
     "temperature",
     "top_p",
     "min_p",
@@ -32,7 +33,7 @@ OF_SAMPLING = (
     "repetition_penalty",
 )
 NUMBERS = OF_SEQUENCE + OF_SAMPLING
-FLOATS = frozenset(OF_SAMPLING[4:])
+FLOATS = frozenset(OF_SAMPLING[OF_SAMPLING.index("temperature") :])
 
 Line = tuple[np.int32, np.ndarray, np.ndarray]
 
@@ -127,7 +128,8 @@ class Slots:
                 repetition_penalty=params.repetition_penalty,
             )
         if params.logprobs is not None:
-            self._set(slot, num_logprobs=params.logprobs)
+            processed = params.logprobs_mode == "processed_logprobs"
+            self._set(slot, num_logprobs=params.logprobs, processed=processed)
         if not params.greedy:
             self._set(
                 slot,

@@ -110,12 +110,16 @@ def measured(
     tokens: jax.Array | None = None,
     done: jax.Array | bool = False,
 ) -> Kept:
-    """What is kept of a step: logits and scores [b, v], log-probabilities [b] of the tokens under
-    the model itself, 0 for rows that were done before."""
+    """Return what is kept of a step: logits and scores [b, v], and log-probabilities [b] of the
+    tokens, 0 for rows that were done before.
+
+    The log-probabilities are those of the logits or, with "processed_logprobs", of the scores.
+    """
     logits = logits.astype(jnp.float32)
     kept = {name: x for name, x in (("logits", logits), ("scores", scores)) if name in outputs}
     if "logprobs" in outputs and tokens is not None:
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+        of = scores if "processed_logprobs" in outputs else logits
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(of), tokens[:, None], axis=1)[:, 0]
         kept["logprobs"] = jnp.where(done, 0.0, logprobs)
     return kept
 

@@ -57,8 +57,9 @@ class GenerateOutput:
         scores: with `output_scores`: what the next token was chosen by, processed; [n, r, v]. Of
             beam search: of all beams of all prompts, [n, b * num_beams, v].
         logits: with `output_logits`: the same before processing.
-        logprobs: with `output_logprobs`: log-probability of each new token under the model itself,
-            at temperature 1; [r, n]. 0 behind the end of a row.
+        logprobs: with `output_logprobs`: log-probability of each new token under the model itself
+            at temperature 1, or with `logprobs_mode="processed_logprobs"` in the distribution that
+            the token was drawn from; [r, n]. 0 behind the end of a row.
         beam_indices: of beams: for each new token the beam that it continued, -1 behind the end.
         steps: forwards of the model behind the prompt; assistance saves some.
     """
@@ -109,8 +110,9 @@ class EasyGenerationMixin:
                 [r, t] are right-aligned, -1 to the left of a row's first token; `scores` [r, v].
                 Programs are compiled for each function: keep it, rather than make a new one.
             options: those of a GenerationConfig, by name (docs/models.md has the list), and
-                `presence_penalty`, `frequency_penalty`, `output_logprobs`. By default: 128 new
-                tokens, the likeliest each time, until an end-of-sequence token.
+                `presence_penalty`, `frequency_penalty`, `output_logprobs`, `logprobs_mode`. By
+                default: 128 new tokens, the likeliest each time, until an end-of-sequence token.
+                `eos_token_id=None` disables the end-of-sequence token.
 
         Raises:
             ConfigError: the prompts are no token ids of the vocabulary, an option is unknown, out

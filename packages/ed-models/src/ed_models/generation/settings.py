@@ -17,6 +17,8 @@ from ed_models.generation.values import flag, number, whole
 EarlyStopping = Literal["never"] | bool
 #: Special tokens: of the call, else of the checkpoint.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+#: Log-probabilities of the model, or of the distribution that tokens are drawn from; vLLM's names.
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _STATIC = {"static": True}
 
 
@@ -24,6 +26,12 @@ def _early_stopping(name: str, value: object) -> EarlyStopping:
     if not (isinstance(value, bool) or value == "never"):
         raise ConfigError(f"{name} is {value!r}; it must be True, False or 'never'")
     return value  # type: ignore[return-value]
+
+
+def _logprobs_mode(name: str, value: object) -> str:
+    if value not in LOGPROBS_MODES:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(LOGPROBS_MODES)}")
+    return str(value)
 
 
 def _always(reason: str) -> Callable[[str, object], bool]:
@@ -77,6 +85,7 @@ SETTINGS: Mapping[str, Setting] = {
     "output_scores": _OUTPUT,
     "output_logits": _OUTPUT,
     "output_logprobs": _OUTPUT,
+    "logprobs_mode": Setting(_logprobs_mode, "output_logprobs", off=LOGPROBS_MODES[0]),
     "return_dict_in_generate": Setting(
         _always("generate returns a GenerateOutput; the tokens are its sequences")
     ),

@@ -28,16 +28,58 @@ from ed_trainers.placement import Placement
 DEFAULT_CHUNK = 256
 
 
+class Truncation(NamedTuple):
+    """The filters of the sampling, which the engine applies after the temperature, in this order.
+
+    Attributes:
+        top_k: 0 keeps all tokens.
+        top_p: of what `top_k` left; 1 keeps all tokens.
+        min_p: relative to the most probable token; 0 keeps all tokens.
+    """
+
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def active(self) -> bool:
+        """Whether a token can be removed."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def log_mass(self, logps: Float[Array, "c v"]) -> Float[Array, " c"]:
+        """Return the logarithm of the probability that the filters leave.
+
+        The filters compare sorted numbers, which exist once in memory. Unsorted ones may be
+        computed twice by a compiled program, with different last bits, which moves the cutoff.
+        """
+        ordered = jnp.sort(logps, axis=-1, descending=True)
+        kept = jnp.ones(ordered.shape, bool)
+        if self.top_k > 0:
+            kept = ordered >= ordered[:, min(self.top_k, ordered.shape[-1]) - 1, None]
+        if self.top_p < 1:
+            probs = jnp.where(kept, jnp.exp(ordered), 0.0)
+            before = jnp.cumsum(probs, axis=-1) - probs
+            kept &= before < self.top_p * jnp.sum(probs, axis=-1, keepdims=True)
+        if self.min_p > 0:
+            kept &= ordered >= ordered[:, :1] + jnp.log(self.min_p)
+        # Equal tokens are kept together, as in the engine.
+        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        return jax.nn.logsumexp(jnp.where(ordered >= least, ordered, -jnp.inf), axis=-1)
+
+
 class Policy(NamedTuple):
     """Figures of the tokens of rows, each float32 [b, s], at the position that predicts the token.
 
     Attributes:
-        logps: log-probability of the token, in nats.
-        entropy: of the distribution that it came from, in nats; without gradient.
+        logps: log-probability of the token at the sampling's temperature, in nats.
+        entropy: of that distribution, in nats; without gradient.
+        sampled_logps: log-probability of the token after the filters of the sampling, without
+            gradient; None where no filters were given.
     """
 
     logps: Float[Array, "b s"]
     entropy: Float[Array, "b s"]
+    sampled_logps: Float[Array, "b s"] | None = None
 
 
 def token_policy(
@@ -48,6 +90,7 @@ def token_policy(
     placement: Placement,
     temperature: float,
     chunk: int | None,
+    truncation: Truncation | None = None,
 ) -> tuple[CausalLMOutput, Policy]:
     """Return the output of a forward pass, and the figures of each target.
 
@@ -58,25 +101,30 @@ def token_policy(
         placement: says which devices hold which tokens.
         temperature: the logits are divided by it.
         chunk: tokens whose logits exist at once on a device; None lets the loss choose.
+        truncation: compute `sampled_logps` with these filters.
     """
     output = forward(model, rows, key)
     assert output.last_hidden_state is not None
     size = chunk or DEFAULT_CHUNK
 
-    def local(hidden: jax.Array, head: Head, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(hidden: jax.Array, head: Head, targets: jax.Array) -> tuple[jax.Array, ...]:
         @jax.checkpoint
         def of_chunk(carry: None, part: tuple[jax.Array, jax.Array]):
             logits = head(part[0]) / temperature
             logp = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
             fixed = jax.lax.stop_gradient(logp)
             entropy = -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
-            return carry, (target_logit(logp, part[1]), entropy)
+            chosen = target_logit(logp, part[1])
+            if truncation is None:
+                return carry, (chosen, entropy)
+            # Rounding may put the sampled token just outside of the filters: at most certain.
+            truncated = jax.lax.stop_gradient(chosen) - truncation.log_mass(fixed)
+            return carry, (chosen, entropy, jnp.minimum(truncated, 0.0))
 
         flat = hidden.reshape(-1, hidden.shape[-1])
         parts = split(flat, size), split(targets.reshape(-1), size)
         _, found = jax.lax.scan(of_chunk, None, parts)
-        logps, entropy = (x.reshape(-1)[: targets.size].reshape(targets.shape) for x in found)
-        return logps, entropy
+        return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in found)
 
     targets = rows["targets"]
     sharding = placement.sharding(targets.shape, stacked=False)

@@ -51,6 +51,11 @@ class GRPOTrainer(GroupTrainer):
         """See `GroupTrainer`; the correction compares them with the engine's."""
         return super().keeps_old or self.arguments.corrects
 
+    @property
+    def compares_samples(self) -> bool:
+        """See `GroupTrainer`."""
+        return self.arguments.corrects
+
     def advantages(self, scores: Scores, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return rewards less the mean of their group, scaled as the arguments say, [n]."""
         del rows
@@ -71,16 +76,9 @@ class GRPOTrainer(GroupTrainer):
         if not self.arguments.corrects:
             return rows, figures
         sampled = completions.at_tokens(completions.logprobs, rows["weights"].shape[1])
-        own = rows.pop("plain_logps", rows["old_logps"])
+        own = rows.pop("sampled_logps", rows["old_logps"])
         rows["correction"], more = correction(self.arguments, own, sampled, rows["weights"])
         return rows, {**figures, **more}
-
-    def policies(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
-        """Add `plain_logps`, at temperature 1, where the engine's are compared with them."""
-        out = super().policies(models, batch)
-        if self.arguments.corrects and self.arguments.temperature != 1:
-            out["plain_logps"] = self.policy(models.learner, batch, temperature=1.0)[1].logps
-        return out
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
@@ -149,7 +147,8 @@ def correction(
     Args:
         arguments: say which correction.
         own: log-probabilities of the trainer, [n, s].
-        sampled: of the engine that sampled, both at temperature 1.
+        sampled: log-probabilities of the engine that sampled. Both are those of the distribution
+            that was sampled from, temperature and filters included.
         weights: 1 where a token counts.
     """
     here = weights > 0

@@ -34,6 +34,11 @@ class GroupTrainer(RewardedTrainer):
         """
         return self.arguments.updates_per_generation > 1
 
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the rollout's log-probabilities are compared with the trainer's."""
+        return False
+
     @abstractmethod
     def advantages(self, scores: Scores, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the advantage of each completion, [n], NaN where it has no reward.
@@ -75,10 +80,17 @@ class GroupTrainer(RewardedTrainer):
         return self.keeps_old or self.arguments.has_reference
 
     def policies(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
-        """`old_logps` and `reference_logps` [n, s] of rows, where they are read."""
+        """Return `old_logps` and `reference_logps` [n, s] of rows, where they are read.
+
+        Where samples are compared and the sampling has filters, also `sampled_logps`: the same
+        forward pass gives them.
+        """
         out = {}
         if self.keeps_old:
-            out["old_logps"] = self.policy(models.learner, batch)[1].logps
+            _, own = self.policy(models.learner, batch, truncated=self.compares_samples)
+            out["old_logps"] = own.logps
+            if own.sampled_logps is not None:
+                out["sampled_logps"] = own.sampled_logps
         if self.arguments.has_reference:
             out["reference_logps"] = self.policy(models["reference"], batch)[1].logps
         return out

@@ -61,6 +61,7 @@ class ModelRollout:
                 do_sample=True,
                 seed=0 if seeds is None else seeds[start],
                 output_logprobs=True,
+                logprobs_mode="processed_logprobs",
                 **settings,
             )
             assert output.logprobs is not None

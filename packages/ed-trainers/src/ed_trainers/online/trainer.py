@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import jax
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ed_trainers.callbacks import Callback
 from ed_trainers.contract import Batch, Models
 from ed_trainers.feed import Dataset, Feed, HostBatch
-from ed_trainers.losses.policy import Policy, token_policy
+from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.online.completions import Completions, Content, PromptBatch
 from ed_trainers.online.feed import Generation, RolloutFeed
 from ed_trainers.online.models import ModelRollout
@@ -184,17 +184,19 @@ class OnlineTrainer(Trainer):
             )
         written: list[Content] = list(getattr(batch, "prompts", kept))
         fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
+        completions = self._as_written(written, sampled, copies)
         return Completions(
             prompts=[prompt for prompt in written for _ in range(copies)],
             prompt_ids=ids,
             completion_ids=[list(one.token_ids) for one in sampled],
             logprobs=[list(one.logprobs) for one in sampled],
-            completions=self._as_written(written, sampled, copies),
+            completions=completions,
             ended=[one.ended for one in sampled],
             fields={
                 name: [value for value in values for _ in range(copies)]
                 for name, values in fields.items()
             },
+            documents=self._documents(batch, completions, copies),
         )
 
     def rollout_of(self, make: Callable[[Models], object]) -> Rollout:
@@ -223,6 +225,16 @@ class OnlineTrainer(Trainer):
             text = str(decode(ids, skip_special_tokens=True))
             out.append([{"role": "assistant", "content": text}] if _is_chat(prompt) else text)
         return out
+
+    def _documents(
+        self, batch: PromptBatch, completions: list[Content], copies: int
+    ) -> Callable[[], list[list[int]]] | None:
+        """Return what encodes each prompt with its completions, if the batch can."""
+        encode = getattr(batch, "with_answers", None)
+        if encode is None or not hasattr(self.processing_class, "decode"):
+            return None
+        groups = [completions[at : at + copies] for at in range(0, len(completions), copies)]
+        return lambda: [ids for number, group in enumerate(groups) for ids in encode(number, group)]
 
     # --- asking models ---
 
@@ -256,17 +268,24 @@ class OnlineTrainer(Trainer):
         model: LanguageModel,
         rows: Batch,
         key: jax.Array | None = None,
-        temperature: float | None = None,
+        *,
+        truncated: bool = False,
     ) -> tuple[CausalLMOutput, Policy]:
-        """What a model says of the tokens of rows [n, s]; the temperature is the sampling's."""
+        """Return the figures of the tokens of rows [n, s], at the temperature of the sampling.
+
+        Args:
+            truncated: also compute `sampled_logps`, where the sampling has filters.
+        """
         arguments = self.arguments
+        truncation = Truncation(arguments.top_k, arguments.top_p, arguments.min_p)
         return token_policy(
             model,
             rows,
             key,
             placement=self.placement,
-            temperature=arguments.temperature if temperature is None else temperature,
+            temperature=arguments.temperature,
             chunk=arguments.lmhead_chunksize,
+            truncation=truncation if truncated and truncation.active else None,
         )
 
     def _program(self, score: Score, graphdef: nnx.GraphDef) -> Callable[..., dict[str, jax.Array]]:
@@ -300,15 +319,19 @@ class OnlineTrainer(Trainer):
             return dict(batch)
         return self.generate(batch, self.weights(), HELD_OUT).rows
 
-    def held_out(self, batch: HostBatch, state: EasyDeLState) -> dict[str, np.ndarray]:
+    def held_out(
+        self, batches: Iterable[HostBatch], state: EasyDeLState
+    ) -> Iterator[dict[str, np.ndarray]]:
         """Complete held-out prompts with the weights that are evaluated."""
-        weights = Weights(
-            state.graphdef, state.graphstate, state.graphother, version=int(state.step)
-        )
-        try:
-            return self.generate(batch, weights, HELD_OUT).rows
-        finally:
-            weights.end()
+        for batch in batches:
+            weights = Weights(
+                state.graphdef, state.graphstate, state.graphother, version=int(state.step)
+            )
+            try:
+                rows = self.generate(batch, weights, HELD_OUT).rows
+            finally:
+                weights.end()
+            yield rows
 
 
 def _is_chat(content: Content) -> bool:
