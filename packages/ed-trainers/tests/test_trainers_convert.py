@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from ed_infra.errors import CheckpointError
 from ed_infra.specs import LoraSpec
 from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers import CheckpointManager, EasyDeLState, SFTArguments, SFTTrainer
+from ed_trainers import CheckpointManager, EasyDeLState, SFTArguments, SFTTrainer, compare
 from ed_trainers.compare import differences
 from ed_trainers.convert import convert, model_of
 
@@ -51,6 +53,24 @@ def test_a_checkpoint_becomes_the_model_that_the_run_wrote(tmp_path, dtype):
     output = trained(tmp_path / "run", model(dtype=dtype))
     assert convert(output.checkpoint_path, tmp_path / "out") == tmp_path / "out"
     assert list(differences(tmp_path / "run/model", tmp_path / "out")) == []
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_a_model_directory_and_a_checkpoint_are_compared_name_by_name(
+    tmp_path, capsys, monkeypatch, scan
+):
+    output = trained(tmp_path / "run", model(scan=scan))
+    sides = tmp_path / "run/model", output.checkpoint_path
+    assert list(differences(*sides)) == list(differences(*sides[::-1])) == []
+    other = model(scan=scan)
+    EasyDeLState.create(model=other).save_state(tmp_path / "state")
+    other.lm_head.kernel[...] = other.lm_head.kernel[...] + 0.5
+    other.save_pretrained(tmp_path / "other")
+    (found,) = differences(tmp_path / "state", tmp_path / "other")
+    assert found.name == "lm_head.weight" and found.largest == pytest.approx(0.5, rel=1e-5)
+    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "state"), str(tmp_path / "other")])
+    assert compare.main() == 1
+    assert "1 arrays differ, of 21; by 0.5 at most" in capsys.readouterr().out
 
 
 def test_a_model_becomes_a_saved_state_and_a_model_again(tmp_path):

@@ -269,8 +269,20 @@ def test_lion_is_the_papers():
     against("lion", run)
 
 
-def test_mars_is_the_papers():
+def test_mars_is_the_authors_with_adamw_for_vectors():
+    def adamw(array):
+        p = array.astype(np.float64)
+        m, v = np.zeros_like(p), np.zeros_like(p)
+        for i in range(STEPS):
+            g = numpy_gradient(p, i)
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            direction = (m / (1 - 0.9 ** (i + 1))) / (np.sqrt(v / (1 - 0.95 ** (i + 1))) + 1e-8)
+            p = p - 0.02 * (direction + 0.1 * p)
+        return p
+
     def run(array):
+        if array.ndim == 1:
+            return adamw(array)
         p = array.astype(np.float64)
         before, m, v = (np.zeros_like(p) for _ in range(3))
         for i in range(STEPS):

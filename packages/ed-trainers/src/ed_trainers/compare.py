@@ -1,18 +1,22 @@
 """Compare two checkpoints: which arrays differ, and by how much.
 
     python -m ed_trainers.compare runs/a/checkpoints/100 runs/b/checkpoints/100
+    python -m ed_trainers.compare runs/a/model runs/a/checkpoints/100
 
 Checkpoints of a run, states that were saved (`save_state`, `CheckpointManager`), directories of
 safetensors files and streams of EasyLM's are read, array by array. Arrays are compared by canonical
-name, so the storage of layers does not matter. Exits with 0 where they are equal, 1 where they
-differ.
+name, so the storage of layers does not matter. Where one side is a directory of safetensors files
+and the other a checkpoint, the model of the checkpoint is first converted to Hugging Face's names
+and layout. The command exits with 0 where the two are equal, and with 1 where they differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +69,7 @@ class Arrays:
 
     def __init__(self, directory: str | Path):
         path = Path(directory).absolute()
-        if (path / "arrays").is_dir():
+        if _is_checkpoint(path):
             path = path / "arrays"
         self.shapes: list[str]
         self._read: Read
@@ -73,7 +77,7 @@ class Arrays:
             self.shapes, self._read = _of_easylm(path)
         elif (path / "_METADATA").is_file():
             self.shapes, self._read = _of_orbax(path)
-        elif any(path.glob("*.safetensors")):
+        elif _has_safetensors(path):
             self.shapes, self._read = _of_safetensors(path)
         else:
             raise CheckpointError(
@@ -101,9 +105,39 @@ def differences(first: str | Path, second: str | Path) -> Iterator[Difference]:
     """Compare the arrays of two directories; two of them are in memory at a time.
 
     Raises:
-        CheckpointError: a directory holds no arrays.
+        CheckpointError: a directory holds no arrays, or a checkpoint that is compared with a
+            directory of safetensors files holds no whole model.
     """
-    one, two = Arrays(first), Arrays(second)
+    with _in_one_layout(first, second) as (one, two):
+        yield from _between(one, two, first, second)
+
+
+@contextmanager
+def _in_one_layout(first: str | Path, second: str | Path) -> Iterator[tuple[Arrays, Arrays]]:
+    """Open both sides; convert a checkpoint that is compared with safetensors files."""
+    paths = Path(first).absolute(), Path(second).absolute()
+    mixed = any(map(_is_checkpoint, paths)) and any(map(_has_safetensors, paths))
+    with tempfile.TemporaryDirectory(prefix="compare-") as directory:
+        if mixed:
+            from ed_trainers.convert import model_of
+
+            converted = Path(directory)
+            model_of(next(filter(_is_checkpoint, paths))).save_pretrained(converted)
+            paths = tuple(converted if _is_checkpoint(path) else path for path in paths)
+        yield Arrays(paths[0]), Arrays(paths[1])
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "arrays").is_dir()
+
+
+def _has_safetensors(path: Path) -> bool:
+    return any(path.glob("*.safetensors"))
+
+
+def _between(
+    one: Arrays, two: Arrays, first: str | Path, second: str | Path
+) -> Iterator[Difference]:
     for name in one.entries:
         if name not in two.entries:
             yield Difference(name, f"only in {first}")
@@ -176,10 +210,11 @@ def main() -> int:
     options = parser.parse_args()
     worst, count = 0.0, 0
     try:
-        total = len(Arrays(options.first).entries)
-        for difference in differences(options.first, options.second):
-            print(difference, flush=True)
-            worst, count = max(worst, difference.largest), count + 1
+        with _in_one_layout(options.first, options.second) as (one, two):
+            total = len({*one.entries, *two.entries})
+            for difference in _between(one, two, options.first, options.second):
+                print(difference, flush=True)
+                worst, count = max(worst, difference.largest), count + 1
     except EasyDeLError as error:
         print(error, file=sys.stderr)
         return 2

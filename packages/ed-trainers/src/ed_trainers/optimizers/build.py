@@ -127,8 +127,13 @@ def _muon(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
 
 
 def _mars(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
-    del mu_dtype
-    return per_array(scale_by_mars(MarsSettings(**settings)))
+    own = MarsSettings(**settings)
+    adam = optax.scale_by_adam(own.adam_b1, own.adam_b2, own.adam_eps, mu_dtype=mu_dtype)
+    return _split(
+        per_array(scale_by_mars(own)),
+        adam,
+        lambda params: _map_shapes(lambda array: len(array.shape) == 2, params),
+    )
 
 
 def _schedule_free_adamw(settings: dict[str, Any], mu_dtype: str | None) -> Direction:

@@ -1,4 +1,8 @@
-"""MARS: AdamW on gradients whose variance is reduced (Yuan et al. 2024, arXiv 2411.10438)."""
+"""MARS: AdamW on gradients whose variance is reduced (Yuan et al. 2024, arXiv 2411.10438).
+
+As in the authors' code with its default `optimize_1d=False`, MARS takes matrices only. Vectors,
+such as the weights of norms and biases, get plain AdamW (`optimizers.build`).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class MarsState(NamedTuple):
 
 
 def scale_by_mars(settings: MarsSettings) -> optax.GradientTransformation:
-    """The direction of MARS-AdamW for one array.
+    """Return the direction of MARS-AdamW for one matrix.
 
     The difference to the gradient before is that of two batches ("approximate" in the paper): one
     gradient a step. The corrected gradient is clipped array by array, as the paper's code does.

@@ -90,7 +90,7 @@ class MuonSettings(Options):
 
 
 class MarsSettings(Options):
-    """What `optimizer_kwargs` may set for mars."""
+    """What `optimizer_kwargs` may set for mars; `adam_...` are of arrays that are no matrices."""
 
     b1: Share = 0.95
     b2: Share = 0.99
@@ -99,6 +99,9 @@ class MarsSettings(Options):
     """How much of the gradient's variance is taken off; 0 leaves AdamW with clipping."""
     max_grad_norm: Positive = 1.0
     """Largest norm of each parameter's corrected gradient."""
+    adam_b1: Share = 0.9
+    adam_b2: Share = 0.95
+    adam_eps: Positive = 1e-8
 
 
 class ScheduleFreeAdamWSettings(Options):
