@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from ed_esurge import SamplingParams, StructuredOutputs
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
-from ed_esurge.runner.guides import Grammars, Guides
+from ed_esurge.grammars.store import Grammars
+from ed_esurge.runner.guides import Guides
 from ed_infra.errors import ConfigError
 from pydantic import ValidationError
 
@@ -105,8 +106,8 @@ def test_the_same_after_preemption_and_with_overlap(llama, tokenizer, prompts):
 
 def test_thoughts_come_first(surge, tokenizer):
     after = tuple(tokenizer("n", add_special_tokens=False)["input_ids"])
-    wanted = StructuredOutputs(regex="[xy]{4}", after=after)
-    grammars = Grammars(tokenizer, 260, [])
+    wanted = StructuredOutputs(regex="[xy]{4}", after=("n",))
+    grammars = Grammars(tokenizer, 260, [tokenizer.eos_token_id])
     guides = Guides(grammars, 2, 260)
     prompt = tokenizer("a")["input_ids"]
     said = tokenizer("hmm", add_special_tokens=False)["input_ids"]
@@ -117,7 +118,11 @@ def test_thoughts_come_first(surge, tokenizer):
     )
     at = len(prompt) + len(said)
     row = PlanRow("r", 0, at - 1, said[-1:], {}, 1)
-    assert guides.masks(StepPlan(1, (row,)), [0], 2) is None
+    masks = guides.masks(StepPlan(1, (row,)), [0], 2)
+    assert masks is not None
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert np.flatnonzero(bits[0] == 0).tolist() == [tokenizer.eos_token_id]
+    assert bits[1].all()
     for token in [*after, *tokenizer("xy", add_special_tokens=False)["input_ids"]]:
         row = PlanRow("r", 0, at, [token], {}, 1)
         at += 1

@@ -21,6 +21,10 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"kind": {"enum": ["a", "b"]}},
 }
+# Chains of references and of rules.
+LINKS = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(900)}
+CHAIN = json.dumps({"$ref": "#/$defs/d0", "$defs": {**LINKS, "d900": {}}})
+RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000)) + '\nr3000: "x"'
 TOOLS = [
     {"type": "function", "function": {"name": "first", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "second"}},
@@ -131,6 +135,17 @@ def test_structured_outputs_and_a_response_format_contradict(client):
         )
 
 
+def test_a_response_format_does_not_concern_a_reply_that_must_call(client):
+    answer = ask(
+        client,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "first"}},
+        response_format=json_schema({"const": 1}),
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["of"] in ("a", "b")
+
+
 def test_calls_that_must_be_made(client):
     for parallel in (False, True):
         answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
@@ -169,6 +184,33 @@ def test_thoughts_are_free(client, tokenizer):
     assert json.loads(message.content)["of"] in ("a", "b")
 
 
+FORMS = {
+    "guided_choice": {"extra_body": {"guided_choice": ["yes", "no"]}},
+    "tool_choice": {"tools": TOOLS[1:], "tool_choice": "required"},
+    "response_format": {"response_format": json_schema({"type": "array", "maxItems": 1})},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_constrained_answer_is_empty_because_the_model_stopped_in_thoughts(client, form):
+    """The temperature makes each end-of-sequence token as likely as any other token."""
+    options = {**FORMS[form]}
+    extra = {**options.pop("extra_body", {}), "chat_template_kwargs": {"think": True}}
+    finished = 0
+    for choice in ask(client, n=24, temperature=2.0, extra_body=extra, **options).choices:
+        message = choice.message
+        if choice.finish_reason == "length":
+            continue
+        finished += 1
+        if form == "tool_choice":
+            assert [call.function.name for call in message.tool_calls]
+        elif form == "guided_choice":
+            assert message.content in ("yes", "no")
+        else:
+            assert isinstance(json.loads(message.content), list)
+    assert finished
+
+
 @pytest.fixture(scope="module")
 def scripted():
     with background(ScriptedEngine(max_model_len=4096)) as url:
@@ -182,6 +224,15 @@ def scripted():
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "belongs"),
         ({"response_format": json_schema({"type": "thing"})}, "response_format", "thing"),
         ({"guided_regex": "("}, "guided_regex", "structured output"),
+        ({"guided_json": '{"items":' * 9000}, "guided_json", "is not a JSON schema"),
+        ({"guided_json": CHAIN}, "guided_json", "levels deep along its references"),
+        ({"guided_grammar": RULES}, "guided_grammar", "levels deep along its references"),
+        ({"guided_regex": "(" * 9000 + ")" * 9000}, "guided_regex", "nested parentheses"),
+        (
+            {"response_format": json_schema({"items": {"oneOf": [{}, {}]}})},
+            "response_format",
+            "at $.items: `oneOf` is supported only where",
+        ),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"guided_choice": ["a"] * 2000}, "guided_choice", "1024"),
         ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar", "contradicts"),

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,15 @@ class ScriptedEngine:
         self._running = 0
         self.is_sleeping = False
         self._adapters = AdapterTable(self.config.max_loras)
+        self._grammars: Any = None
 
-    def check_structured(self, wanted: StructuredOutputs) -> None:
+    def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
         """Compile a grammar; the script is not held to it."""
-        from ed_esurge.runner.guides import Grammars
+        if self._grammars is None:
+            from ed_esurge.grammars.store import Grammars
 
-        Grammars(self.tokenizer, self.vocab_size, ()).matcher(wanted)
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, ())
+        return self._grammars.submit(wanted)
 
     def stats(self) -> dict[str, float]:
         """The engine's numbers for `/metrics`."""

@@ -116,6 +116,7 @@ class OpenRequest:
         transcripts: by the id of their sequence; none where a vector is wanted.
         prompt_logprobs: filled position by position; handed out with the first delta. None when
             not asked for.
+        held: kept as long as the request is open.
     """
 
     add: Add
@@ -127,6 +128,7 @@ class OpenRequest:
     started: bool = False
     closed: bool = False
     seed: int | None = None
+    held: object = None
 
     @classmethod
     def of(

@@ -18,8 +18,8 @@ from ed_esurge.engine.hosts import LeadingLoop, over_processes, processes_of
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
 from ed_esurge.engine.setup import Setup
+from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import drafting, served_model, with_places
-from ed_esurge.runner.guides import Grammars
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.tokenizer import Tokenizer
 

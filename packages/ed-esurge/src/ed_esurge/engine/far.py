@@ -91,6 +91,9 @@ class FarRunner(ModelRunner):
         """Nothing that can be read: `SharedReplicas` puts the results in its place."""
         return StepResult(plan, None, ())
 
+    def hold(self, params: object) -> None:
+        """Grammars are used elsewhere."""
+
     def load_adapter(self, number: int, place: int, adapter: object) -> None:
         """Done elsewhere."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any, TypedDict, cast
 
@@ -14,7 +15,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add
 from ed_esurge.fitting import fit
-from ed_esurge.runner.guides import Grammars
+from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
 
@@ -151,20 +152,19 @@ class Intake:
             "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
         }
 
-    def check_structured(self, wanted: StructuredOutputs) -> None:
-        """Compile a grammar, so that it is there when a step needs it.
+    def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
+        """Compile the grammar of a structured output; see `Grammars.submit`.
 
         Raises:
-            ConfigError: it is none, or there is no tokenizer.
+            ConfigError: there is no fast tokenizer, or too many grammars wait.
         """
         if self.grammars is None:
             raise ConfigError("structured output needs a tokenizer: give one to eSurge")
-        self._check_tokens("structured_outputs.after", list(wanted.after))
-        self.grammars.matcher(wanted)
+        return self.grammars.submit(wanted)
 
     def _check(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
-            self.check_structured(params.structured_outputs)
+            self.compile_structured(params.structured_outputs).result()
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and asked > self.max_logprobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
 from ed_esurge.core.commands import Add
@@ -46,8 +46,11 @@ class Ledger:
         """Ids of the requests, in order of arrival."""
         return list(self._open)
 
-    def add(self, add: Add) -> None:
+    def add(self, add: Add, held: object = None) -> None:
         """Begin a request.
+
+        Args:
+            held: kept until the request ends.
 
         Raises:
             ConfigError: its id is in use.
@@ -57,7 +60,7 @@ class Ledger:
         seed = seed_of(add.params, self._seed, self.arrivals)
         seeds = seeds_of(add.params, seed)
         opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
-        opened.seed = seed
+        opened.seed, opened.held = seed, held
         self.arrivals += len(seeds)
         self._open[add.request_id] = opened
         for name, request in opened.sequences.items():
@@ -79,7 +82,7 @@ class Ledger:
         if opened is None:
             return []
         logger.error("request %r failed", opened.add.request_id, exc_info=error)
-        said = str(error) if isinstance(error, NotFinite) else repr(error)
+        said = str(error) if isinstance(error, NotFinite | EasyDeLError) else repr(error)
         return [self._end(opened, "error", f"the engine failed on this request: {said}")]
 
     def take(

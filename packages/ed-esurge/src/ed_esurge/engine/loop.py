@@ -133,7 +133,7 @@ class EngineLoop:
                 f"the LoRA adapter of request {add.request_id!r} (number {add.adapter}) is not "
                 "loaded any more: load it again, or leave it out"
             )
-        self.ledger.add(add)
+        self.ledger.add(add, self.runner.hold(add.params))
 
     def _resume(self) -> None:
         if not self.runner.allocated:
@@ -243,8 +243,11 @@ class EngineLoop:
         self.backlog += self.ledger.fail(sequence, error)
 
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
-        """The sampled tokens of a step; a request whose logits are no numbers has ended."""
+        """Return the sampled tokens of a step, and end the requests that have none: their logits
+        are not finite, or their grammars cannot go on."""
         tokens = result.tokens()
+        for name, error in result.failures.items():
+            self._fail(name, error)
         for name, sampled in tokens.items():
             if sampled[0] < 0:
                 self._fail(name, NotFinite())

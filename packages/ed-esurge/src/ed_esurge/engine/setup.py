@@ -16,10 +16,10 @@ from ed_esurge.core.pages import PageGroup, pages_of_sequence
 from ed_esurge.core.proposals import PromptLookup, Proposer
 from ed_esurge.core.scheduler import Limits, Scheduler
 from ed_esurge.engine.hosts import over_processes
+from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import is_recurrent, platform_of, windows_of
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import GROUP, DraftModel
-from ed_esurge.runner.guides import Grammars
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.model_runner import ModelRunner
 
@@ -68,11 +68,12 @@ class Setup:
         longest = config.max_model_len
         positions = longest_sequence(model.config)
         if positions is not None and positions < longest:
-            once(
-                logger,
-                f"max_model_len {longest} is beyond the model's {positions} positions: "
-                f"using {positions}",
-            )
+            if "max_model_len" in config.model_fields_set:
+                once(
+                    logger,
+                    f"max_model_len {longest} exceeds the model's {positions} positions: the "
+                    f"engine uses {positions}",
+                )
             longest = int(positions)
         for name in ("batch_invariant", "speculative_config", "kv_offloading_size"):
             if getattr(config, name) not in (None, False) and is_recurrent(model):

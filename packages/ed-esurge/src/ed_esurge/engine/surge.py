@@ -21,10 +21,10 @@ from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.hosts import Leading, RunsOverProcesses
 from ed_esurge.engine.intake import Intake, Params, Prompt, RequestOptions, as_prompts
 from ed_esurge.engine.weights import ServesWeights
+from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import eos_token_ids
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.runner.guides import Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             grammars=grammars,
             adapters=self.loop.adapters,
         )
-        self.check_structured = self._intake.check_structured
+        self.compile_structured = self._intake.compile_structured
         self._names = itertools.count(1)
         self._lock = threading.RLock()
         self._driver: object | None = None

@@ -1,30 +1,27 @@
-"""Structured output on the host: which tokens the grammar of each running sequence lets come next.
+"""Structured output on the host: the tokens that the grammar of each running sequence allows next.
 
-A grammar is compiled once and copied for each sequence. The masks of a step are made together, in
-threads that do not hold the interpreter; the device gets them as bits, one for each token.
+The masks of a step are computed together, in threads that do not hold the interpreter. The device
+reads them as bits, one for each token.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
-from ed_esurge.sampling import SamplingParams, StructuredOutputs
+from ed_esurge.grammars.store import Grammar, Grammars
+from ed_esurge.grammars.thoughts import BITS, ThoughtEnds, forbid
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
-BITS = 32
-# Compiled grammars that are kept.
-KEPT = 256
-# A model may put one space where JSON allows any white space: it would go on for ever otherwise.
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+class GuideError(EasyDeLError):
+    """The grammar of one sequence cannot go on; the request ends with an error."""
 
 
 def words(vocab_size: int) -> int:
@@ -32,134 +29,61 @@ def words(vocab_size: int) -> int:
     return -(-vocab_size // BITS)
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer; any thread may.
-
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        vocab_size: of the model.
-        eos_token_ids: they may come where a grammar is at its end.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._tokenizer, self._eos = tokenizer, sorted(eos_token_ids)
-        self.size = max(vocab_size, len(tokenizer))
-        """Tokens that masks are made for: some may be beyond the model's."""
-        self._made: Any = None
-        self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars | None:
-        """Those of a tokenizer; None without one."""
-        return None if tokenizer is None else cls(tokenizer, vocab_size, eos_token_ids)
-
-    def matcher(self, wanted: StructuredOutputs) -> Any:
-        """A new matcher at the beginning of a grammar.
-
-        Raises:
-            ConfigError: the grammar is not one, or too large; or there is no tokenizer for it.
-        """
-        with self._lock:
-            known = self._kept.get(wanted)
-            if known is None:
-                known = self._kept[wanted] = self._compile(wanted)
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(wanted)
-            return known.deep_copy()
-
-    def _compile(self, wanted: StructuredOutputs) -> Any:
-        from llguidance import LLMatcher
-
-        try:
-            matcher = LLMatcher(self._vocabulary(), grammar_text(wanted))
-        except ValueError as error:
-            raise ConfigError(f"structured output: {error}") from None
-        if matcher.is_error():
-            said = str(matcher.get_error()).strip()
-            raise ConfigError(f"structured output: {said[:500]}")
-        return matcher
-
-    def _vocabulary(self) -> Any:
-        if self._made is None:
-            import llguidance.hf
-
-            if getattr(self._tokenizer, "backend_tokenizer", None) is None:
-                raise ConfigError("structured output needs a fast Hugging Face tokenizer")
-            self._made = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self.size, eos_token=self._eos or None
-            )
-        return self._made
-
-
-def grammar_text(wanted: StructuredOutputs) -> str:
-    """What is wanted, as llguidance spells grammars.
-
-    Raises:
-        ValueError: it cannot be.
-    """
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if wanted.json_schema is not None:
-        return LLMatcher.grammar_from_json_schema(wanted.json_schema, defaults=JSON_STYLE)
-    if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
-    grammar = wanted.grammar or ""
-    if "::=" in grammar:
-        try:
-            grammar = gbnf_to_lark(grammar)
-        except Exception as error:  # the converter's own
-            raise ValueError(str(error)) from None
-    return LLMatcher.grammar_from_lark(grammar)
-
-
 class Guide:
     """The grammar of one sequence, and how far its output has come.
 
     Args:
         matcher: at the beginning of the grammar.
+        ends: the texts that end thoughts; None: the output begins with the answer.
     """
 
-    def __init__(self, new: NewSequence, matcher: Any, after: Sequence[int]) -> None:
-        self.matcher, self._after = matcher, list(after)
-        self._prompt_len, self._taken = new.prompt_len, new.prompt_len
-        self._recent: list[int] = []
+    def __init__(self, new: NewSequence, matcher: Any, ends: ThoughtEnds | None) -> None:
+        self.matcher, self.ends = matcher, ends
+        self._taken = new.prompt_len
         self._proposed: list[int] = []
-        self.free = bool(after)
-        """The grammar has not begun."""
+        self.thought: bytes | None = None if ends is None else b""
+        """The last text of the thoughts; None: the grammar has begun."""
+        self.error: GuideError | None = None
         self._take(list(new.token_ids[new.prompt_len :]))
 
     def grow(self, row: PlanRow) -> None:
-        """Take the tokens of a row that are new."""
-        # What was proposed in the last row and lies before this one was right.
+        """Take the new tokens of a row."""
+        # A proposal of the last row that lies before this row was confirmed.
         self._take(self._proposed[: max(row.start - self._taken, 0)])
         self._take(list(row.token_ids[self._taken - row.start : row.known - row.start]))
         self._proposed = list(row.token_ids[row.known - row.start :])
 
-    def begins_within(self, proposed: Sequence[int]) -> int | None:
-        """After how many proposals the grammar speaks; None if after none of them."""
-        if not self.free:
-            return 0
-        recent = list(self._recent)
-        for count, token in enumerate(proposed, 1):
-            recent = [*recent, token][-len(self._after) :]
-            if recent == self._after:
-                return count
-        return None
+    def thoughts(self, proposed: Sequence[int]) -> list[np.ndarray]:
+        """Return the masks within thoughts, before each proposal and after the last one.
+
+        The list ends where the grammar begins. It is empty if the grammar has begun.
+        """
+        masks: list[np.ndarray] = []
+        tail = self.thought
+        for token in (*proposed, None):
+            if tail is None or self.ends is None:
+                break
+            masks.append(self.ends.mask(tail))
+            if token is not None:
+                tail = self.ends.advance(tail, token)
+        return masks
+
+    def check(self) -> None:
+        """Note an error of the matcher."""
+        if self.error is None and self.matcher.is_error():
+            self.error = GuideError(
+                f"after {self._taken} tokens, the grammar of the structured output exceeds the "
+                "limits of one step, or allows no token: simplify the grammar"
+            )
 
     def _take(self, tokens: list[int]) -> None:
         self._taken += len(tokens)
         for token in tokens:
-            if self.free:
-                self._recent = [*self._recent, token][-len(self._after) :]
-                self.free = self._recent != self._after
-            elif not self.matcher.is_stopped() and not self.matcher.consume_token(token):
-                raise ValueError(f"token {token} is not in the grammar: {self.matcher.get_error()}")
+            if self.thought is not None and self.ends is not None:
+                self.thought = self.ends.advance(self.thought, token)
+            elif not self.matcher.is_stopped():
+                self.matcher.consume_token(token)
+        self.check()
 
 
 class Guides:
@@ -178,22 +102,24 @@ class Guides:
     ) -> None:
         self._grammars, self._executor = grammars, None
         self._at: list[Guide | None] = [None] * num_slots
+        self._wanted: list[StructuredOutputs | None] = [None] * num_slots
         self._words = words(vocab_size)
-        self._known = 0
         self._place = place
         self._everything: dict[int, jax.Array] = {}  # by the number of rows
 
+    def hold(self, params: SamplingParams | PoolingParams) -> Grammar | None:
+        """Return the grammar of a request. The grammar is kept as long as the caller keeps it."""
+        wanted = _wanted(params)
+        return None if wanted is None else self._known().get(wanted)
+
     def start(self, new: NewSequence) -> None:
         """Let a sequence take its slot."""
-        wanted = new.params.structured_outputs if isinstance(new.params, SamplingParams) else None
-        self._known -= self._at[new.slot] is not None
-        self._at[new.slot] = None
+        wanted = _wanted(new.params)
+        self._at[new.slot], self._wanted[new.slot] = None, wanted
         if wanted is not None:
-            if self._grammars is None:
-                raise ConfigError("structured output needs a tokenizer: give one to eSurge")
-            matcher = self._grammars.matcher(wanted)
-            self._at[new.slot] = Guide(new, matcher, wanted.after)
-            self._known += 1
+            known = self._known()
+            ends = known.thought_ends(wanted.after) if wanted.after else None
+            self._at[new.slot] = Guide(new, known.get(wanted).matcher(), ends)
 
     def grow(self, row: PlanRow) -> None:
         """Take a row's tokens."""
@@ -202,8 +128,9 @@ class Guides:
             guide.grow(row)
 
     def allowed(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | jax.Array:
-        """Bits of the tokens that each row of a step may sample, [rows, words] int32. Where it is
-        all of them, nothing is sent to the device.
+        """Return bits of the tokens that each row of a step may sample, [rows, words] int32.
+
+        Where every token is allowed, nothing is sent to the device.
 
         Args:
             places: of each row of the plan, the row in which it samples first.
@@ -219,23 +146,53 @@ class Guides:
         return self._everything[rows]
 
     def masks(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | None:
-        """As `allowed`; None where no grammar speaks."""
-        if not self._known:
+        """As `allowed`; None where no row has a grammar."""
+        guided = [
+            (place, row, guide)
+            for place, row in zip(places, plan.rows, strict=True)
+            if row.samples and (guide := self._at[row.slot]) is not None
+        ]
+        if not guided:
             return None
+        masks = np.full((rows, words(self._known().size)), -1, np.int32)
         alone: list[tuple[Any, int]] = []
         ahead: list[tuple[Any, int, list[int]]] = []
-        for place, row in zip(places, plan.rows, strict=True):
-            guide = self._at[row.slot] if row.samples else None
-            if guide is None:
-                continue
+        for place, row, guide in guided:
             proposed = list(row.token_ids[row.known - row.start :])
-            begins = guide.begins_within(proposed)
-            if begins is not None and begins < len(proposed):
+            thoughts = guide.thoughts(proposed)
+            for index, mask in enumerate(thoughts):
+                masks[place + index] = mask
+            begins = len(thoughts)
+            if guide.error is not None or begins > len(proposed):
+                continue
+            if begins < len(proposed):
                 ahead.append((guide.matcher, place + begins, proposed[begins:]))
-            elif begins is not None:
+            else:
                 alone.append((guide.matcher, place + begins))
-        if not (alone or ahead) or self._grammars is None:
-            return None
+        self._fill(masks, alone, ahead)
+        for place, row, guide in guided:
+            guide.check()
+            forbid(masks[place : place + row.samples], self._known().text_ends)
+        return np.ascontiguousarray(masks[:, : self._words])
+
+    def failures(self, plan: StepPlan) -> Mapping[str, GuideError]:
+        """Return the sequences of a step whose grammars cannot go on."""
+        failures: dict[str, GuideError] = {}
+        for row in plan.rows:
+            guide, wanted = self._at[row.slot], self._wanted[row.slot]
+            if guide is not None and guide.error is not None and wanted is not None:
+                failures[row.request_id] = guide.error
+                # The copies of a matcher share the states that they may exceed.
+                self._known().forget(wanted)
+        return failures
+
+    def _fill(
+        self,
+        masks: np.ndarray,
+        alone: list[tuple[Any, int]],
+        ahead: list[tuple[Any, int, list[int]]],
+    ) -> None:
+        """Let matchers write their masks, in the given rows and those of their proposals."""
         from llguidance import LLExecutor
         from llguidance.numpy import (
             fill_next_token_bitmask_par,
@@ -244,9 +201,16 @@ class Guides:
 
         if self._executor is None:
             self._executor = LLExecutor()
-        masks = np.full((rows, words(self._grammars.size)), -1, np.int32)
         if alone:
             fill_next_token_bitmask_par(self._executor, alone, masks)
         if ahead:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, ahead, masks)
-        return np.ascontiguousarray(masks[:, : self._words])
+
+    def _known(self) -> Grammars:
+        if self._grammars is None:
+            raise ConfigError("structured output needs a tokenizer: give one to eSurge")
+        return self._grammars
+
+
+def _wanted(params: SamplingParams | PoolingParams) -> StructuredOutputs | None:
+    return params.structured_outputs if isinstance(params, SamplingParams) else None

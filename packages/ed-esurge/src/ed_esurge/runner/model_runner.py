@@ -13,15 +13,17 @@ from flax import nnx
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan
+from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.functions import PLACE, PUT, Functions
-from ed_esurge.runner.guides import Grammars, Guides
+from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.slots import Slots
 from ed_esurge.runner.weights import Weights
+from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
 class ModelRunner:
@@ -114,6 +116,12 @@ class ModelRunner:
             self.host.compile()
         self.functions.compile_all(progress)
 
+    # ---- grammars
+
+    def hold(self, params: SamplingParams | PoolingParams) -> Grammar | None:
+        """See `Guides.hold`."""
+        return self._slots.guides.hold(params)
+
     # ---- one step
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -160,7 +168,8 @@ class ModelRunner:
             vectors, memory.sums = functions["pool", shape.tokens](
                 hidden, *slots.pooling(plan.rows, shape.tokens), memory.sums
             )
-        return StepResult(plan, packed, places, scores, vectors)
+        failures = slots.guides.failures(plan)
+        return StepResult(plan, packed, places, scores, vectors, failures)
 
     # ---- adapters
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -43,6 +43,7 @@ class StepResult:
         places: for each row of the plan, the row of `packed` in which it samples first.
         scores: the same of the flat tokens, for prompt log-probabilities, or None.
         vectors: pooled vectors by slot, float32 [m, d], or None.
+        failures: errors of single sequences, by request id; their tokens do not count.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class StepResult:
         places: Sequence[int],
         scores: jax.Array | None = None,
         vectors: jax.Array | None = None,
+        failures: Mapping[str, Exception] | None = None,
     ) -> None:
         self.plan, self.places = plan, places
+        self.failures = failures or {}
         self._arrays: dict[str, jax.Array | np.ndarray | None] = {
             "packed": packed,
             "scores": scores,
@@ -63,7 +66,7 @@ class StepResult:
 
     def __getstate__(self) -> dict[str, object]:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
-        kept = {"plan": self.plan, "places": list(self.places)}
+        kept = {"plan": self.plan, "places": list(self.places), "failures": dict(self.failures)}
         return {**kept, "_arrays": arrays, "_tokens": self._tokens}
 
     @property

@@ -115,14 +115,12 @@ class ReplyFormats:
         tail = str(self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
         return tail.rstrip().endswith(self.reasoning.opens)
 
-    def end_of_thoughts(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """The tokens after which a reply to this prompt may be held to a form: none where it does
-        not begin with thoughts, or where their end is no token of its own."""
+    def ends_of_thoughts(self, prompt: Sequence[int]) -> tuple[str, ...]:
+        """Return the texts that end the thoughts with which a reply to this prompt begins; none
+        where the reply does not begin with thoughts."""
         if self.reasoning is None or not self.thinks(prompt):
             return ()
-        known = [self._tokenizer.convert_tokens_to_ids(text) for text in self.reasoning.closes]
-        ends = [token for token in known if token not in (None, self._tokenizer.unk_token_id)]
-        return (ends[0],) if ends else ()
+        return self.reasoning.closes
 
     def shows_special(self, body: ChatRequest) -> bool:
         """Whether the engine must show special tokens, because markers are among them."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from ed_infra.errors import ConfigError
 from pydantic import Field, model_validator
 
+from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
 from ed_esurge.server.errors import APIError, Refusal
 from ed_esurge.server.fields import Body, Schema, SchemaOrText, few, unsupported
@@ -168,10 +169,10 @@ def _moved(schema: Any, prefix: str) -> Any:
 
 
 async def one_of(engine: Any, wanted: Mapping[str, StructuredOutputs]) -> StructuredOutputs | None:
-    """The one thing that is asked for, compiled beside the event loop.
+    """Return the one structured output that is asked for, once its grammar is compiled.
 
     Raises:
-        APIError: 400, for two, or for what is no grammar.
+        APIError: 400 for two, or for an invalid grammar; 503 where too many grammars wait.
     """
     if not wanted:
         return None
@@ -182,7 +183,10 @@ async def one_of(engine: Any, wanted: Mapping[str, StructuredOutputs]) -> Struct
             param=others[0][0],
         )
     try:
-        await asyncio.to_thread(engine.check_structured, output)
+        compiled = await asyncio.to_thread(engine.compile_structured, output)
+        await asyncio.wrap_future(compiled)
+    except GrammarsBusyError as error:
+        raise APIError(str(error), status=503, code="server_busy") from None
     except ConfigError as error:
         raise APIError(str(error), param=field, code="invalid_value") from None
     return output

@@ -100,7 +100,7 @@ class Turn:
             more["skip_special_tokens"] = False
         structured = await one_of(served.engine, _wanted(body))
         if structured is not None:
-            after = served.formats.end_of_thoughts(tokens)
+            after = served.formats.ends_of_thoughts(tokens)
             more["structured_outputs"] = structured.replace(after=after)
         params = served.sampling_params(
             body,
@@ -176,10 +176,10 @@ class Turn:
 def _wanted(body: ChatRequest) -> dict[str, StructuredOutputs]:
     """The structured outputs that a request asks for, by the field that asks."""
     wanted = body.outputs()
-    text = body.response_format.schema_text if body.response_format is not None else None
-    if text is not None:
-        wanted["response_format"] = StructuredOutputs(json_schema=text)
     calls = of_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    if calls is not None:
+    text = body.response_format.schema_text if body.response_format is not None else None
+    if calls is not None:  # such a reply has no content that a response_format would concern
         wanted["tool_choice"] = calls
+    elif text is not None:
+        wanted["response_format"] = StructuredOutputs(json_schema=text)
     return wanted

@@ -1,0 +1,78 @@
+"""From a structured output to a matcher of llguidance.
+
+The trial in a child process and the engine build the same grammar with the same limits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ed_esurge.grammars.limits import GrammarError, check_lark, check_regex, check_schema
+
+Source = tuple[str, Any]
+"""The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its text or texts."""
+
+# A model may put one space where JSON allows any white space: it would go on for ever otherwise.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+# What compiling a grammar and each step of its matcher may use. A matcher that needs more fails.
+# The limits of a grammar and of lexer states also bound memory: a state takes about 600 bytes.
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 30_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+def make_tokenizer(serialized: str, size: int, eos_token_ids: Sequence[int]) -> Any:
+    """Return llguidance's form of a tokenizer.
+
+    Args:
+        serialized: the `tokenizers.Tokenizer`, as JSON.
+        size: number of tokens.
+        eos_token_ids: allowed where a grammar is at its end.
+    """
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(serialized, n_vocab=size, eos_token=list(eos_token_ids) or None)
+
+
+def grammar_text(source: Source) -> str:
+    """Return a structured output in llguidance's own form.
+
+    Raises:
+        GrammarError: the text is not a grammar, or is too deep or too large.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    kind, content = source
+    if kind == "json_schema":
+        check_schema(content)
+        return LLMatcher.grammar_from_json_schema(content, defaults=JSON_STYLE)
+    if kind == "regex":
+        check_regex(content)
+        return LLMatcher.grammar_from_regex(content)
+    if kind == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in content)
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    if "::=" in content:
+        try:
+            content = gbnf_to_lark(content)
+        except Exception as error:  # the converter raises plain exceptions
+            raise GrammarError(f"the GBNF grammar is invalid: {error}") from None
+    check_lark(content)
+    return LLMatcher.grammar_from_lark(content)
+
+
+def build(tokenizer: Any, text: str) -> Any:
+    """Compile a grammar; an error is in the matcher (`LLMatcher.get_error`)."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))

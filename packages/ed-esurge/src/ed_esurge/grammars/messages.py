@@ -1,0 +1,129 @@
+"""Messages about grammars that cannot be compiled, without the internals of llguidance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ed_esurge.grammars.limits import resolve
+
+TOO_COMPLEX = (
+    "the grammar is too complex: matching it exceeds the limits of one step. Use fewer "
+    "alternatives, smaller repetition counts, and no rule that can be read in several ways."
+)
+UNSATISFIABLE = "no text satisfies the grammar: a rule refers to itself without an end"
+
+# Beginnings of the messages about schemas, and the way out.
+_SCHEMA = (
+    (
+        r"oneOf constraints are not supported.*",
+        "`oneOf` is supported only where no value can match two of its alternatives. Use `anyOf`, "
+        "or give each alternative a property with a `const` of its own.",
+    ),
+    (
+        r"Unimplemented keys: \[(?P<a>.*)\]",
+        "the keywords {a} are not supported. Remove them, and check the answer for them.",
+    ),
+    (
+        r"(?:Definition not found|Reference segment|Only absolute|Pointer '|Resource ').*",
+        "the reference cannot be resolved. Use the form #/$defs/NAME, with NAME in `$defs`.",
+    ),
+    (
+        r"circular references with sibling keys are not supported.*",
+        "a schema that refers to itself cannot have other keywords beside `$ref`. Move them into "
+        "the schema that `$ref` names.",
+    ),
+    (
+        r"Invalid type: (?P<a>.*)",
+        "the type {a!r} is unknown. Use object, array, string, number, integer, boolean or null.",
+    ),
+    (
+        r"Unknown format: (?P<a>.*)",
+        "the format {a!r} is unknown. Remove `format`, or use `pattern`.",
+    ),
+    (r"Unsatisfiable schema: (?P<a>.*)", "no value satisfies the schema: {a}"),
+    (
+        r"Failed to generate regex for \w+ range.*",
+        "the range of numbers is not supported. Use bounds of fewer digits, or none.",
+    ),
+    (
+        r"(?:schema too large|Schema intersection stack level exceeded).*",
+        "the schema is too large. Use fewer combinations of `allOf` and `anyOf`.",
+    ),
+)
+_COMPLEX = re.compile(r"fuel|limit|too many|too big|precomputation|Current row|too complex", re.I)
+
+# Keywords whose values are schemas, lists of schemas, and schemas by name.
+_ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties")
+
+
+def plain(kind: str, said: str) -> str:
+    """Return a message of llguidance as a message for the sender of a grammar.
+
+    Args:
+        kind: of the grammar; see `ed_esurge.grammars.build.Source`.
+        said: the error of a matcher.
+    """
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "")
+    if kind == "json_schema":
+        for pattern, message in _SCHEMA:
+            found = re.fullmatch(pattern, first)
+            if found is not None:
+                return message.format(**found.groupdict())
+    if "NoExtension" in first:
+        return UNSATISFIABLE
+    if _COMPLEX.search(first):
+        return TOO_COMPLEX
+    if kind == "regex":
+        found = re.search(r"^error: (.*)$", said, re.MULTILINE)
+        reason = first[:300] if found is None else found[1]
+        return f"the regular expression is invalid: {reason}"
+    name = "the JSON schema" if kind == "json_schema" else "the grammar"
+    return f"{name} is invalid: {first[:300]}"
+
+
+def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
+    """Return the JSON path of the innermost part of a schema that fails by itself.
+
+    Args:
+        schema: fails as a whole.
+        fails: whether another schema fails, given with the definitions of the whole.
+    """
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    path, here, seen = "$", schema, {"$"}
+    while True:
+        for step, part in _parts(schema, here):
+            where = step if step.startswith("$") else path + step
+            alone = {**definitions, **part} if isinstance(part, dict) else part
+            if where not in seen and fails(alone):
+                seen.add(where)
+                path, here = where, part
+                break
+        else:
+            return path
+
+
+def _parts(schema: Any, here: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas inside a schema, each with its step of the path; `$…` is a whole path."""
+    if not isinstance(here, dict):
+        return
+    target = here.get("$ref")
+    if isinstance(target, str) and len(here) <= 1 + ("$defs" in here) + ("definitions" in here):
+        found = resolve(schema, target)
+        if found is not None:
+            yield "$" + target[1:].replace("/", "."), found
+        return
+    for key in _NAMED:
+        inside = here.get(key)
+        if isinstance(inside, dict):
+            yield from ((f".{key}.{name}", part) for name, part in inside.items())
+    for key in _MANY:
+        inside = here.get(key)
+        if isinstance(inside, list):
+            yield from ((f".{key}[{place}]", part) for place, part in enumerate(inside))
+    for key in _ONE:
+        if isinstance(here.get(key), dict):
+            yield f".{key}", here[key]

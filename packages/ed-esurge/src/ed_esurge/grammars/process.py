@@ -1,0 +1,120 @@
+"""The worker process of one tokenizer, as the server sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+from ed_esurge.grammars.build import Source
+from ed_esurge.grammars.limits import GrammarError
+
+ENDED = (
+    "the process that compiles grammars ended, often for lack of memory: send the request again, "
+    "with a smaller grammar if the error returns"
+)
+
+Answer = Future[tuple[str, float]]
+"""The grammar as llguidance reads it, and the seconds of processor time that it took; or a
+`GrammarError`."""
+
+
+class TrialProcess:
+    """Tries grammars in a worker process, which starts with the first grammar.
+
+    Args:
+        tokenizer: arguments of `ed_esurge.grammars.build.make_tokenizer`.
+    """
+
+    def __init__(self, tokenizer: tuple[Any, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._connection: _Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the worker process, once it has started."""
+        return None if self._connection is None else self._connection.process.pid
+
+    def submit(self, source: Source) -> Answer:
+        """Try a grammar. Blocks while a new process starts."""
+        kind, content = source
+        answer: Answer = Future()
+        with self._lock:
+            connection = self._connection
+            if connection is None or connection.process.poll() is not None:
+                connection = self._connection = self._start()
+            number = next(self._numbers)
+            connection.answers[number] = answer
+            try:
+                connection.send({"id": number, "kind": kind, "content": content})
+            except OSError:
+                connection.fail(number)
+        return answer
+
+    def _start(self) -> _Connection:
+        connection = _Connection()
+        # Not `close` of this object, which would keep the object alive.
+        weakref.finalize(self, connection.close)
+        with contextlib.suppress(OSError):
+            connection.send(self._tokenizer)
+        return connection
+
+
+class _Connection:
+    """One process, and the answers that it owes."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Answer] = {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ed_esurge.grammars.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        )
+        threading.Thread(target=self._read, name="esurge-grammar-trials", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def fail(self, number: int) -> None:
+        """Answer that the process has ended, unless there is an answer."""
+        answer = self.answers.pop(number, None)
+        if answer is not None:
+            answer.set_exception(GrammarError(ENDED))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+
+    def _read(self) -> None:
+        """Pass answers on; when the process ends, fail what it still owes."""
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                said = json.loads(line)
+                answer = self.answers.pop(said["id"])
+                if "error" in said:
+                    answer.set_exception(GrammarError(said["error"]))
+                else:
+                    answer.set_result((said["text"], said["seconds"]))
+        self.process.wait()
+        for number in list(self.answers):
+            self.fail(number)

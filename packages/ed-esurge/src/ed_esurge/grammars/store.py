@@ -1,0 +1,268 @@
+"""Compiled grammars: tried in a child process, then compiled here, and kept by content."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from copy import copy
+from typing import Any
+
+from ed_infra.errors import ConfigError
+
+from ed_esurge.grammars.build import Source, build, grammar_text, make_tokenizer
+from ed_esurge.grammars.limits import GrammarError
+from ed_esurge.grammars.process import TrialProcess
+from ed_esurge.grammars.thoughts import ThoughtEnds
+from ed_esurge.sampling import StructuredOutputs
+
+# Compiled grammars that are kept without a request that uses them, and grammars that may wait.
+KEPT, MAX_WAITING = 128, 64
+# Stack of the thread that compiles. A trial has a quarter, so what passes the trial fits here.
+STACK = 2**27
+# `threading.stack_size` is a setting of the whole process.
+_STACK_LOCK = threading.Lock()
+
+
+class GrammarsBusyError(ConfigError):
+    """Too many grammars wait to be compiled."""
+
+
+class Grammar:
+    """A compiled grammar.
+
+    Args:
+        template: an `LLMatcher` at the beginning; never used but for copies.
+    """
+
+    def __init__(self, template: Any) -> None:
+        self._template = template
+
+    def matcher(self) -> Any:
+        """Return a new matcher at the beginning of the grammar."""
+        return self._template.deep_copy()
+
+
+class Grammars:
+    """The grammars of one tokenizer. Any thread may call the methods.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        vocab_size: of the model.
+        eos_token_ids: allowed where a grammar is at its end.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._hf = tokenizer
+        self.eos_token_ids = sorted(eos_token_ids)
+        self.size = max(vocab_size, len(tokenizer))
+        """Tokens that masks are made for: the tokenizer may have more than the model."""
+        self._lock = threading.Lock()
+        self._made: tuple[Any, TrialProcess] | None = None
+        self._recent: OrderedDict[Source, Grammar] = OrderedDict()
+        # Also the grammars that are no longer recent, while requests use them.
+        self._known: weakref.WeakValueDictionary[Source, Grammar] = weakref.WeakValueDictionary()
+        self._waiting: dict[Source, Future[Grammar]] = {}
+        self._ends: dict[tuple[str, ...], ThoughtEnds] = {}
+        self._compiler = _Compiler()
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars | None:
+        """The grammars of a tokenizer; None without one."""
+        return None if tokenizer is None else cls(tokenizer, vocab_size, eos_token_ids)
+
+    @property
+    def tokenizer(self) -> Any:
+        """llguidance's form of the tokenizer.
+
+        Raises:
+            ConfigError: the tokenizer has no such form.
+        """
+        return self._prepared()[0]
+
+    @functools.cached_property
+    def text_ends(self) -> Sequence[int]:
+        """End-of-sequence tokens that a grammar would take for text, where there are others."""
+        special = {each for each in self.eos_token_ids if self.tokenizer.is_special_token(each)}
+        return sorted({*self.eos_token_ids} - special) if special else ()
+
+    def submit(self, wanted: StructuredOutputs) -> Future[Grammar]:
+        """Compile a grammar that a client sent, after a trial in a child process.
+
+        Returns:
+            The grammar, or a `ConfigError` that says why there is none. Equal grammars share one.
+
+        Raises:
+            ConfigError: the tokenizer is not fast.
+            GrammarsBusyError: too many other grammars wait.
+        """
+        if wanted.after:
+            self.thought_ends(wanted.after)
+        source = source_of(wanted)
+        with self._lock:
+            result = self._waiting.get(source)
+            if result is not None:
+                return result
+            result = Future()
+            # A caller that gives up cannot cancel what others wait for.
+            result.set_running_or_notify_cancel()
+            known = self._find(source)
+            if known is not None:
+                result.set_result(known)
+                return result
+            if len(self._waiting) >= MAX_WAITING:
+                raise GrammarsBusyError(
+                    f"{len(self._waiting)} grammars wait to be compiled, and no more may: try "
+                    "again later"
+                )
+            self._waiting[source] = result
+        try:
+            trial = self._prepared()[1].submit(source)
+        except BaseException as error:
+            self._settle(source, error)
+            raise
+        trial.add_done_callback(lambda done: self._tried(source, done))
+        return result
+
+    def get(self, wanted: StructuredOutputs) -> Grammar:
+        """Return a grammar that was submitted before, here or in the process that leads.
+
+        Raises:
+            ConfigError: the grammar does not compile.
+        """
+        source = source_of(wanted)
+        with self._lock:
+            known = self._find(source)
+        if known is not None:
+            return known
+        done: Future[Grammar] = Future()
+        self._compiler.add(0.0, lambda: self._compile(source, None), done)
+        try:
+            return self._keep(source, done.result())
+        except GrammarError as error:
+            raise ConfigError(f"structured output: {error}") from None
+
+    def thought_ends(self, texts: tuple[str, ...]) -> ThoughtEnds:
+        """Return what finds the end of thoughts in tokens. The first call reads every token.
+
+        Args:
+            texts: see `StructuredOutputs.after`.
+        """
+        if texts not in self._ends:
+            self._ends[texts] = ThoughtEnds(texts, self.tokenizer, self.size, self.eos_token_ids)
+        return self._ends[texts]
+
+    def forget(self, wanted: StructuredOutputs) -> None:
+        """Drop a grammar whose matcher has exceeded a limit: its copies share the lexer's states,
+        so each of them would."""
+        source = source_of(wanted)
+        with self._lock:
+            self._recent.pop(source, None)
+            self._known.pop(source, None)
+
+    def _prepared(self) -> tuple[Any, TrialProcess]:
+        with self._lock:
+            if self._made is None:
+                backend = getattr(self._hf, "backend_tokenizer", None)
+                if backend is None:
+                    raise ConfigError("structured output needs a fast Hugging Face tokenizer")
+                backend = copy(backend)
+                backend.no_padding()
+                backend.no_truncation()
+                arguments = (backend.to_str(), self.size, self.eos_token_ids)
+                self._made = make_tokenizer(*arguments), TrialProcess(arguments)
+            return self._made
+
+    def _find(self, source: Source) -> Grammar | None:
+        known = self._known.get(source)
+        if known is not None:
+            self._recent[source] = known
+            self._recent.move_to_end(source)
+        return known
+
+    def _keep(self, source: Source, grammar: Grammar) -> Grammar:
+        with self._lock:
+            self._known[source] = self._recent[source] = grammar
+            if len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
+        return grammar
+
+    def _tried(self, source: Source, trial: Future[tuple[str, float]]) -> None:
+        error = trial.exception()
+        if error is not None:
+            self._settle(source, error)
+            return
+        text, seconds = trial.result()
+        done: Future[Grammar] = Future()
+        done.add_done_callback(lambda done: self._settle(source, done.exception() or done.result()))
+        self._compiler.add(seconds, lambda: self._compile(source, text), done)
+
+    def _compile(self, source: Source, text: str | None) -> Grammar:
+        matcher = build(self.tokenizer, grammar_text(source) if text is None else text)
+        if matcher.is_error():
+            raise GrammarError("the grammar does not compile: send a smaller one")
+        return Grammar(matcher)
+
+    def _settle(self, source: Source, outcome: Grammar | BaseException) -> None:
+        """Answer those who wait for a grammar."""
+        if isinstance(outcome, Grammar):
+            self._keep(source, outcome)
+        with self._lock:
+            result = self._waiting.pop(source)
+        if isinstance(outcome, GrammarError):
+            result.set_exception(ConfigError(f"structured output: {outcome}"))
+        elif isinstance(outcome, BaseException):
+            result.set_exception(outcome)
+        else:
+            result.set_result(outcome)
+
+
+class _Compiler:
+    """A thread with a large stack that compiles grammars one by one, the quickest first."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._queue: list[tuple[float, int, Callable[[], Grammar], Future[Grammar]]] = []
+        self._numbers = itertools.count()
+        self._works = False
+
+    def add(self, seconds: float, work: Callable[[], Grammar], done: Future[Grammar]) -> None:
+        """Queue work that is expected to take so many seconds."""
+        with self._ready:
+            heapq.heappush(self._queue, (seconds, next(self._numbers), work, done))
+            if not self._works:
+                self._works = True
+                self._start()
+
+    def _start(self) -> None:
+        with _STACK_LOCK:
+            usual = threading.stack_size(STACK)
+            try:
+                threading.Thread(target=self._run, name="esurge-grammars", daemon=True).start()
+            finally:
+                threading.stack_size(usual)
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                if not self._queue:
+                    self._works = False
+                    return
+                *_, work, done = heapq.heappop(self._queue)
+            try:
+                grammar = work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(grammar)
+
+
+def source_of(wanted: StructuredOutputs) -> Source:
+    """Return the kind and the text of a structured output, by which its grammar is kept."""
+    kinds = ("json_schema", "regex", "choice", "grammar")
+    return next((kind, value) for kind in kinds if (value := getattr(wanted, kind)) is not None)

@@ -1,0 +1,97 @@
+"""Compile a grammar and try its matcher, in a process that may die of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+from ed_esurge.grammars.build import Source, build, grammar_text
+from ed_esurge.grammars.limits import GrammarError
+from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, plain
+
+# Outputs that are tried, and tokens of each.
+WALKS, STEPS = 2, 32
+# Seconds of processor time that one step may take, and that the search for the failing part of a
+# schema may take.
+STEP_SECONDS, LOCATE_SECONDS = 0.5, 0.5
+
+
+def try_grammar(tokenizer: Any, source: Source) -> str:
+    """Return the text of a grammar that compiles and whose matcher keeps its limits.
+
+    Args:
+        tokenizer: of `ed_esurge.grammars.build.make_tokenizer`.
+
+    Raises:
+        GrammarError: the grammar is invalid, or exceeds a limit.
+    """
+    try:
+        text = grammar_text(source)
+    except GrammarError:
+        raise
+    except ValueError as error:
+        raise GrammarError(plain(source[0], str(error))) from None
+    matcher = build(tokenizer, text)
+    if matcher.is_error():
+        raise GrammarError(_refusal(tokenizer, source, matcher.get_error()))
+    for walk in range(WALKS):
+        _walk(matcher.deep_copy(), random.Random(walk))
+    return text
+
+
+def _walk(matcher: Any, rng: random.Random) -> None:
+    """Generate tokens at random, as the engine would."""
+    for step in range(STEPS):
+        began = time.process_time()
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            ended = "NoExtension" in matcher.get_error()
+            if ended and step:
+                return  # a dead end of this tokenizer, which the engine reports
+            raise GrammarError(UNSATISFIABLE if ended else TOO_COMPLEX)
+        token = _choose(mask, rng)
+        taken = token is not None and matcher.consume_token(token)
+        if time.process_time() - began > STEP_SECONDS:
+            raise GrammarError(TOO_COMPLEX)
+        if not taken and matcher.is_error() and "NoExtension" not in matcher.get_error():
+            raise GrammarError(TOO_COMPLEX)
+        if not taken or matcher.is_stopped():
+            return
+
+
+def _choose(mask: bytes, rng: random.Random) -> int | None:
+    """Return one of the tokens whose bits are set; None without any."""
+    start = rng.randrange(len(mask))
+    turned = mask[start:] + mask[:start]
+    left = turned.lstrip(b"\0")
+    if not left:
+        return None
+    place = (start + len(turned) - len(left)) % len(mask)
+    bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+    return place * 8 + rng.choice(bits)
+
+
+def _refusal(tokenizer: Any, source: Source, said: str) -> str:
+    """The message about a grammar that does not compile; for a schema, with a JSON path."""
+    kind, content = source
+    if kind != "json_schema":
+        return plain(kind, said)
+    until = time.process_time() + LOCATE_SECONDS
+    reason = said
+
+    def fails(part: Any) -> bool:
+        nonlocal reason
+        if not isinstance(part, dict) or time.process_time() > until:
+            return False
+        try:
+            matcher = build(tokenizer, grammar_text((kind, json.dumps(part))))
+        except ValueError:
+            return False
+        if matcher.is_error():
+            reason = matcher.get_error()
+        return bool(matcher.is_error())
+
+    path = locate(json.loads(content), fails)
+    return f"at {path}: {plain(kind, reason)}"

@@ -1,0 +1,172 @@
+"""The process that tries grammars: each in a child of its own, which may crash or hang.
+
+The process reads its tokenizer and then jobs from standard input, and writes results to standard
+output, one JSON object in a line. The process stays small and has one thread, so that a child is a
+fork of a few milliseconds. Processor time, memory and the depth of the stack of a child are
+limited. While other jobs wait, a child may run for `BUSY_SECONDS` only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from ed_esurge.grammars.build import make_tokenizer
+from ed_esurge.grammars.limits import GrammarError
+from ed_esurge.grammars.trial import try_grammar
+
+# Of one job: processor time, wall time, wall time while others wait, memory beyond the process's
+# own, and stack. The engine compiles what has passed on four times that stack.
+CPU_SECONDS, WALL_SECONDS, BUSY_SECONDS = 2.0, 30.0, 1.0
+MEMORY, STACK = 2**30, 2**25
+# Jobs at the same time.
+CHILDREN = 4
+
+TOO_LONG = (
+    f"the grammar could not be compiled within {CPU_SECONDS:g} s of processor time and "
+    f"{MEMORY >> 20} MiB: make the grammar smaller"
+)
+TOO_LONG_WHILE_OTHERS_WAIT = (
+    f"the grammar could not be compiled within {BUSY_SECONDS:g} s while other grammars waited: "
+    "make the grammar smaller, or try again later"
+)
+
+
+@dataclass
+class Running:
+    """A job in its child process."""
+
+    job: int
+    pid: int
+    began: float = field(default_factory=time.monotonic)
+    said: bytes = b""
+    late: bool = False
+
+
+class Worker:
+    """Runs jobs until standard input ends."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._running: dict[int, Running] = {}  # by the pipe of the child
+        self._unread = b""
+        self._tokenizer: Any = None
+
+    def run(self) -> None:
+        """See the class."""
+        self._selector.register(0, selectors.EVENT_READ)
+        while True:
+            patience = 0.05 if self._waiting else None
+            for key, _ in self._selector.select(patience):
+                if key.fd == 0:
+                    if not self._read_jobs():
+                        return
+                else:
+                    self._read_result(key.fd)
+            self._end_late_jobs()
+            while self._waiting and len(self._running) < CHILDREN:
+                self._start(self._waiting.popleft())
+
+    def _read_jobs(self) -> bool:
+        """Take what was sent; False at the end of standard input."""
+        data = os.read(0, 2**20)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if self._tokenizer is None:
+                self._tokenizer = make_tokenizer(*message)
+            else:
+                self._waiting.append(message)
+        return bool(data)
+
+    def _start(self, job: dict[str, Any]) -> None:
+        source, sink = os.pipe()
+        pid = os.fork()
+        if not pid:
+            _try_and_exit(self._tokenizer, job, sink)
+        os.close(sink)
+        self._running[source] = Running(job["id"], pid)
+        self._selector.register(source, selectors.EVENT_READ)
+
+    def _read_result(self, pipe: int) -> None:
+        running = self._running[pipe]
+        data = os.read(pipe, 2**20)
+        running.said += data
+        if data:
+            return
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        os.waitpid(running.pid, 0)
+        del self._running[pipe]
+        answer = {"error": TOO_LONG_WHILE_OTHERS_WAIT if running.late else TOO_LONG}
+        if running.said.endswith(b"\n"):
+            answer = json.loads(running.said)
+        _write(1, json.dumps({"id": running.job, **answer}).encode() + b"\n")
+
+    def _end_late_jobs(self) -> None:
+        before = time.monotonic() - BUSY_SECONDS
+        if not self._waiting:
+            return
+        for running in self._running.values():
+            if running.began < before and not running.late:
+                running.late = True
+                os.kill(running.pid, signal.SIGKILL)
+
+
+def _try_and_exit(tokenizer: Any, job: dict[str, Any], sink: int) -> NoReturn:
+    """Run one job in a child. An answer without its line end is not whole, and does not count."""
+    _limit()
+    answer: dict[str, Any] = {}
+
+    def attempt() -> None:
+        try:
+            text = try_grammar(tokenizer, (job["kind"], job["content"]))
+            answer.update(text=text, seconds=time.process_time())
+        except GrammarError as error:
+            answer["error"] = str(error)
+
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    if answer:
+        _write(sink, json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+def _limit() -> None:
+    # The library reports panics on standard error, which is the server's log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            own = int(file.read().split()[0]) * resource.getpagesize()
+    most = own + STACK + MEMORY
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or hard > most:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(target, data) :]
+
+
+if __name__ == "__main__":
+    # An interrupt of the terminal is for the server, which then closes standard input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)
+    Worker().run()

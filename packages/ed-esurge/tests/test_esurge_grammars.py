@@ -1,0 +1,322 @@
+"""Grammars that clients send: a hostile grammar is refused, and harms nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ed_esurge import SamplingParams, StructuredOutputs
+from ed_esurge.grammars import store
+from ed_esurge.grammars.limits import MAX_DEPTH, GrammarError, check_lark, check_schema
+from ed_esurge.grammars.store import Grammars, GrammarsBusyError
+from ed_esurge.grammars.thoughts import ThoughtEnds
+from ed_infra.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, 260, [tokenizer.eos_token_id])
+
+
+def chain(count, inner="{}"):
+    """A schema of definitions, each of which refers to the next one."""
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    definitions[f"d{count}"] = json.loads(inner)
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+def objects(count):
+    """A chain of objects, each with a property of the next definition."""
+    definitions = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(count)
+    }
+    definitions[f"d{count}"] = {"type": "string"}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+def rules(count):
+    """Rules in Lark syntax, each of which refers to the next one."""
+    lines = [f'r{i}: "a" r{i + 1}' for i in range(count)]
+    return "\n".join(["start: r0", *lines, f'r{count}: "x"'])
+
+
+def ambiguous(count):
+    """Rules that read every text in very many ways."""
+    lines = [f'r{i}: r{i} s | s r{i} | "a"' for i in range(count)]
+    return "\n".join(["start: s", "s: " + " | ".join(f"r{i}" for i in range(count)), *lines])
+
+
+def slow(number=0):
+    """A schema that takes longer to compile and try than a trial may."""
+    return {"json_schema": json.dumps({"enum": [f"{number}" + "v" * 200_000]})}
+
+
+ATTACKS = {
+    "references": ({"json_schema": chain(3_000)}, "nested 300. levels"),
+    "objects": ({"json_schema": objects(1_000)}, "nested 300. levels"),
+    "nesting": ({"json_schema": '{"items":' * 20_000 + "{}" + "}" * 20_000}, "nested too deeply"),
+    "constant": ({"json_schema": '{"const":' + "[" * 9_999 + "]" * 9_999 + "}"}, "too deeply"),
+    "rules": ({"grammar": rules(3_000)}, "nested 3002 levels"),
+    "gbnf": (
+        {"grammar": rules(3_000).replace(":", " ::=").replace("start", "root")},
+        "levels|within",
+    ),
+    "lark json": ({"grammar": 'start: %json {"items":' + '{"items":' * 3_000}, "levels"),
+    "parentheses": ({"regex": "(" * 20_000 + "a" + ")" * 20_000}, "nested parentheses"),
+    "brackets": ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "levels"),
+    "repetition": ({"grammar": 'start: ("a" "b"){1000000}'}, "too complex"),
+    "ambiguous": ({"grammar": ambiguous(300)}, "too complex"),
+    "endless": ({"grammar": "start: a\na: a"}, "no text satisfies"),
+    "divisor": ({"json_schema": '{"type":"integer","multipleOf":1000000007}'}, "too complex"),
+    "long": (slow(), "within 2 s of processor time"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_hostile_grammars_are_refused_and_the_worker_lives(grammars, name):
+    wanted, says = ATTACKS[name]
+    with pytest.raises(ConfigError, match=says):
+        grammars.submit(StructuredOutputs(**wanted)).result(60)
+    pid = worker(grammars)
+    assert grammars.submit(StructuredOutputs(regex=f"{name}?")).result(60)
+    assert worker(grammars) == pid
+
+
+HARMLESS = {
+    "chain": {"json_schema": chain(1_000)},
+    "rules": {"grammar": rules(MAX_DEPTH - 4)},
+    "recursive": {"json_schema": '{"type":"array","items":{"$ref":"#"}}'},
+    "count": {"json_schema": '{"type":"array","maxItems":1000000000}'},
+    "length": {"json_schema": '{"type":"string","maxLength":1000000000}'},
+    "expanding": {"regex": "(a|b)*a(a|b){30}"},
+    "many choices": {"choice": tuple(f"answer {i}" for i in range(1024))},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_large_grammars_within_the_limits_compile(grammars, name):
+    matcher = grammars.submit(StructuredOutputs(**HARMLESS[name])).result(60).matcher()
+    assert any(matcher.compute_bitmask())
+    assert not matcher.is_error()
+
+
+def worker(grammars):
+    return grammars._prepared()[1].pid
+
+
+def children(pid):
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_crash_of_a_trial_or_of_the_worker_is_an_error_of_that_request_alone(grammars):
+    assert grammars.submit(StructuredOutputs(regex="warm")).result(60)
+    crashed = grammars.submit(StructuredOutputs(**slow(1)))
+    while not (trials := children(worker(grammars))):
+        time.sleep(0.01)
+    os.kill(trials[0], signal.SIGSEGV)
+    with pytest.raises(ConfigError, match="could not be compiled"):
+        crashed.result(60)
+    before = worker(grammars)
+    lost = grammars.submit(StructuredOutputs(**slow(2)))
+    os.kill(before, signal.SIGKILL)
+    with pytest.raises(ConfigError, match="ended"):
+        lost.result(60)
+    assert grammars.submit(StructuredOutputs(regex="again")).result(60)
+    assert worker(grammars) != before
+
+
+def test_harmless_grammar_does_not_wait_for_all_hostile_ones(grammars):
+    hostile = [grammars.submit(StructuredOutputs(**slow(10 + i))) for i in range(8)]
+    began = time.monotonic()
+    assert grammars.submit(StructuredOutputs(regex="harmless")).result(60)
+    assert time.monotonic() - began < 15
+    assert not all(one.done() for one in hostile)
+    for one in hostile:
+        assert isinstance(one.exception(60), ConfigError)
+
+
+def test_no_more_grammars_wait_than_the_limit(grammars, monkeypatch):
+    monkeypatch.setattr(store, "MAX_WAITING", 2)
+    waiting = [grammars.submit(StructuredOutputs(**slow(30 + i))) for i in range(2)]
+    with pytest.raises(GrammarsBusyError, match="wait to be compiled"):
+        grammars.submit(StructuredOutputs(regex="third"))
+    assert grammars.submit(StructuredOutputs(**slow(30))) is waiting[0]
+    wait(waiting, 60)
+    assert grammars.submit(StructuredOutputs(regex="third")).result(60)
+
+
+def test_compiled_grammars_are_shared_and_kept_while_in_use(tokenizer, monkeypatch):
+    monkeypatch.setattr(store, "KEPT", 2)
+    grammars = Grammars(tokenizer, 260, [tokenizer.eos_token_id])
+    wanted = [StructuredOutputs(regex=f"a{i}") for i in range(5)]
+    held = grammars.submit(wanted[0]).result(60)
+    assert grammars.submit(wanted[0].replace(after=("</think>",))).result(60) is held
+    dropped = id(grammars.submit(wanted[1]).result(60))
+    for one in wanted[2:]:
+        grammars.submit(one).result(60)
+    assert grammars.get(wanted[0]) is held
+    assert len(grammars._known) == 3
+    assert wanted[1].regex not in {content for _, content in grammars._known}
+    assert dropped
+
+
+def test_server_without_grammars_starts_no_process(tokenizer):
+    grammars = Grammars(tokenizer, 260, [])
+    assert grammars._made is None
+    assert worker(grammars) is None
+
+
+def test_request_whose_grammar_exceeds_a_step_fails_alone(surge, prompts):
+    free = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
+    alone = surge.generate(prompts[2], free)[0].outputs[0]
+    # The trial generates 32 tokens, so the costly rule lies behind more.
+    hidden = StructuredOutputs(grammar='start: /[xy]{40}/ (("a" "b"){1000000})')
+    guided = SamplingParams(max_tokens=60, temperature=1.0, structured_outputs=hidden)
+    surge.add_request("free", prompts[2], free)
+    surge.add_request("guided", prompts[1], guided)
+    tokens, error = [], None
+    while surge.has_unfinished_requests:
+        for output in surge.step():
+            if output.request_id == "free":
+                tokens += output.outputs[0].token_ids
+            elif output.finished:
+                assert output.outputs[0].finish_reason == "error"
+                error = output.error
+    assert tokens == alone.token_ids
+    assert "exceeds the limits of one step" in error
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (
+            {"properties": {"a": {"items": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}},
+            r"at \$\.properties\.a\.items: `oneOf` is supported only where",
+        ),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/x"}},
+                "$defs": {"x": {"anyOf": [{"type": "thing"}]}},
+            },
+            r"at \$\.\$defs\.x\.anyOf\[0\]: the type 'thing' is unknown",
+        ),
+        (
+            {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+            r'at \$\.properties\.a: the keywords "uniqueItems" are not supported',
+        ),
+        ({"properties": {"a": {"$ref": "#/$defs/y"}}}, r"at \$\.properties\.a: the reference"),
+        ({"properties": {"a": {"format": "colour"}}}, r"at \$\.properties\.a: the format 'colour'"),
+        ({"minLength": 3, "maxLength": 2, "type": "string"}, r"at \$: no value satisfies"),
+        ({"minimum": -(10**300), "maximum": 10**300, "type": "integer"}, r"at \$: the range of n"),
+        ({"properties": {"a": {"$ref": "http://other.test/x"}}}, r"at \$\.properties\.a: the ref"),
+    ],
+)
+def test_refusal_of_a_schema_names_the_path_and_the_way_out(grammars, schema, says):
+    wanted = StructuredOutputs(json_schema=json.dumps({"type": "object", **schema}))
+    with pytest.raises(ConfigError, match=says) as error:
+        grammars.submit(wanted).result(60)
+    for internal in ("coerce_one_of", "llguidance", "Unimplemented", "Some(", "<state>"):
+        assert internal not in str(error.value)
+
+
+def test_depth_counts_along_references():
+    check_schema(chain(MAX_DEPTH - 50))
+    for text in (chain(MAX_DEPTH), objects(MAX_DEPTH // 3)):
+        with pytest.raises(GrammarError, match="along its references"):
+            check_schema(text)
+    check_lark('start: "(((((" /[(((]/ // (((\n' + "x: start\n" * 5_000)
+    with pytest.raises(GrammarError, match="levels deep"):
+        check_lark("start: b\nb: a\n?a[lazy]: " + "(" * MAX_DEPTH)
+
+
+# ---- thoughts
+
+
+def bits(mask):
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")
+
+
+@pytest.fixture(scope="module")
+def merging():
+    """llguidance's form of a tokenizer whose end of thoughts is spelled by tokens of several
+    letters, some of which go on behind the end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["</", "think", "thi", ">{", ">ĊĊ", "nk", "!</think>x"]
+    vocabulary = {word: place for place, word in enumerate([*letters, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    from ed_esurge.grammars.build import make_tokenizer
+
+    size = tokenizer.get_vocab_size()
+    made = make_tokenizer(tokenizer.to_str(), size, [tokenizer.token_to_id("</s>")])
+    ends = ThoughtEnds(["</think>"], made, size, [tokenizer.token_to_id("</s>")])
+    return tokenizer.token_to_id, ends
+
+
+@pytest.mark.parametrize(
+    "spelled", [["</", "think", ">"], ["<", "/", "thi", "nk", ">ĊĊ"], [*"</think>"]]
+)
+def test_end_of_thoughts_is_found_however_the_tokens_spell_it(merging, spelled):
+    number, ends = merging
+    tail = b""
+    for token in ["a", "</", "thi", *spelled]:
+        assert tail is not None
+        allowed = bits(ends.mask(tail))
+        assert not allowed[number("</s>")]
+        assert not allowed[number("!</think>x")]
+        assert allowed[number(">")]
+        assert allowed[number(">ĊĊ")]
+        # This token would begin an answer that no grammar has seen.
+        assert allowed[number(">{")] == (not tail.endswith(b"</think"))
+        tail = ends.advance(tail, number(token))
+    assert tail is None
+
+
+@pytest.fixture(scope="module")
+def thinking(llama, tokenizer):
+    """An engine of a model that ends its sequences with several letters."""
+    from ed_esurge import eSurge
+
+    return eSurge(
+        llama,
+        tokenizer,
+        max_num_seqs=8,
+        max_model_len=64,
+        page_size=8,
+        max_num_batched_tokens=32,
+        compile_runner=False,
+        silent_mode=True,
+        extra_eos_token_ids=tuple(tokenizer(c)["input_ids"][1] for c in "cdef"),
+    )
+
+
+@pytest.mark.parametrize("text", ["b", "ab", "bab"])
+def test_no_answer_ends_within_thoughts(thinking, tokenizer, text):
+    likely = {tokenizer(letter)["input_ids"][1]: 30 for letter in "abcdef"}
+    wanted = StructuredOutputs(regex="(xy){2}", after=(text,))
+    params = SamplingParams(
+        max_tokens=40, temperature=3.0, seed=1, n=8, logit_bias=likely, structured_outputs=wanted
+    )
+    reasons = []
+    for out in thinking.generate("x", params)[0].outputs:
+        thoughts, end, answer = out.text.partition(text)
+        reasons.append(out.finish_reason)
+        if out.finish_reason == "stop":
+            assert end
+            assert answer == "xyxy"
+        else:
+            assert not end or "xyxy".startswith(answer)
+        assert not set("cdef") & set(thoughts)
+    assert "stop" in reasons
