@@ -291,6 +291,14 @@ def continues(client, engine):
         assert engine.prompts[-1].endswith("<|assistant|>")
 
 
+def test_a_client_that_wants_a_thread_continues_without_one(client):
+    ask = {"model": "scripted", "max_tokens": 99, "messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(anthropic.BadRequestError, match="send all messages") as caught:
+        client.beta.messages.create(**ask, thread={"type": "create"})
+    details = caught.value.body["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request"}
+
+
 def test_unknown_betas_are_ignored(client):
     answer = client.beta.messages.create(
         model="scripted",

@@ -80,7 +80,10 @@ class APIError(Exception):
         message = self.message
         if self.param is not None and self.param not in message:
             message = f"{self.param}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
 
 
 _ANTHROPIC_TYPES = {
@@ -134,11 +137,12 @@ class Refusal(ValueError):
     Args:
         message: as in `APIError`.
         field: the field at fault, when a check of the whole model raises.
+        code: as in `APIError`.
     """
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, *, code: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field, self.code = field, code
 
 
 def _printable(text: str) -> str:
@@ -180,6 +184,8 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
             code = "unknown_parameter" if error["type"] == "unknown_key" else "invalid_value"
             if error["type"] == "missing":
                 code = "missing_required_parameter"
+            if isinstance(refusal, Refusal) and refusal.code is not None:
+                code = refusal.code
         message = _message(error)
         given = error.get("input")
         if error["type"] != "missing" and isinstance(given, str | int | float | bool):

@@ -94,13 +94,17 @@ def few(count: int) -> BeforeValidator:
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-def unsupported(why: str, *harmless: object) -> Any:
-    """A field that is refused unless its value asks for nothing (`None` or one of `harmless`)."""
+def unsupported(why: str, *harmless: object, code: str | None = None) -> Any:
+    """A field that is refused unless its value asks for nothing (`None` or one of `harmless`).
+
+    Args:
+        code: the code of the error, where clients know one.
+    """
 
     def check(value: object) -> object:
         if value is None or value in harmless:
             return None
-        raise Refusal(f"not supported by this server: {why}")
+        raise Refusal(f"not supported by this server: {why}", code=code)
 
     return Annotated[Any, PlainValidator(check)]
 

@@ -44,10 +44,11 @@ class AnthropicAnswer(Answer):
 
 
 class AnthropicErrorBody(Answer):
-    """The class of an error, and what to do."""
+    """The class of an error, what to do, and this server's own code of the error."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicError(Answer):

@@ -193,7 +193,10 @@ class CountRequest(Body):
     compaction: unsupported("compaction; shorten the messages") = None  # type: ignore[valid-type]
     mcp_servers: unsupported("mcp_servers; call them in the client, and send tools", []) = None  # type: ignore[valid-type]
     fallbacks: unsupported("fallbacks; ask again with another model", []) = None  # type: ignore[valid-type]
-    thread: unsupported("threads; send all messages") = None  # type: ignore[valid-type]
+    # By this code the client learns to send whole conversations.
+    thread: unsupported(  # type: ignore[valid-type]
+        "threads; send all messages", code="thread_unsupported_request"
+    ) = None
 
     @model_validator(mode="after")
     def _one_format(self) -> CountRequest:
