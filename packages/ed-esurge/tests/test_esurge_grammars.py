@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -173,6 +174,16 @@ def test_server_without_grammars_starts_no_process(tokenizer):
     grammars = Grammars(tokenizer, 260, [])
     assert grammars._made is None
     assert worker(grammars) is None
+
+
+def test_worker_ends_with_the_engine(tokenizer):
+    grammars = Grammars(tokenizer, 260, [])
+    grammars.submit(StructuredOutputs(regex="a")).result(60)
+    process = grammars._prepared()[1]._connection.process
+    assert process.poll() is None
+    del grammars
+    gc.collect()
+    assert process.wait(20) == 0
 
 
 def test_request_whose_grammar_exceeds_a_step_fails_alone(surge, prompts):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
+import sys
 import time
 
 import httpx
@@ -214,6 +216,52 @@ def test_a_batch_goes_on_at_the_next_start(tmp_path):
         assert sorted(ids) == sorted(f"line {place}" for place in range(60))
         assert ids[: len(begun)] == begun
         assert len(second.requests) == 60 - len(begun)
+
+
+SLOW_SERVER = """
+import sys, time
+from ed_esurge.server.launch import background
+from ed_esurge.testing import ScriptedEngine
+
+engine = ScriptedEngine(lambda prompt, choice: "x" * 200, delay=0.05)
+limits = {"batch_concurrency": 2}
+with background(engine, batch_directory=sys.argv[1], limits=limits) as url:
+    print(url, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_line_in_flight_when_the_process_dies_fails_and_is_not_tried_again(tmp_path):
+    slow = {**CHAT, "max_tokens": 200}
+    lines = [line("quick"), *(line(name, slow) for name in ("slow", "slow too")), line("last")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SERVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        client = client_of(process.stdout.readline().strip())
+        batch = run(client, *lines).id
+        # The first line is answered, and the next two are being answered.
+        until(lambda: client.batches.retrieve(batch).request_counts.completed == 1)
+        (marks,) = (tmp_path / "batches").glob("*.started")
+        until(lambda: len(marks.read_text().splitlines()) == 3)
+    finally:
+        process.kill()
+        process.wait()
+    engine = ScriptedEngine(lambda prompt, choice: "fine")
+    with background(engine, batch_directory=tmp_path) as url:
+        client = client_of(url)
+        done = over(client, batch)
+        counts = done.request_counts
+        assert (done.status, counts.completed, counts.failed) == ("completed", 2, 2)
+        answered = [row["custom_id"] for row in rows(client, done.output_file_id)]
+        assert answered == ["quick", "last"]
+        failed = {row["custom_id"]: row["error"] for row in rows(client, done.error_file_id)}
+        assert failed.keys() == {"slow", "slow too"}
+        for error in failed.values():
+            assert error["code"] == "server_died"
+            assert "process died" in error["message"]
+        assert len(engine.requests) == 1
+        assert not marks.exists()
 
 
 def test_a_batch_can_be_cancelled(tmp_path):

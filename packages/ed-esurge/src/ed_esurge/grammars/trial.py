@@ -15,7 +15,7 @@ from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, plai
 WALKS, STEPS = 2, 32
 # Seconds of processor time that one step may take, and that the search for the failing part of a
 # schema may take.
-STEP_SECONDS, LOCATE_SECONDS = 0.5, 0.5
+STEP_SECONDS, LOCATE_SECONDS = 0.25, 0.5
 
 
 def try_grammar(tokenizer: Any, source: Source) -> str:

@@ -148,14 +148,13 @@ def _limit() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if os.path.exists("/proc/self/statm"):
+    if sys.platform == "linux":  # other systems do not enforce this limit
         with open("/proc/self/statm") as file:
             own = int(file.read().split()[0]) * resource.getpagesize()
-    most = own + STACK + MEMORY
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY or hard > most:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = own + STACK + MEMORY
+        if hard == resource.RLIM_INFINITY or hard > most:
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
 

@@ -92,12 +92,25 @@ async def answer_line(
 
 def expired_line(raw: bytes, name: str) -> dict[str, Any]:
     """The entry of a line that was not answered in the time of its batch."""
+    message = "this request could not be executed before the completion window expired"
+    return _unanswered(raw, name, "batch_expired", message)
+
+
+def interrupted_line(raw: bytes, name: str) -> dict[str, Any]:
+    """The entry of a line that the server was answering when its process died."""
+    message = (
+        "the server's process died while it answered this request, so the server does not answer "
+        "the request again: send it in another batch if it was not the cause"
+    )
+    return _unanswered(raw, name, "server_died", message)
+
+
+def _unanswered(raw: bytes, name: str, code: str, message: str) -> dict[str, Any]:
     try:
         custom_id = Line.model_validate(from_json(raw)).custom_id
     except ValueError:  # it is no line; nobody will know
         custom_id = None
-    message = "this request could not be executed before the completion window expired"
-    error = {"code": "batch_expired", "message": message}
+    error = {"code": code, "message": message}
     return {"id": name, "custom_id": custom_id, "response": None, "error": error}
 
 

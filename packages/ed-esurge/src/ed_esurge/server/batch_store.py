@@ -2,6 +2,7 @@
 
     files/file-….json      what a file is        files/file-….data      its bytes
     batches/batch_….json   a batch               batches/batch_….ok, .failed: its lines so far
+                                                 batches/batch_….started: lines being answered
 
 Everything belongs to the API key that brought it, and does not exist for other keys. The
 directories have mode 0700 and the files 0600, because they hold prompts and answers.
@@ -42,6 +43,8 @@ class BatchStore:
 
     def __init__(self, directory: str | Path, limits: ServerLimits) -> None:
         self.limits, self._root = limits, Path(directory)
+        self.session = uuid.uuid4().hex
+        """Tells marks of this process from those of a process that has ended."""
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for kind in ("files", "batches"):
@@ -247,6 +250,10 @@ class BatchStore:
     def results(self, batch: Fields, ok: bool) -> Path:
         """Where the answered lines of a batch are, or those that failed, while it runs."""
         return self._root / "batches" / f"{batch['id']}.{'ok' if ok else 'failed'}"
+
+    def started(self, batch: Fields) -> Path:
+        """Where marks of the lines that are being answered are, while a batch runs."""
+        return self._root / "batches" / f"{batch['id']}.started"
 
     def _mine(
         self, table: Mapping[str, Fields], name: str, owner: str, kind: str, param: str | None

@@ -14,7 +14,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ed_esurge.server.batch_lines import answer_line, expired_line, succeeded
+from ed_esurge.server.batch_lines import (
+    answer_line,
+    expired_line,
+    interrupted_line,
+    succeeded,
+)
 from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, open_private
 from ed_esurge.server.site import Site
 
@@ -110,6 +115,7 @@ class _Run:
         self._site, self._store, self._batch = site, store, batch
         self._ok, self._failed = store.results(batch, True), store.results(batch, False)
         self._done: set[int] = set()
+        self._interrupted: set[int] = set()
         self._unanswered = False
 
     async def whole(self) -> None:
@@ -133,12 +139,18 @@ class _Run:
             numbers = await asyncio.to_thread(_recorded, written)
             counts[key] = len(numbers)
             self._done |= numbers
+        marks = store.started(batch)
+        self._interrupted = await asyncio.to_thread(_open_marks, marks, store.session) - self._done
         if batch["status"] == "validating":
             store.change(batch, "in_progress")
         # On a full disk this fails before lines are answered for nothing.
         store.change(batch, request_counts=counts)
-        with open_private(self._ok, "ab") as ok, open_private(self._failed, "ab") as failed:
-            await self._lines(path, {True: ok, False: failed})
+        with (
+            open_private(self._ok, "ab") as ok,
+            open_private(self._failed, "ab") as failed,
+            open_private(marks, "ab") as started,
+        ):
+            await self._lines(path, {True: ok, False: failed}, started)
         cancelled = batch["status"] == "cancelling"
         if self._unanswered and not cancelled:
             return
@@ -154,6 +166,7 @@ class _Run:
                 batch[key] = file["id"]  # at once: a later failure must not add the file again
             else:
                 part.unlink()
+        marks.unlink(missing_ok=True)
         expired = batch["expired_at"] is not None
         end = "cancelled" if cancelled else "expired" if expired else "completed"
         store.change(batch, end)
@@ -163,34 +176,23 @@ class _Run:
         """Seconds until the batch expires."""
         return self._batch["expires_at"] - time.time()
 
-    async def _lines(self, path: Path, files: dict[bool, IO[bytes]]) -> None:
-        """Answer the lines, several at a time, and write each as it is answered."""
+    async def _lines(self, path: Path, files: dict[bool, IO[bytes]], started: IO[bytes]) -> None:
+        """Answer the lines, several at a time, and write each answer as it comes.
+
+        Args:
+            files: where answers and failures are written.
+            started: where lines are marked that are being answered.
+        """
         batch, seen = self._batch, set()
         gate = asyncio.Semaphore(self._store.limits.batch_concurrency)
 
         async def one(number: int, raw: bytes) -> None:
-            name = f"batch_req_{batch['id'].removeprefix('batch_')}_{number}"
             try:
-                if self._left <= 0:
-                    raise TimeoutError
-                async with asyncio.timeout(self._left):
-                    entry = await answer_line(
-                        self._site,
-                        raw,
-                        name,
-                        owner=batch["owner"],
-                        endpoint=batch["endpoint"],
-                        seen=seen,
-                    )
-                if (entry["response"] or {}).get("status_code") == 503:
-                    self._unanswered = True
-                    return
-            except TimeoutError:
-                entry = expired_line(raw, name)
-                if batch["expired_at"] is None:
-                    self._store.change(batch, "finalizing", expired_at=int(time.time()))
+                entry = await self._answer(number, raw, seen, started)
             finally:
                 gate.release()
+            if entry is None:
+                return
             good = succeeded(entry)
             _append(files[good], json.dumps(entry).encode() + b"\n")
             batch["request_counts"]["completed" if good else "failed"] += 1
@@ -209,6 +211,43 @@ class _Run:
         for file in files.values():
             os.fsync(file.fileno())
 
+    async def _answer(
+        self, number: int, raw: bytes, seen: set[str], started: IO[bytes]
+    ) -> Fields | None:
+        """Return the answer to a line; None if the line cannot be answered now.
+
+        A mark that a dead process left stands for a line that may have ended the process. The line
+        fails, because a second attempt could end this process, too.
+        """
+        batch, session = self._batch, self._store.session
+        name = f"batch_req_{batch['id'].removeprefix('batch_')}_{number}"
+        if number in self._interrupted:
+            return interrupted_line(raw, name)
+        entry: Fields | None = None
+        try:
+            if self._left <= 0:
+                raise TimeoutError
+            _append(started, f"{session} +{number}\n".encode())
+            async with asyncio.timeout(self._left):
+                entry = await answer_line(
+                    self._site,
+                    raw,
+                    name,
+                    owner=batch["owner"],
+                    endpoint=batch["endpoint"],
+                    seen=seen,
+                )
+            if (entry["response"] or {}).get("status_code") == 503:
+                self._unanswered, entry = True, None
+        except TimeoutError:
+            entry = expired_line(raw, name)
+            if batch["expired_at"] is None:
+                self._store.change(batch, "finalizing", expired_at=int(time.time()))
+        finally:
+            if entry is None:  # the server stops, or the engine does not answer
+                _append(started, f"{session} -{number}\n".encode())
+        return entry
+
 
 def _recorded(path: Path) -> set[int]:
     """Return the numbers of the lines in a file of results; remove a half-written last line."""
@@ -224,6 +263,17 @@ def _recorded(path: Path) -> set[int]:
             size += len(line)
             numbers.add(int(re.findall(rb'"id": ?"[^"]*_(\d+)"', line)[0]))
     return numbers
+
+
+def _open_marks(path: Path, session: str) -> set[int]:
+    """Return the numbers of the lines that a process of another session was answering."""
+    marks: dict[int, bool] = {}
+    if path.exists():
+        for line in path.read_text("ascii", "replace").splitlines(keepends=True):
+            found = re.fullmatch(r"(\w+) ([+-])(\d+)\n", line)
+            if found is not None:
+                marks[int(found[3])] = found[2] == "+" and found[1] != session
+    return {number for number, is_open in marks.items() if is_open}
 
 
 def _append(file: IO[bytes], line: bytes) -> None:
