@@ -55,8 +55,9 @@ def ambiguous(count):
 
 
 def slow(number=0):
-    """A schema that takes longer to compile and try than a trial may."""
-    return {"json_schema": json.dumps({"enum": [f"{number}" + "v" * 200_000]})}
+    """A schema that takes longer to compile than a trial may."""
+    properties = {f"k{number}_{place}": {"type": "string"} for place in range(7_000)}
+    return {"json_schema": json.dumps({"properties": properties})}
 
 
 ATTACKS = {
@@ -77,6 +78,10 @@ ATTACKS = {
     "endless": ({"grammar": "start: a\na: a"}, "no text satisfies"),
     "divisor": ({"json_schema": '{"type":"integer","multipleOf":1000000007}'}, "too complex"),
     "long": (slow(), "within 2 s of processor time"),
+    "long text": (
+        {"json_schema": json.dumps({"enum": ["v" * 200_000]})},
+        "too complex|within 2 s",
+    ),
 }
 
 

@@ -184,6 +184,32 @@ def test_thoughts_are_free(client, tokenizer):
     assert json.loads(message.content)["of"] in ("a", "b")
 
 
+def tool_of(schema):
+    """A tool with one argument."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "$defs": {"b": {"type": "thing"}},
+    }
+    return {"type": "function", "function": {"name": "first", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (
+            {"uniqueItems": True},
+            r"function\.parameters\.properties\.a: the keywords",
+        ),
+        ({"$ref": "#/$defs/b"}, r"function\.parameters\.\$defs\.b: the type 'thing' is unknown"),
+    ],
+)
+def test_refusal_of_a_tool_names_the_field_of_the_request(client, schema, says):
+    with pytest.raises(openai.BadRequestError, match=r"at tools\[1\]\." + says) as error:
+        ask(client, tools=[TOOLS[0], tool_of(schema)], tool_choice="required")
+    assert error.value.body["param"] == "tool_choice"
+
+
 FORMS = {
     "guided_choice": {"extra_body": {"guided_choice": ["yes", "no"]}},
     "tool_choice": {"tools": TOOLS[1:], "tool_choice": "required"},

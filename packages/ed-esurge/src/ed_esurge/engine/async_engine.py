@@ -227,6 +227,11 @@ class AsyncEngine:
         self, prompt: Prompt, params: Params, request_id: str, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[RequestOutput]:
         self._check_alive()
+        structured = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if structured is not None:
+            # `prepare` would wait for the grammar in the thread of the event loop.
+            compiled = await asyncio.to_thread(self.compile_structured, structured)
+            await asyncio.wrap_future(compiled)
         add = self.engine.prepare(request_id, prompt, params, **options)
         follower = _Follower()
         try:
@@ -325,10 +330,8 @@ class AsyncEngine:
     def _read_inbox(self) -> None:
         while self._inbox:
             command, waiting = self._inbox.popleft()
-            if isinstance(command, Abort) and waiting is not None:
-                # The id may be another caller's by now: only the owner's request is aborted.
-                if self._followers.get(command.request_id) is not waiting:
-                    continue
+            if isinstance(command, Abort) and not self._owns(waiting, command.request_id):
+                continue
             try:
                 self.engine.execute(command)
             except Exception as error:
@@ -340,6 +343,10 @@ class AsyncEngine:
                 waiting.set_result(None)
             elif waiting is not None and isinstance(command, Add):
                 self._followers[command.request_id] = waiting
+
+    def _owns(self, waiting: _Follower | Future[None] | None, request_id: str) -> bool:
+        """Whether a follower may abort a request: another caller may have the same id."""
+        return waiting is None or self._followers.get(request_id) is waiting
 
     def _give(self, outputs: list[RequestOutput]) -> None:
         batch: list[tuple[_Follower, Item]] = []

@@ -13,11 +13,12 @@ import os
 import resource
 import selectors
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
@@ -92,7 +93,10 @@ class Worker:
         source, sink = os.pipe()
         pid = os.fork()
         if not pid:
-            _try_and_exit(self._tokenizer, job, sink)
+            try:
+                _try_grammar(self._tokenizer, job, sink)
+            finally:
+                os._exit(0)
         os.close(sink)
         self._running[source] = Running(job["id"], pid)
         self._selector.register(source, selectors.EVENT_READ)
@@ -122,7 +126,7 @@ class Worker:
                 os.kill(running.pid, signal.SIGKILL)
 
 
-def _try_and_exit(tokenizer: Any, job: dict[str, Any], sink: int) -> NoReturn:
+def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
     """Run one job in a child. An answer without its line end is not whole, and does not count."""
     _limit()
     answer: dict[str, Any] = {}
@@ -140,7 +144,6 @@ def _try_and_exit(tokenizer: Any, job: dict[str, Any], sink: int) -> NoReturn:
     thread.join()
     if answer:
         _write(sink, json.dumps(answer).encode() + b"\n")
-    os._exit(0)
 
 
 def _limit() -> None:

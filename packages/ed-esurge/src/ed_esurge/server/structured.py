@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -140,8 +141,9 @@ def of_tools(
     for number, tool in enumerate(tools):
         arguments = _moved(tool.function.schema_of_arguments, f"t{number}_")
         for key in ("$defs", "definitions"):
-            for name, schema in arguments.pop(key, {}).items():
-                shared[f"t{number}_{name}"] = schema
+            definitions = arguments.pop(key, None)
+            if isinstance(definitions, Mapping):
+                shared |= {f"t{number}_{name}": each for name, each in definitions.items()}
         properties = {"name": {"const": tool.function.name}, "arguments": arguments}
         options.append(
             {
@@ -168,8 +170,23 @@ def _moved(schema: Any, prefix: str) -> Any:
     return [_moved(item, prefix) for item in schema] if isinstance(schema, list) else schema
 
 
-async def one_of(engine: Any, wanted: Mapping[str, StructuredOutputs]) -> StructuredOutputs | None:
+def _in_tools(message: str) -> str:
+    """Replace JSON paths in the schema of `of_tools` by the fields of the request."""
+    message = re.sub(
+        r"\$\.items\.anyOf\[(\d+)\]\.properties\.arguments",
+        r"tools[\1].function.parameters",
+        message,
+    )
+    return re.sub(r"\$\.\$defs\.t(\d+)_", r"tools[\1].function.parameters.$defs.", message)
+
+
+async def one_of(
+    engine: Any, wanted: Mapping[str, StructuredOutputs], after: tuple[str, ...] = ()
+) -> StructuredOutputs | None:
     """Return the one structured output that is asked for, once its grammar is compiled.
+
+    Args:
+        after: texts that end the thoughts of the answer; see `StructuredOutputs.after`.
 
     Raises:
         APIError: 400 for two, or for an invalid grammar; 503 where too many grammars wait.
@@ -182,11 +199,13 @@ async def one_of(engine: Any, wanted: Mapping[str, StructuredOutputs]) -> Struct
             f"contradicts {field}: an answer follows one grammar, so drop one of the two",
             param=others[0][0],
         )
+    output = output.replace(after=after)
     try:
         compiled = await asyncio.to_thread(engine.compile_structured, output)
         await asyncio.wrap_future(compiled)
     except GrammarsBusyError as error:
         raise APIError(str(error), status=503, code="server_busy") from None
     except ConfigError as error:
-        raise APIError(str(error), param=field, code="invalid_value") from None
+        message = _in_tools(str(error)) if field == "tool_choice" else str(error)
+        raise APIError(message, param=field, code="invalid_value") from None
     return output

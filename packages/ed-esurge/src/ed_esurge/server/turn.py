@@ -98,10 +98,10 @@ class Turn:
         more: dict[str, Any] = {}
         if served.formats.shows_special(body):
             more["skip_special_tokens"] = False
-        structured = await one_of(served.engine, _wanted(body))
+        ends = served.formats.ends_of_thoughts(tokens)
+        structured = await one_of(served.engine, _wanted(body), ends)
         if structured is not None:
-            after = served.formats.ends_of_thoughts(tokens)
-            more["structured_outputs"] = structured.replace(after=after)
+            more["structured_outputs"] = structured
         params = served.sampling_params(
             body,
             limit,
