@@ -69,6 +69,9 @@ class RemoteRunner:
         size = struct.unpack("<I", self.process.stdout.read(4))[0]
         return pickle.loads(self.process.stdout.read(size))
 
+    def hold(self, params):
+        """No request of these tests has a grammar."""
+
 
 @pytest.fixture(scope="module")
 def local(llama):

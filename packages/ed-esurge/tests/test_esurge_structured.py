@@ -134,6 +134,32 @@ def test_thoughts_come_first(surge, tokenizer):
         assert bits[1].all()
 
 
+def test_masks_of_proposals_follow_the_end_of_thoughts(tokenizer):
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    wanted = StructuredOutputs(regex="[xy]{4}", after=("no",))
+    grammars = Grammars(tokenizer, 260, [tokenizer.eos_token_id])
+    guides = Guides(grammars, 1, 260)
+    prompt = ids("a")
+    guides.start(NewSequence("r", 0, prompt, 1, SamplingParams(structured_outputs=wanted)))
+    row = PlanRow("r", 0, 0, [*prompt, *ids("hnox")], {}, 5)
+    masks = guides.masks(StepPlan(1, (row,)), [0], 5)
+    assert masks is not None
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :260]
+    for thoughts in bits[:3]:
+        assert np.flatnonzero(thoughts == 0).tolist() == [tokenizer.eos_token_id]
+    for answer in bits[3:]:
+        assert {tokenizer.decode([t]) for t in np.flatnonzero(answer)} == {"x", "y"}
+    # Two proposals are confirmed, and another token follows.
+    guides.grow(PlanRow("r", 0, 0, [*prompt, *ids("hnox")], {}, 5))
+    guides.grow(PlanRow("r", 0, 3, ids("i"), {}, 1))
+    masks = guides.masks(StepPlan(2, (PlanRow("r", 0, 3, ids("i"), {}, 1),)), [0], 1)
+    assert masks is not None
+    bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[:260]
+    assert np.flatnonzero(bits == 0).tolist() == [tokenizer.eos_token_id]
+
+
 def random_schema(rng, depth=0):
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "any"]
     kind = rng.choice(kinds + ["object", "array"] * 3 if depth < 3 else kinds)

@@ -8,6 +8,7 @@ import re
 
 import openai
 import pytest
+from ed_esurge.grammars import store
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 from pydantic import BaseModel, Field
@@ -206,7 +207,7 @@ def tool_of(schema):
 )
 def test_refusal_of_a_tool_names_the_field_of_the_request(client, schema, says):
     with pytest.raises(openai.BadRequestError, match=r"at tools\[1\]\." + says) as error:
-        ask(client, tools=[TOOLS[0], tool_of(schema)], tool_choice="required")
+        ask(client, tools=[TOOLS[1], tool_of(schema)], tool_choice="required")
     assert error.value.body["param"] == "tool_choice"
 
 
@@ -271,6 +272,16 @@ def test_refusals(scripted, body, param, says):
         scripted.post("/chat/completions", body=body, cast_to=object)
     assert error.value.body["param"] == param
     assert says in error.value.body["message"]
+
+
+def test_too_many_waiting_grammars_are_a_reason_to_try_again(scripted, monkeypatch):
+    monkeypatch.setattr(store, "MAX_WAITING", 0)
+    body = {"messages": [{"role": "user", "content": "a"}], "guided_regex": "never seen before"}
+    with pytest.raises(openai.InternalServerError, match="wait to be compiled") as error:
+        scripted.post("/chat/completions", body=body, cast_to=object)
+    assert error.value.status_code == 503
+    assert error.value.body["code"] == "server_busy"
+    assert error.value.response.headers["Retry-After"] == "1"
 
 
 def test_deep_schemas_are_refused(scripted):

@@ -27,7 +27,7 @@ Answer = Future[tuple[str, float]]
 
 
 class TrialProcess:
-    """Tries grammars in a worker process, which starts with the first grammar.
+    """Tries grammars in a worker process.
 
     Args:
         tokenizer: arguments of `ed_esurge.grammars.build.make_tokenizer`.
@@ -44,14 +44,17 @@ class TrialProcess:
         """Of the worker process, once it has started."""
         return None if self._connection is None else self._connection.process.pid
 
+    def start(self) -> None:
+        """Start the process, if none runs."""
+        with self._lock:
+            self._connected()
+
     def submit(self, source: Source) -> Answer:
         """Try a grammar. Blocks while a new process starts."""
         kind, content = source
         answer: Answer = Future()
         with self._lock:
-            connection = self._connection
-            if connection is None or connection.process.poll() is not None:
-                connection = self._connection = self._start()
+            connection = self._connected()
             number = next(self._numbers)
             connection.answers[number] = answer
             try:
@@ -60,12 +63,13 @@ class TrialProcess:
                 connection.fail(number)
         return answer
 
-    def _start(self) -> _Connection:
-        connection = _Connection()
-        # Not `close` of this object, which would keep the object alive.
-        weakref.finalize(self, connection.close)
-        with contextlib.suppress(OSError):
-            connection.send(self._tokenizer)
+    def _connected(self) -> _Connection:
+        connection = self._connection
+        if connection is None or connection.process.poll() is not None:
+            connection = self._connection = _Connection()
+            weakref.finalize(self, connection.close)
+            with contextlib.suppress(OSError):  # `submit` reports the end of the process
+                connection.send(self._tokenizer)
         return connection
 
 

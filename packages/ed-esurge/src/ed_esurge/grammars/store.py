@@ -143,9 +143,12 @@ class Grammars:
         done: Future[Grammar] = Future()
         self._compiler.add(0.0, lambda: self._compile(source, None), done)
         try:
-            return self._keep(source, done.result())
+            grammar = done.result()
         except GrammarError as error:
             raise ConfigError(f"structured output: {error}") from None
+        with self._lock:
+            self._note(source, grammar)
+        return grammar
 
     def thought_ends(self, texts: tuple[str, ...]) -> ThoughtEnds:
         """Return what finds the end of thoughts in tokens. The first call reads every token.
@@ -175,22 +178,30 @@ class Grammars:
                 backend.no_padding()
                 backend.no_truncation()
                 arguments = (backend.to_str(), self.size, self.eos_token_ids)
-                self._made = make_tokenizer(*arguments), TrialProcess(arguments)
+                trials = TrialProcess(arguments)
+                trials.start()  # both processes read the tokenizer at the same time
+                try:
+                    made = make_tokenizer(*arguments)
+                except ValueError as error:
+                    raise ConfigError(
+                        f"structured output is not possible with this tokenizer: {error}"
+                    ) from None
+                self._made = made, trials
             return self._made
 
     def _find(self, source: Source) -> Grammar | None:
+        """Return a compiled grammar; the caller holds the lock."""
         known = self._known.get(source)
         if known is not None:
-            self._recent[source] = known
-            self._recent.move_to_end(source)
+            self._note(source, known)
         return known
 
-    def _keep(self, source: Source, grammar: Grammar) -> Grammar:
-        with self._lock:
-            self._known[source] = self._recent[source] = grammar
-            if len(self._recent) > KEPT:
-                self._recent.popitem(last=False)
-        return grammar
+    def _note(self, source: Source, grammar: Grammar) -> None:
+        """Make a grammar the most recent one; the caller holds the lock."""
+        self._known[source] = self._recent[source] = grammar
+        self._recent.move_to_end(source)
+        while len(self._recent) > KEPT:
+            self._recent.popitem(last=False)
 
     def _tried(self, source: Source, trial: Future[tuple[str, float]]) -> None:
         error = trial.exception()
@@ -210,9 +221,9 @@ class Grammars:
 
     def _settle(self, source: Source, outcome: Grammar | BaseException) -> None:
         """Answer those who wait for a grammar."""
-        if isinstance(outcome, Grammar):
-            self._keep(source, outcome)
         with self._lock:
+            if isinstance(outcome, Grammar):
+                self._note(source, outcome)
             result = self._waiting.pop(source)
         if isinstance(outcome, GrammarError):
             result.set_exception(ConfigError(f"structured output: {outcome}"))
@@ -256,8 +267,10 @@ class _Compiler:
                 *_, work, done = heapq.heappop(self._queue)
             try:
                 grammar = work()
-            except BaseException as error:
+            except Exception as error:
                 done.set_exception(error)
+            except BaseException:  # a panic of the library
+                done.set_exception(GrammarError("the grammar cannot be compiled: simplify it"))
             else:
                 done.set_result(grammar)
 

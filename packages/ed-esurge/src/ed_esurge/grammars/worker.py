@@ -59,7 +59,7 @@ class Worker:
         self._selector = selectors.DefaultSelector()
         self._waiting: deque[dict[str, Any]] = deque()
         self._running: dict[int, Running] = {}  # by the pipe of the child
-        self._unread = b""
+        self._unread: list[bytes] = []  # the beginning of a line
         self._tokenizer: Any = None
 
     def run(self) -> None:
@@ -80,14 +80,18 @@ class Worker:
     def _read_jobs(self) -> bool:
         """Take what was sent; False at the end of standard input."""
         data = os.read(0, 2**20)
-        *lines, self._unread = (self._unread + data).split(b"\n")
+        self._unread.append(data)
+        if b"\n" not in data:
+            return bool(data)
+        *lines, rest = b"".join(self._unread).split(b"\n")
+        self._unread = [rest]
         for line in lines:
             message = json.loads(line)
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(*message)
             else:
                 self._waiting.append(message)
-        return bool(data)
+        return True
 
     def _start(self, job: dict[str, Any]) -> None:
         source, sink = os.pipe()

@@ -39,7 +39,7 @@ class Guide:
 
     def __init__(self, new: NewSequence, matcher: Any, ends: ThoughtEnds | None) -> None:
         self.matcher, self.ends = matcher, ends
-        self._taken = new.prompt_len
+        self._prompt_len = self._taken = new.prompt_len
         self._proposed: list[int] = []
         self.thought: bytes | None = None if ends is None else b""
         """The last text of the thoughts; None: the grammar has begun."""
@@ -71,9 +71,10 @@ class Guide:
     def check(self) -> None:
         """Note an error of the matcher."""
         if self.error is None and self.matcher.is_error():
+            count = self._taken - self._prompt_len
             self.error = GuideError(
-                f"after {self._taken} tokens, the grammar of the structured output exceeds the "
-                "limits of one step, or allows no token: simplify the grammar"
+                f"after {count} tokens, the grammar of the structured output exceeds the limits of "
+                "one step, or allows no token: simplify the grammar"
             )
 
     def _take(self, tokens: list[int]) -> None:

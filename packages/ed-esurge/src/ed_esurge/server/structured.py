@@ -130,7 +130,7 @@ class Guided(Body):
 def of_tools(
     tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool
 ) -> StructuredOutputs | None:
-    """What a reply must be whose calls are asked for; None: it may call or not."""
+    """Return the form of a reply that must call tools; None if the reply may do without calls."""
     if not tools or choice in (None, "none", "auto"):
         return None
     if isinstance(choice, NamedTool):
@@ -159,7 +159,7 @@ def of_tools(
 
 
 def _moved(schema: Any, prefix: str) -> Any:
-    """A schema whose references are to definitions with a prefix, in another schema."""
+    """Return a schema whose definitions have names with a prefix, for use in another schema."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, prefix) for key, value in schema.items()}
         reference = schema.get("$ref")
