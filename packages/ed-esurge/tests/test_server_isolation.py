@@ -129,7 +129,6 @@ def routes(url) -> set[str]:
         f"{method} {re.sub(':path}', '}', route.path)}"
         for route in app.routes
         for method in route.methods - {"HEAD", "OPTIONS"}
-        if not route.path.startswith(("/docs", "/redoc"))
     }
 
 

@@ -153,7 +153,14 @@ def create_app(
             if tracing is not None:
                 await asyncio.to_thread(tracing.shutdown)
 
-    app = FastAPI(title="ed-esurge", version=server_version(), lifespan=lifespan)
+    # FastAPI's pages at /docs and /redoc load scripts from another host; /openapi.json stays.
+    app = FastAPI(
+        title="ed-esurge",
+        version=server_version(),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.openapi = lambda: openapi.document(server_version())
     app.state.site = site
     errors.install(app)
