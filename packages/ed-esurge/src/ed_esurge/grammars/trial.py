@@ -18,8 +18,8 @@ WALKS, STEPS = 2, 32
 STEP_SECONDS, LOCATE_SECONDS = 0.25, 0.5
 
 
-def try_grammar(tokenizer: Any, source: Source) -> str:
-    """Return the text of a grammar that compiles and whose matcher keeps its limits.
+def compile_grammar(tokenizer: Any, source: Source) -> tuple[str, Any]:
+    """Return a grammar as llguidance reads it, and its matcher.
 
     Args:
         tokenizer: of `ed_esurge.grammars.build.make_tokenizer`.
@@ -36,9 +36,17 @@ def try_grammar(tokenizer: Any, source: Source) -> str:
     matcher = build(tokenizer, text)
     if matcher.is_error():
         raise GrammarError(_refusal(tokenizer, source, matcher.get_error()))
+    return text, matcher
+
+
+def try_matcher(matcher: Any) -> None:
+    """Check that a matcher keeps its limits while it generates tokens at random.
+
+    Raises:
+        GrammarError: the matcher exceeds a limit, or allows no text.
+    """
     for walk in range(WALKS):
         _walk(matcher.deep_copy(), random.Random(walk))
-    return text
 
 
 def _walk(matcher: Any, rng: random.Random) -> None:

@@ -17,17 +17,20 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
-from ed_esurge.grammars.trial import try_grammar
+from ed_esurge.grammars.trial import compile_grammar, try_matcher
 
-# Of one job: processor time, wall time, wall time while others wait, memory beyond the process's
-# own, and stack. The engine compiles what has passed on four times that stack.
-CPU_SECONDS, WALL_SECONDS, BUSY_SECONDS = 2.0, 30.0, 1.0
-MEMORY, STACK = 2**30, 2**25
+# Of one job: processor time, wall time, wall time while others wait, and memory beyond the
+# process's own.
+CPU_SECONDS, WALL_SECONDS, BUSY_SECONDS, MEMORY = 2.0, 30.0, 1.0, 2**30
+# Stack for compiling and for the steps of a matcher. The engine has four times as much for the one
+# and twice as much for the other, so what passes here does not overflow a stack there.
+STACK, STEP_STACK = 2**25, 2**20
 # Jobs at the same time.
 CHILDREN = 4
 
@@ -134,18 +137,29 @@ def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
     """Run one job in a child. An answer without its line end is not whole, and does not count."""
     _limit()
     answer: dict[str, Any] = {}
+    made: list[tuple[str, Any]] = []
 
-    def attempt() -> None:
+    def compile_it() -> None:
+        made.append(compile_grammar(tokenizer, (job["kind"], job["content"])))
+
+    def try_it() -> None:
+        ((text, matcher),) = made
+        try_matcher(matcher)
+        answer.update(text=text, seconds=time.process_time())
+
+    def attempt(work: Callable[[], None]) -> None:
         try:
-            text = try_grammar(tokenizer, (job["kind"], job["content"]))
-            answer.update(text=text, seconds=time.process_time())
+            work()
         except GrammarError as error:
             answer["error"] = str(error)
 
-    threading.stack_size(STACK)
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
+    for size, work in ((STACK, compile_it), (STEP_STACK, try_it)):
+        threading.stack_size(size)
+        thread = threading.Thread(target=attempt, args=(work,))
+        thread.start()
+        thread.join()
+        if not made:
+            break
     if answer:
         _write(sink, json.dumps(answer).encode() + b"\n")
 
