@@ -256,6 +256,8 @@ def damaged_buffer(rng: np.random.Generator, buffer: Buffer) -> tuple[Buffer, bo
         unread = buffer.free_shape or (buffer.may_be_empty and 0 in buffer.shape)
         valid = dtype == buffer.dtype or dtype in buffer.free_dtypes or unread
         return replace(buffer, dtype=dtype), not valid
+    if rank == 0:  # of an earlier damage
+        return replace(buffer, shape=(2,)), True
     axis = int(rng.integers(rank))
     if kind == "rank":
         longer = bool(rng.integers(2))
