@@ -10,7 +10,7 @@ from ed_elarge import eLargeModel
 
 from tests.parity.chat_families import AGAIN, ANSWER, FAMILIES, SIX, USER
 
-STEPS = 60
+STEPS = 150
 #: Runs by default: the template without an end token.
 DEFAULT = "without_end"
 
@@ -33,9 +33,9 @@ def test_a_model_trained_on_chats_stops_by_itself(tmp_path, monkeypatch, name):
             "model": {
                 "config": {
                     "model_type": "llama",
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 1,
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 2,
                     "num_attention_heads": 4,
                     "num_key_value_heads": 2,
                     "max_position_embeddings": 512,
@@ -51,7 +51,7 @@ def test_a_model_trained_on_chats_stops_by_itself(tmp_path, monkeypatch, name):
                 "trainer_type": "sft",
                 "max_training_steps": STEPS,
                 "total_batch_size": 2,
-                "learning_rate": 2e-2,
+                "learning_rate": 5e-3,
                 "save_directory": "run",
                 "use_tensorboard": False,
                 "progress_bar_type": "none",

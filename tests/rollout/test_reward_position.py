@@ -85,3 +85,12 @@ def test_scores_of_training_pairs_are_those_of_sampled_answers(tmp_path, monkeyp
     scores = sampler.score(completions, completions.rows(LENGTH), weights)
     np.testing.assert_allclose(scores.each[:, 0], trained, atol=1e-5)
     assert abs(trained[0] - trained[1]) > 1e-4
+
+    # A long prompt keeps its end, as with `truncation_side="left"` of transformers.
+    tokenizer.truncation_side = "left"
+    cut = tokenizer.apply_chat_template(
+        [USER], add_generation_prompt=True, truncation=True, max_length=6
+    )["input_ids"]
+    sampler.arguments = arguments.replace(max_prompt_length=6)
+    completions = sampler.complete(prompts.batch_at(0), weights, number=0)
+    assert completions.prompt_ids == [cut, cut]

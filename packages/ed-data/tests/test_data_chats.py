@@ -228,3 +228,26 @@ def test_other_tools_are_other_data(tokenizer, mixture):
     path = mixture().informs[0].files[0]
     with pytest.raises(DataError, match="sources"):
         state(tools=None).load_state_dict(state().state_dict())
+
+
+@pytest.mark.parametrize("format", ["json", "parquet"])
+def test_saved_chats_keep_their_tools(tokenizer, mixture, jsonl, tmp_path, format):
+    """Saved documents are rows again, with the same tokens."""
+    made = with_template(tokenizer, SHOWING)
+    informs = [{"data_files": jsonl([ROW]), "content_field": "messages"}]
+    saving = {"path": tmp_path / "out", "format": format}
+    options = mixture([], informs=informs, pack_tokens=False, save=saving)
+    first = build_loader(options, made, seq_length=256).batch_at(0)
+    (path,) = (tmp_path / "out").glob("train-*")
+    again = mixture([], informs=[{"data_files": path, "content_field": "text"}])
+    second = build_loader(again.replace(pack_tokens=False), made, seq_length=256).batch_at(0)
+    assert first["input_ids"].tolist() == second["input_ids"].tolist()
+
+
+def test_a_table_cannot_take_tools_that_its_first_rows_lack(tokenizer, mixture, jsonl, tmp_path):
+    rows = [{"messages": CHAT}] * 1024 + [ROW]
+    informs = [{"data_files": jsonl(rows), "content_field": "messages"}]
+    saving = {"path": tmp_path / "out"}
+    options = mixture([], informs=informs, pack_tokens=False, save=saving)
+    with pytest.raises(DataError, match="a later row has the fields chat_template_kwargs, tools"):
+        build_loader(options, with_template(tokenizer, SHOWING), seq_length=256)

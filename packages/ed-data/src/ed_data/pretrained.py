@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Mixture
 from ed_data.errors import DataError
@@ -93,7 +93,9 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, eos: int) -> dict[int, str]:
         tokenizer: one of transformers.
         eos: the id that ends a document, which may end a turn in any case.
     """
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    other = {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-    ids = sorted(({*added, *tokenizer.all_special_ids} - other) | {eos})
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    own = tokenizer.eos_token_id
+    other: list[Any] = [tokenizer.bos_token_id, tokenizer.unk_token_id]
+    kept = {i for i in (*added, *tokenizer.all_special_ids) if i == own or i not in other}
+    ids = sorted(kept | {eos})
     return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))

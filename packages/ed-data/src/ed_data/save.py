@@ -19,6 +19,7 @@ from ed_data.errors import DataError
 from ed_data.prepare import default_cache_dir, file_cache, read_documents
 from ed_data.schema import TEXT, Row, Schema
 from ed_data.sources.files import is_local
+from ed_data.template import template_fields
 from ed_data.tokenize import Encoder
 from ed_data.visual import Image
 
@@ -179,7 +180,8 @@ def _document_rows(
                     fields = {**fields, mixture.image_target_field: _saved(document.image)}
                 values = zip(schema.values, document.values, strict=True)
                 fields = {**fields, **{v.field: value for v, value in values}}
-                row = {**fields, **document.extra, "source": inform.label}
+                shown = template_fields(document.template)
+                row = {**fields, **shown, **document.extra, "source": inform.label}
                 if encoder is not None:
                     row.update((name, next(tokens).tolist()) for name in names)
                 yield row
@@ -274,6 +276,14 @@ class _Writer:
                 "use format json, or drop the field from additional_fields",
                 ("save", "format"),
             ) from error
+        added = set[str]().union(*rows) - {*table.schema.names}
+        if added:
+            raise DataError(
+                f"mixture.save: a later row has the fields {', '.join(sorted(added))}, which the "
+                f"first rows of the {self._options.format} file do not have; use format json, or "
+                "give every row the fields in format_callback",
+                ("save", "format"),
+            )
         if self._table is None:
             self._schema = table.schema
             self._stream = self._fs.open(self._path, "wb")

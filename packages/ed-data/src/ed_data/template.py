@@ -63,6 +63,13 @@ def template_arguments(row: Row, where: str) -> dict[str, Any]:
     return arguments
 
 
+def template_fields(arguments: Mapping[str, Any]) -> Row:
+    """Return the fields of a row that give these arguments, as JSON text."""
+    kwargs = {name: value for name, value in arguments.items() if name != TOOLS}
+    fields = {TOOLS: arguments.get(TOOLS), KWARGS: kwargs}
+    return {name: json.dumps(value) for name, value in fields.items() if value}
+
+
 def _parsed(value: Any, name: str, where: str) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
