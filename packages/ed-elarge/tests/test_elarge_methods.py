@@ -53,6 +53,31 @@ def test_models_beside_the_learner() -> None:
     assert "reference_model.name_or_path: no such directory" in said
 
 
+def test_reward_functions_are_found_beside_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, current = tmp_path / "project", tmp_path / "current"
+    for folder in (project, current):
+        folder.mkdir()
+    monkeypatch.chdir(current)
+    (project / "beside.py").write_text("def short(completions):\n    return [1.0]\n")
+    names = ["beside.py:short", "beside:short", "beside.py:shrot", "absent.py:short", "absent:f"]
+    changes: dict[str, Any] = {
+        "mixture__pack_tokens": False,
+        "trainer__trainer_type": "grpo",
+        "trainer__reward_functions": names,
+    }
+    (project / "run.yaml").write_text(json.dumps(with_changes(**changes)))
+    with pytest.raises(InputError) as caught:
+        eLargeModel.from_yaml(project / "run.yaml").validate()
+    said = str(caught.value)
+    assert "reward_functions[0]" not in said and "reward_functions[1]" not in said
+    assert "'beside.py' has no 'shrot'; did you mean 'short'?" in said
+    searched = f"searched: {project}, {current}"
+    assert f"reward_functions[3]: there is no file 'absent.py'; {searched}. Write" in said
+    assert f"reward_functions[4]: there is no module 'absent'; {searched}, and the" in said
+
+
 def test_what_generates_is_a_language_model() -> None:
     said = problems(trainer__trainer_type="reward", actions=["train", "generate"])
     assert "trains a model for 'sequence-classification', which generates nothing" in said

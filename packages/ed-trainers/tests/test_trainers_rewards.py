@@ -62,7 +62,7 @@ def test_an_entry_point_gives_a_function(monkeypatch):
 def test_names_that_lead_nowhere():
     for entry, said in [
         ("exactt", "did you mean 'exact'"),
-        ("no_such_module:f", "cannot be imported .* write module:function"),
+        ("no_such_module:f", "cannot be imported: there is no module .* or module:function"),
         ("online_runs:nothing", "cannot be imported"),
         ({"regex": {"patern": "x"}}, "did you mean 'pattern'"),
         ({"online_runs:words": {"bonuss": 1}}, "did you mean 'bonus'"),

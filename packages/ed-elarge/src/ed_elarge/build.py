@@ -322,6 +322,7 @@ def trainer(elm: eLargeModel) -> Trainer:
     that knows both the trainer and the engine.
     """
     from ed_trainers.methods import trainer_class
+    from ed_trainers.options.online import RewardedArguments
 
     from ed_elarge.stopping import stop_after_answers
 
@@ -338,6 +339,8 @@ def trainer(elm: eLargeModel) -> Trainer:
 
         benchmark = EngineBenchmark(elm)
     more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
+    if isinstance(arguments, RewardedArguments):
+        more["reward_folders"] = (run.folder,)
     method = trainer_class(run.method)
     return method(
         arguments,

@@ -108,6 +108,12 @@ class RunConfig:
         return Path(self.trainer.save_directory) if self.trainer is not None else Path()
 
     @property
+    def folder(self) -> Path:
+        """Folder of the run file; the working directory where the run comes from no file."""
+        file = Path(self.document.name)
+        return file.absolute().parent if file.is_file() else Path.cwd()
+
+    @property
     def method(self) -> str:
         """The method of the trainer, such as `sft`; empty without one."""
         kind = type(self.trainer)

@@ -87,17 +87,20 @@ class Summary:
         if self.directory is not None:
             self._keep(self.directory)
             console.print(self._places(self.directory), soft_wrap=True, markup=False)
+        elif self.results is not None:
+            console.print(f"evaluation  {self.results}", soft_wrap=True, markup=False)
 
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = []
         if "steps" in self.metrics:
             rows.append(("steps", f"{self.metrics['steps']:.0f}", ""))
-        if "train_loss" in self.metrics:
-            rows.append(("training loss", f"{self.metrics['train_loss']:.4f}", ""))
+        # The trainer gives `train_<name>` of the figures that its method's progress shows.
+        names = [n.removeprefix("train_") for n in self.metrics if n.startswith("train_")]
+        rows += [(f"training {n}", f"{self.metrics[f'train_{n}']:.4f}", "") for n in names]
         learned = self.learned
         if learned is None:
-            held_out = {n: v for n, v in self.metrics.items() if n.startswith("eval_")}
-            rows += [(f"held-out {n[5:]}", f"{v:.4f}", "") for n, v in held_out.items()]
+            shown = [n for n in (*names, "perplexity") if f"eval_{n}" in self.metrics]
+            rows += [(f"held-out {n}", f"{self.metrics[f'eval_{n}']:.4f}", "") for n in shown]
         if learned is not None:
             of = f"nats per token, over {learned.tokens:,} held-out tokens"
             rows += [

@@ -21,7 +21,7 @@ from ed_infra.chats import read_chat_template
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_trainers.options.online import RewardedArguments, RewardName
 from ed_trainers.options.self_play import SelfPlayArguments
-from ed_trainers.rewards import check_name, wrong_settings
+from ed_trainers.rewards import check_name, user_code, wrong_settings
 from ed_trainers.rewards.rules import RULES
 
 from ed_elarge import architectures
@@ -119,7 +119,10 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
     for here, entry in entries:
         name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if ":" in name:
-            yield from (Problem(here, message) for message in _not_importable(name))
+            spec = user_code.find(name, (run.folder,))
+            missing = user_code.why_not_found(name, (run.folder,))
+            messages = [missing] if spec is None else _without_attribute(spec, name)
+            yield from (Problem(here, message) for message in messages)
             continue
         try:
             check_name(name)
@@ -211,12 +214,19 @@ def _exists(file: str) -> bool:
 
 def _not_importable(address: str) -> Iterator[str]:
     """Why `module:attribute` is not there, as far as the module's source tells."""
-    module, _, attribute = address.partition(":")
+    module = address.partition(":")[0]
     spec = _spec(module)
     if spec is None:
         yield f"there is no module {module!r}"
-    elif spec.origin is not None and spec.origin.endswith(".py"):
+    else:
+        yield from _without_attribute(spec, address)
+
+
+def _without_attribute(spec: ModuleSpec, address: str) -> Iterator[str]:
+    """Why `module:attribute` is not in the module, as far as the module's source tells."""
+    if spec.origin is not None and spec.origin.endswith(".py"):
         source = Path(spec.origin).read_text("utf-8", errors="replace")
+        module, _, attribute = address.rpartition(":")
         name = attribute.partition(".")[0]
         dynamic = re.search(r"^[^'\"#]*(import \*|def __getattr__|globals\()", source, re.MULTILINE)
         if not dynamic and not re.search(rf"\b{re.escape(name)}\b", source):

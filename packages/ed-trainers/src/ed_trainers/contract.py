@@ -266,6 +266,7 @@ class Method:
         statistics: means that the loss reads, over the whole step or the whole evaluation. They
             are in its batch by name; a batch without them is a whole step.
         whole_batches: whether `prepare` looks beyond a row, so that each process must read all.
+        progress_columns: names of the figures that the terminal and the summary show.
     """
 
     prepare: Callable[[HostBatch], dict[str, np.ndarray]]
@@ -275,3 +276,4 @@ class Method:
     per_token: bool = True
     statistics: Statistics | None = None
     whole_batches: bool = False
+    progress_columns: tuple[str, ...] = ("loss",)

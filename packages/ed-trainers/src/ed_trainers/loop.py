@@ -137,7 +137,8 @@ class TrainingLoop:
             state = state.init_tx(tx)
         self.step = int(state.step)
         self.log.restart(self.step)
-        self.progress = Progress(self.arguments.progress_bar_type, total=self.total, done=self.step)
+        kind, columns = self.arguments.progress_bar_type, self.job.method.progress_columns
+        self.progress = Progress(kind, total=self.total, done=self.step, columns=columns)
         if restored is not None:
             self._say(f"resumed from step {self.step} of {self.total}")
         self._train_step: TrainStep = build_train_step(
@@ -249,7 +250,8 @@ class TrainingLoop:
         rate = self.meter.tokens_per_second
         assert self.progress is not None
         shows = step % self.arguments.report_steps == 0 or step in (1, self.total)
-        self.progress.step(step, {**figures, "tokens_per_second": rate or 0.0} if shows else None)
+        shown = {**figures, **of_batch, "tokens_per_second": rate or 0.0} if shows else None
+        self.progress.step(step, shown)
         if step % self.arguments.log_steps and step not in (1, self.total):
             return
         del figures["weight"]
@@ -301,7 +303,7 @@ class TrainingLoop:
         seconds = time.monotonic() - began
         self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
         self.progress.step(self.step)
-        self._say(f"step {self.step}: eval_loss {metrics['eval_loss']:.4f}")
+        self.progress.evaluated(self.step, metrics)
         self.job.notify("on_evaluate", metrics)
 
     def _save_is_due(self) -> bool:
@@ -379,8 +381,8 @@ class TrainingLoop:
         trained = self.log.last(evaluation=False) or {}
         evaluated = self.log.last(evaluation=True) or {}
         summary: dict[str, float] = {"steps": self.step}
-        if "loss" in trained:
-            summary["train_loss"] = trained["loss"]
+        columns = self.job.method.progress_columns
+        summary |= {f"train_{name}": trained[name] for name in columns if name in trained}
         summary |= {name: value for name, value in evaluated.items() if name.startswith("eval_")}
         return summary | self.meter.summary()
 

@@ -43,10 +43,10 @@ class TrainerOutput:
 
     Attributes:
         state: parameters and optimizer state after the last step.
-        metrics: `train_loss` (of the last logged step), `eval_loss` and the other figures of the
-            last evaluation, `steps`, `seconds`, `tokens_per_second` of this process; what the
-            seconds went into (`productive_seconds`, `compile_seconds`, ...) and `goodput`, the
-            share of the first.
+        metrics: of the last logged step `train_loss`, and `train_<name>` of the other progress
+            columns of the method; `eval_loss` and the other figures of the last evaluation;
+            `steps`, `seconds`, `tokens_per_second` of this process; what the seconds went into
+            (`productive_seconds`, `compile_seconds`, ...) and `goodput`, the share of the first.
         checkpoint_path: newest checkpoint, if there is one.
         best_checkpoint_path: the one whose evaluation was best, if any was evaluated.
         save_directory: where everything is; the model, if it was saved, is in `model` under it.
@@ -95,6 +95,8 @@ class Trainer(ABC):
     #: Whether the method's own term of the loss is a mean over tokens, in nats: then an evaluation
     #: reports the perplexity.
     per_token: ClassVar[bool] = True
+    #: Names of the figures that the terminal and the summary show, the most telling one first.
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss",)
     #: Means over a whole step or evaluation that the loss reads; see `Method.statistics`.
     statistics: Statistics | None = None
 
@@ -145,6 +147,7 @@ class Trainer(ABC):
             per_token=self.per_token,
             statistics=self.statistics,
             whole_batches=self.whole_batches,
+            progress_columns=self.progress_columns,
         )
         self.feed = None if train_dataset is None else self.feed_of(train_dataset)
         self.evaluator: Evaluator | None = None

@@ -1,11 +1,11 @@
-"""What a person sees while training runs: a bar with loss, tokens/s and time left, and messages."""
+"""The terminal while training runs: a bar with the method's figures and tokens/s, and messages."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,11 @@ class Progress:
         kind: "rich" (a bar, or a line for each metrics row), "json" (each row as JSON) or "none".
         total: steps of the whole run.
         done: steps done before this process began.
+        columns: names of the figures that are shown; a row without a figure leaves its column out.
     """
 
-    def __init__(self, kind: str, *, total: int, done: int = 0):
-        self._kind, self._total = kind, total
+    def __init__(self, kind: str, *, total: int, done: int = 0, columns: Sequence[str] = ("loss",)):
+        self._kind, self._total, self._columns = kind, total, tuple(columns)
         self._bar: Bar | None = None
         self._mute = jax.process_index() != 0
         if self._mute or kind != "rich":
@@ -49,13 +50,11 @@ class Progress:
         self._bar.start()
 
     def step(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Move the bar to a step; show `loss` and `tokens_per_second` where `figures` has them."""
+        """Move the bar to a step; show the columns and `tokens_per_second` of `figures`."""
         if self._bar is None:
             return
         if figures is not None:
-            rate = figures.get("tokens_per_second")
-            speed = f"  {rate:,.0f} tokens/s" if rate else ""
-            self._figures = f"loss {figures['loss']:.4f}{speed}"
+            self._figures = self._shown(figures)
         self._bar.update(self._train, completed=step, figures=self._figures)
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -65,15 +64,25 @@ class Progress:
         if self._kind == "json":
             _print(json.dumps(dict(row)))
         elif self._kind == "plain" and "loss" in row:
-            rate = row.get("tokens_per_second")
-            speed = f"  {rate:,.0f} tokens/s" if rate else ""
-            _print(f"step {row['step']}/{self._total}  loss {row['loss']:.4f}{speed}")
+            _print(f"step {row['step']}/{self._total}  {self._shown(row)}")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the columns of an evaluation, whose figures begin with `eval_`."""
+        names = dict.fromkeys(("loss", *self._columns))
+        shown = [(name, metrics.get(f"eval_{name}")) for name in names]
+        parts = [f"eval_{name} {value:.4f}" for name, value in shown if value is not None]
+        self.say(f"step {step}: {'  '.join(parts)}")
 
     def evaluating(self, done: int, total: int | None) -> None:
         """Show how far an evaluation is."""
         if self._bar is not None:
             of = f"/{total}" if total else ""
             self._bar.update(self._train, figures=f"evaluating {done}{of}")
+
+    def _shown(self, figures: Mapping[str, float]) -> str:
+        parts = [f"{name} {figures[name]:.4f}" for name in self._columns if name in figures]
+        rate = figures.get("tokens_per_second")
+        return "  ".join([*parts, *([f"{rate:,.0f} tokens/s"] if rate else [])])
 
     def say(self, message: str) -> None:
         """Print a message, above the bar if there is one."""

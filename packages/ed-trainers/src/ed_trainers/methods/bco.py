@@ -28,6 +28,12 @@ class BCOTrainer(LabelledTrainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = BCOArguments
     arguments: BCOArguments
+    progress_columns: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "delta",
+        "rewards/chosen",
+        "rewards/rejected",
+    )
 
     def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
         """Mean rewards of good and of bad answers."""

@@ -38,6 +38,7 @@ class DistillationTrainer(Trainer):
     arguments_class: ClassVar[type[TrainingArguments]] = DistillationArguments
     frozen_models: ClassVar[tuple[str, ...]] = ("teacher",)
     arguments: DistillationArguments
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "distillation_loss", "ce_loss")
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Shift labels by one, within segments; see `next_token_batch`."""

@@ -38,6 +38,7 @@ class EmbeddingTrainer(Trainer):
     arguments_class: ClassVar[type[TrainingArguments]] = EmbeddingArguments
     arguments: EmbeddingArguments
     per_token: ClassVar[bool] = False
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     _pairs_of_a_row = 1
 
     @property

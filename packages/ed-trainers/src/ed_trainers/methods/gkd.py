@@ -42,6 +42,7 @@ class GKDTrainer(OnlineTrainer):
     arguments_class: ClassVar[type[TrainingArguments]] = GKDArguments
     frozen_models: ClassVar[tuple[str, ...]] = ("teacher",)
     arguments: GKDArguments
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "nll_loss", "completions/mean_length")
 
     def generate(self, batch: HostBatch, weights: Weights, number: int) -> Generation:
         """See `OnlineTrainer.generate`; `on_policy` is 1 where the student completed."""

@@ -43,6 +43,12 @@ class KTOTrainer(LabelledTrainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = KTOArguments
     arguments: KTOArguments
+    progress_columns: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "kl",
+        "rewards/chosen",
+        "rewards/rejected",
+    )
 
     @property
     def whole_batches(self) -> bool:

@@ -32,6 +32,12 @@ class NashMDTrainer(SelfPlayTrainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = NashMDArguments
     arguments: NashMDArguments
+    progress_columns: ClassVar[tuple[str, ...]] = (
+        "reward",
+        "rewards/accuracies",
+        "objective/kl",
+        "loss",
+    )
 
     def opponent(self, models: Models) -> object:
         """The mixture."""

@@ -46,6 +46,7 @@ class PairTrainer(Trainer):
 
     arguments: PairArguments
     per_token: ClassVar[bool] = False
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Stack the pairs, [b, 2, s]; see `pair_batch`."""

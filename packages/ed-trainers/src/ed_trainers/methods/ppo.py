@@ -58,6 +58,12 @@ class PPOTrainer(RewardedTrainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = PPOArguments
     arguments: PPOArguments
+    progress_columns: ClassVar[tuple[str, ...]] = (
+        "reward",
+        "objective/kl",
+        "completions/mean_length",
+        "loss",
+    )
 
     def __init__(
         self, arguments: PPOArguments, model: LanguageModel | EasyDeLState, *given: Any, **more: Any

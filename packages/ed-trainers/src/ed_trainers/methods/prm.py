@@ -34,6 +34,7 @@ class PRMTrainer(Trainer):
     arguments_class: ClassVar[type[TrainingArguments]] = PRMArguments
     arguments: PRMArguments
     per_token: ClassVar[bool] = False
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Make `targets` int32 and `weights` float32 [b, s] of the steps' labels.

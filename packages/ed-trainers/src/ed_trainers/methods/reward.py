@@ -35,6 +35,7 @@ class RewardTrainer(Trainer):
     arguments_class: ClassVar[type[TrainingArguments]] = RewardArguments
     arguments: RewardArguments
     per_token: ClassVar[bool] = False
+    progress_columns: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
 
     def prepare(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """Stack the pairs, [b, 2, s], with `last`, 1 at the token whose score counts."""

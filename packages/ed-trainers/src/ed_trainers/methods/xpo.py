@@ -32,6 +32,7 @@ class XPOTrainer(SelfPlayTrainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = XPOArguments
     arguments: XPOArguments
+    progress_columns: ClassVar[tuple[str, ...]] = ("reward", "rewards/won", "objective/kl", "loss")
 
     def opponent(self, models: Models) -> object:
         """The reference."""

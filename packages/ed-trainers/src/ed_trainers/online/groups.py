@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,32 @@ import numpy as np
 from ed_infra.outputs import Metric
 
 from ed_trainers.contract import Batch, Models
+from ed_trainers.feed import HostBatch
 from ed_trainers.losses.policy import Policy
 from ed_trainers.online.completions import Completions
+from ed_trainers.online.feed import Generation
 from ed_trainers.online.rewarded import RewardedTrainer, Scores
+from ed_trainers.online.trainer import HELD_OUT
 from ed_trainers.options.groups import GroupArguments
 from ed_trainers.rollout import Weights
+
+#: Steps in a row without a difference between the rewards of any group, after which a warning says
+#: so.
+EQUAL_STEPS = 10
 
 
 class GroupTrainer(RewardedTrainer):
     """Makes rows with an advantage each."""
 
+    _equal_steps = 0
+
     arguments: GroupArguments
+    progress_columns: ClassVar[tuple[str, ...]] = (
+        "reward",
+        "kl",
+        "completions/mean_length",
+        "loss",
+    )
 
     @property
     def keeps_old(self) -> bool:
@@ -38,6 +54,18 @@ class GroupTrainer(RewardedTrainer):
     def compares_samples(self) -> bool:
         """Whether the rollout's log-probabilities are compared with the trainer's."""
         return False
+
+    def generate(self, batch: HostBatch, weights: Weights, number: int) -> Generation:
+        """See `OnlineTrainer.generate`; warn where the rewards teach nothing for many steps."""
+        made = super().generate(batch, weights, number)
+        if number == HELD_OUT:
+            return made
+        before, steps = self._equal_steps, self.arguments.updates_per_generation
+        equal = made.figures["frac_reward_zero_std"] == 1
+        self._equal_steps = before + steps if equal else 0
+        if before < EQUAL_STEPS <= self._equal_steps and jax.process_index() == 0:
+            print(_equal_rewards(made.rows["rewards"], self._equal_steps), flush=True)
+        return made
 
     @abstractmethod
     def advantages(self, scores: Scores, rows: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -94,6 +122,19 @@ class GroupTrainer(RewardedTrainer):
         if self.arguments.has_reference:
             out["reference_logps"] = self.policy(models["reference"], batch)[1].logps
         return out
+
+
+def _equal_rewards(rewards: np.ndarray, steps: int) -> str:
+    """The warning about groups whose completions all have the same reward."""
+    seen = ", ".join(f"{value:g}" for value in np.unique(rewards)[:3])
+    return (
+        f"warning: for {steps} steps in a row, all completions of each prompt had equal rewards "
+        f"(the last ones: {seen}). The advantages are 0, so the model learns nothing from them. "
+        "Check that the reward functions read the completions in the shape they get (with chat "
+        "prompts a completion is a list of messages), that the task is neither too hard nor "
+        "solved, that max_completion_length is long enough, and that temperature is high enough "
+        "for completions to differ"
+    )
 
 
 def old_logps(batch: Batch, policy: Policy) -> jax.Array:

@@ -10,6 +10,7 @@ Legend: n completions, k rewards of each, s positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -64,6 +65,8 @@ class RewardedTrainer(SyncedReference, OnlineTrainer):
     Args:
         reward_functions: in place of those that the arguments name; for functions that have no
             name.
+        reward_folders: where the files and modules of named functions are searched, before the
+            working directory.
 
     Raises:
         ConfigError: nothing gives rewards, or the number of weights is another one.
@@ -76,9 +79,11 @@ class RewardedTrainer(SyncedReference, OnlineTrainer):
         self,
         *given: Any,
         reward_functions: Sequence[RewardFunction] = (),
+        reward_folders: Sequence[str | Path] = (),
         **more: Any,
     ):
         self._given_functions = tuple(reward_functions)
+        self._reward_folders = tuple(reward_folders)
         super().__init__(*given, **more)
 
     def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
@@ -89,7 +94,7 @@ class RewardedTrainer(SyncedReference, OnlineTrainer):
         """
         arguments = self.arguments
         functions = self._given_functions or arguments.reward_functions
-        self.rewards = Rewards(functions)
+        self.rewards = Rewards(functions, self._reward_folders)
         names = self.rewards.names
         self.has_reward_model = REWARD in models
         if self.has_reward_model:

@@ -57,7 +57,7 @@ class SelfPlayTrainer(RewardedTrainer):
     def frozen_of(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
         """See `RewardedTrainer.frozen_of`; a judge takes the place of what scores."""
         judge = self.arguments.judge
-        self._judge = None if judge is None else Rewards((judge,))
+        self._judge = None if judge is None else Rewards((judge,), self._reward_folders)
         if self._judge is None:
             return super().frozen_of(models)
         return self.with_reference(models)

@@ -71,7 +71,8 @@ def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str | dict) else value
 
 
-#: A rule of `ed_trainers.rewards`, `module:function`, or either with settings: `{name: {…}}`.
+#: A rule of `ed_trainers.rewards`, `path/file.py:function`, `module:function`, or one of these with
+#: settings: `{name: {…}}`.
 RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
@@ -88,8 +89,9 @@ class RewardedArguments(OnlineArguments, SyncArguments):
     beta: NotNegative = 0.04
     """How much the divergence from the reference counts; 0 reads no reference."""
     reward_functions: RewardNames = ()
-    """What scores completions: `module:function`, a rule (`exact`, `number`, `regex`,
-    `math_answer`, `format`), or an entry point of `easydel.rewards`; with settings as
+    """What scores completions: `path/file.py:function` or `module:function`, searched in the run
+    file's folder and the working directory; a rule (`exact`, `number`, `regex`, `math_answer`,
+    `format`); or an entry point of `easydel.rewards`; with settings as
     `{NAME: {setting: value}}`. The section `reward_model` comes after them."""
     reward_weights: tuple[float, ...] | None = None
     """Factor on each reward, the reward model's last; None is 1 for all."""

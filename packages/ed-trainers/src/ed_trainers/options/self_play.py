@@ -22,9 +22,10 @@ class SelfPlayArguments(RewardedArguments):
     beta: Positive = 0.1
     """How much a log-ratio to the reference counts: a higher value stays nearer to it."""
     judge: str | None = None
-    """`module:function` that compares two completions of each prompt, in place of scores. It is
-    called as reward functions are, with `completions` of the learner and `others` of the other
-    policy, and returns for each prompt the probability that the learner's is the better one."""
+    """`path/file.py:function` or `module:function` that compares two completions of each prompt, in
+    place of scores. It is found and called as reward functions are, with `completions` of the
+    learner and `others` of the other policy, and returns for each prompt the probability that the
+    learner's is the better one."""
     missing_eos_penalty: NotNegative | None = None
     """Taken off the score of a completion that the longest length cut."""
 

@@ -1,4 +1,4 @@
-"""Rewards of completions: functions of Python, by their names, and the rules of this package.
+"""Rewards of completions: Python functions by their names, and the rules of this package.
 
 A reward function is called with keywords, `prompts`, `completions`, `completion_ids` and the fields
 of the rows of data by their names, each a list with one entry for each completion; it gets those
@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 import numpy as np
@@ -23,6 +23,7 @@ from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from pydantic import TypeAdapter, ValidationError
 
 from ed_trainers.options.online import RewardName
+from ed_trainers.rewards import user_code
 from ed_trainers.rewards.rules import RULES
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -66,8 +67,14 @@ class Completed(Protocol):
     def __len__(self) -> int: ...
 
 
-def reward_function(entry: RewardName | RewardFunction) -> tuple[str, RewardFunction]:
+def reward_function(
+    entry: RewardName | RewardFunction, folders: Sequence[str | Path] = ()
+) -> tuple[str, RewardFunction]:
     """Return the name and the function of an entry of `reward_functions`.
+
+    Args:
+        entry: a name, a name with settings, or a function.
+        folders: where files and modules are searched, before the working directory.
 
     Raises:
         ConfigError: there is no such function, or a setting is not one of its parameters, is no
@@ -77,24 +84,18 @@ def reward_function(entry: RewardName | RewardFunction) -> tuple[str, RewardFunc
         inner = entry.func if isinstance(entry, functools.partial) else entry
         return str(getattr(inner, "__name__", type(inner).__name__)), entry
     name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-    function = _by_name(name)
+    function = _by_name(name, folders)
     for _, message in wrong_settings(name, function, settings):
         raise ConfigError(message)
     short = name.rsplit(":", 1)[-1]
     return short, functools.partial(function, **settings) if settings else function
 
 
-def _by_name(name: str) -> RewardFunction:
+def _by_name(name: str, folders: Sequence[str | Path]) -> RewardFunction:
     if name in RULES:
         return RULES[name]
     if ":" in name:
-        try:
-            return pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"reward function {name!r} cannot be imported ({error}): write module:function, of "
-                "a module that this Python finds (PYTHONPATH, or the working directory)"
-            ) from error
+        return user_code.load(name, folders)
     check_name(name)
     return _added()[name].load()
 
@@ -152,13 +153,18 @@ class Rewards:
 
     Args:
         entries: names or functions.
+        folders: where files and modules are searched, before the working directory.
 
     Raises:
         ConfigError: a name leads nowhere.
     """
 
-    def __init__(self, entries: Sequence[RewardName | RewardFunction]):
-        self._functions = [reward_function(entry) for entry in entries]
+    def __init__(
+        self,
+        entries: Sequence[RewardName | RewardFunction],
+        folders: Sequence[str | Path] = (),
+    ):
+        self._functions = [reward_function(entry, folders) for entry in entries]
         names = [name for name, _ in self._functions]
         #: Of the functions; one that is there twice has a number behind it.
         self.names: tuple[str, ...] = tuple(

@@ -1,0 +1,123 @@
+"""Functions in the user's own code: `path/file.py:function` and `module:function`.
+
+Paths and modules are searched in the given folders (that of the run file), then in the working
+directory. Modules may also be those of installed packages, which come first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+from ed_infra.errors import ConfigError
+
+
+def searched(folders: Iterable[str | Path] = ()) -> tuple[Path, ...]:
+    """Return the folders, then the working directory; absolute, each once."""
+    places = [Path(folder).expanduser().absolute() for folder in folders]
+    return tuple(dict.fromkeys([*places, Path.cwd()]))
+
+
+def is_file_address(address: str) -> bool:
+    """Whether an address is `path/file.py:function`."""
+    return address.rpartition(":")[0].endswith(".py")
+
+
+def find(address: str, folders: Sequence[str | Path] = ()) -> ModuleSpec | None:
+    """Return where the code of an address is, without importing anything; None if nowhere."""
+    name = address.rpartition(":")[0]
+    places = searched(folders)
+    if is_file_address(address):
+        paths = (place / Path(name).expanduser() for place in places)
+        path = next((path for path in paths if path.is_file()), None)
+        # The name is unlikely to be that of another module, and the same in each process.
+        private = None if path is None else f"{path.stem}_{crc32(str(path).encode()):08x}"
+        return None if private is None else spec_from_file_location(private, path)
+    top, *rest = name.split(".")
+    importlib.invalidate_caches()
+    try:
+        spec = find_spec(top) or PathFinder.find_spec(top, list(map(str, places)))
+    except ValueError:  # a module without a file, such as the notebook of the user
+        return ModuleSpec(top, None) if not rest else None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        top = f"{top}.{part}"
+        spec = PathFinder.find_spec(top, list(spec.submodule_search_locations))
+    return spec
+
+
+def why_not_found(address: str, folders: Sequence[str | Path] = ()) -> str:
+    """Return the message for an address whose file or module does not exist."""
+    name = address.rpartition(":")[0]
+    places = ", ".join(map(str, searched(folders)))
+    if is_file_address(address):
+        return (
+            f"there is no file {name!r}; searched: {places}. Write path/file.py:function with a "
+            "path relative to one of these folders, or an absolute path"
+        )
+    return (
+        f"there is no module {name!r}; searched: {places}, and the installed packages. Write "
+        "path/file.py:function, or module:function of a module in one of these folders"
+    )
+
+
+def load(address: str, folders: Sequence[str | Path] = ()) -> Callable[..., Any]:
+    """Import the function of an address.
+
+    Raises:
+        ConfigError: there is no such file, module or function, or importing the code failed.
+    """
+    refused = f"reward function {address!r} cannot be imported"
+    spec = find(address, folders)
+    if spec is None:
+        raise ConfigError(f"{refused}: {why_not_found(address, folders)}")
+    source, attribute = spec.origin or spec.name, address.rpartition(":")[2]
+    beside = [Path(source).parent] if is_file_address(address) else []
+    with _importable([*beside, *searched(folders)]):
+        try:
+            module = _executed(spec) if beside else pkgutil.resolve_name(f"{spec.name}:")
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{refused}: running {source} raised {what}") from error
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        raise ConfigError(f"{refused}: {source} has no {attribute!r}") from error
+
+
+def _executed(spec: ModuleSpec) -> ModuleType:
+    """Import a file under its private name, once."""
+    if spec.name not in sys.modules:
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module
+        assert spec.loader is not None
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
+    return sys.modules[spec.name]
+
+
+@contextmanager
+def _importable(folders: Iterable[Path]) -> Iterator[None]:
+    """Let imports look into the folders too, after everything that is installed."""
+    added = [str(folder) for folder in folders if str(folder) not in sys.path]
+    sys.path.extend(added)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
