@@ -7,25 +7,32 @@ repeated here.
 from __future__ import annotations
 
 import ast
+import hmac
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from ed_esurge.core.prefix_cache import page_key
 from ed_esurge.replies.formats import TOOL_FORMATS
 from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.server import auth
 from ed_esurge.server.launch import background
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from ed_infra.testing import tiny_llama
 from ed_models import AutoEasyDeLConfig
 from ed_models.checkpoints.tokenizers import load_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError, UndefinedError
+from packaging.version import Version
 
-from tools.workspace import ROOT
+from tools.workspace import ROOT, read_toml
 
 KEY = "a-secret-key"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -146,7 +153,6 @@ def test_every_count_of_a_request_has_bounds(http: httpx.Client, field: str, val
         {"logits_processors": [{"qualname": "os.system"}]},
         {"custom_logit_processor": "gASVAAAA"},
         {"chat_template": "{{ ''.__class__.__mro__ }}"},
-        {"media_io_kwargs": {"image": {}}},
         {"mm_processor_kwargs": {"size": 10**9}},
     ],
     ids=lambda field: next(iter(field)),
@@ -155,6 +161,51 @@ def test_fields_that_carry_code_or_objects_are_refused(
     http: httpx.Client, field: dict[str, object]
 ) -> None:
     assert http.post("chat/completions", json={**CHAT, **field}).status_code == 400
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["", ""], [""], {}, None])
+def test_an_empty_prompt_never_ends_the_server(http: httpx.Client, prompt: object) -> None:
+    answer = http.post("completions", json={"prompt": prompt, "max_tokens": 1})
+    assert answer.status_code in (200, 400), answer.text
+    assert http.post("completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_keys_are_compared_as_digests_in_constant_time(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return hmac.compare_digest(a, b)
+
+    monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
+    for guess in ("x", KEY[:-1], KEY + "x", "é" * 500, KEY):
+        headers = {"Authorization": f"Bearer {guess}".encode()}
+        status = 200 if guess == KEY else 401
+        assert http.get("models", headers=headers).status_code == status
+    assert len(compared) >= 5
+    assert set(compared) == {(32, 32)}
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=16), st.data())
+def test_the_key_of_a_prefix_depends_on_every_token_and_the_salt(
+    tokens: list[int], data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens]
+    changed[place] = (changed[place] + 1) % 2**31
+    assert page_key(b"", tokens) == page_key(b"", [*tokens])
+    assert page_key(b"", tokens) != page_key(b"", changed)
+    assert page_key(b"a", tokens) != page_key(b"b", tokens)
+    assert len(page_key(b"", tokens)) == 16
+
+
+def test_floors_of_http_libraries_are_fixed_releases() -> None:
+    project = read_toml(ROOT / "packages/ed-esurge/pyproject.toml")["project"]
+    floors = dict(one.split(">=") for one in project["dependencies"] if "," not in one)
+    assert Version(floors["starlette"]) >= Version("0.49.1")
+    assert Version(floors["h11"]) >= Version("0.16")
 
 
 @pytest.mark.parametrize(

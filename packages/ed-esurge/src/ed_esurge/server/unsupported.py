@@ -20,6 +20,9 @@ class OtherSamplers(Body):
     logits_processors: unsupported(  # type: ignore[valid-type]
         "code of clients; send logit_bias, allowed_token_ids or bad_words", []
     ) = None
+    custom_logit_processor: unsupported(  # type: ignore[valid-type]
+        "code of clients; send logit_bias, allowed_token_ids or bad_words"
+    ) = None
     repetition_detection: unsupported(  # type: ignore[valid-type]
         "repetition_detection; send repetition_penalty"
     ) = None

@@ -1,0 +1,37 @@
+"""The table of public advisories names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tools.workspace import ROOT
+
+PAGE = ROOT / "docs" / "advisories.md"
+CVE = re.compile(r"CVE-\d{4}-\d{4,}")
+
+
+def rows() -> list[list[str]]:
+    """The cells of every row of the page's tables, without the heads."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "CVE-" in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    missing = []
+    for advisory, _, _, _, test in rows():
+        path, _, name = test.strip("`").partition("::")
+        file = ROOT / path
+        tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        names = {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+        if name not in names:
+            missing.append(f"{advisory}: {test}")
+    assert not missing
+
+
+def test_the_table_covers_the_peers() -> None:
+    advisories = [cve for row in rows() for cve in CVE.findall(row[0])]
+    assert len(advisories) == len(set(advisories)) >= 30
+    projects = {name.strip() for row in rows() for name in row[1].split(",")}
+    assert projects >= {"vLLM", "SGLang", "TGI", "llama.cpp", "Ollama", "transformers"}
