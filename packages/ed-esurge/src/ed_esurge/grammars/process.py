@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -113,12 +114,16 @@ class _Connection:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
-                said = json.loads(line)
-                answer = self.answers.pop(said["id"])
-                if "error" in said:
-                    answer.set_exception(GrammarError(said["error"]))
-                else:
-                    answer.set_result((said["text"], said["seconds"]))
+                self._pass_on(json.loads(line))
         self.process.wait()
         for number in list(self.answers):
             self.fail(number)
+
+    def _pass_on(self, said: Mapping[str, Any]) -> None:
+        # Not in the loop of `_read`: a variable there would keep the last answer, and with the
+        # answer the grammars of the engine, until the next one comes.
+        answer = self.answers.pop(said["id"])
+        if "error" in said:
+            answer.set_exception(GrammarError(said["error"]))
+        else:
+            answer.set_result((said["text"], said["seconds"]))
