@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import textwrap
+import zlib
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.runner.programs import Loading
 from ed_infra.compile_cache import compiled_afresh, engines_folder
+from ed_infra.private_files import UntrustedFileError, user_key
 from ed_infra.testing import tiny_llama
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 24)]]
@@ -110,6 +113,45 @@ def test_a_damaged_file_is_not_read(first, small):
         file.write_bytes(whole)
 
 
+def test_a_file_that_another_user_may_have_written_is_not_read(first, monkeypatch):
+    kept, shapes = first.loop.runner.functions._kept, first.loop.runner.buckets.shapes
+    file = next(kept.folder.glob("Shape*"))
+    assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for path, mode in ((file, 0o600), (kept.folder, 0o700)):
+        path.chmod(mode | 0o020)
+        assert kept.loading(shapes) is None
+        path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert kept.loading(shapes) is None
+    monkeypatch.undo()
+    kept.loading(shapes).close()
+
+
+def test_a_file_without_the_users_key_is_not_unpickled(first):
+    kept, shapes = first.loop.runner.functions._kept, first.loop.runner.buckets.shapes
+    file = next(kept.folder.glob("Shape*"))
+    whole = file.read_bytes()
+    stranger = type(kept)(kept.folder, kept._devices, b"another key")
+    try:
+        file.write_bytes(stranger._code(file, whole[32:]) + whole[32:])
+        assert kept.loading(shapes) is None
+        file.write_bytes(zlib.crc32(whole[32:]).to_bytes(4, "big") + whole[32:])
+        assert kept.loading(shapes) is None
+    finally:
+        file.write_bytes(whole)
+
+
+def test_the_users_key_is_made_once_and_private(tmp_path):
+    key = user_key(tmp_path)
+    assert (len(key), user_key(tmp_path)) == (32, key)
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(UntrustedFileError, match="chmod"):
+        user_key(tmp_path)
+
+
 def test_what_cannot_be_loaded_is_compiled_and_not_kept_again(first, small, monkeypatch):
     engine = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
     runner: Any = engine.loop.runner
@@ -128,7 +170,7 @@ def test_what_cannot_be_loaded_is_compiled_and_not_kept_again(first, small, monk
 def test_a_folder_that_cannot_be_written_is_done_without(first, tmp_path):
     kept = first.loop.runner.functions._kept
     (tmp_path / "file").write_text("")
-    other = type(kept)(tmp_path / "file" / "folder", kept._devices)
+    other = type(kept)(tmp_path / "file" / "folder", kept._devices, kept._key)
     other.write(dict(first.loop.runner.functions._made))
     assert other.loading(first.loop.runner.buckets.shapes) is None
 

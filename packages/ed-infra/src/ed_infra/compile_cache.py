@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ed_infra.logging import get_logger
+from ed_infra.private_files import UntrustedFileError, make_private
+
+logger = get_logger(__name__)
+
 #: When this process began to import what it runs, in seconds since the epoch.
 IMPORTED = time.time()
 #: Threads of XLA where one process plays several CPU devices.
@@ -29,6 +34,11 @@ def keep_compiled_programs() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        try:
+            make_private(_home() / "jax")  # the cache is code, which another user could write
+        except (OSError, UntrustedFileError) as error:
+            logger.warning("compiled programs are not kept: %s", error)
+            return
         jax.config.update("jax_compilation_cache_dir", str(_home() / "jax"))
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         # A program from the cache starts collectives that do not depend on each other at once, and

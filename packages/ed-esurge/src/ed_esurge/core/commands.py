@@ -86,7 +86,7 @@ class UpdateWeights:
     """Serve other weights from the next step on.
 
     Attributes:
-        weights: a model of the same architecture, or its state (which pickles).
+        weights: a model of the same architecture, its state, or the leaves of its state.
         copy: own the arrays; False reads the caller's arrays until `DropWeights`.
     """
 

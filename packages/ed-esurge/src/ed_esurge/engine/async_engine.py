@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -232,7 +233,11 @@ class AsyncEngine:
             # `prepare` would wait for the grammar in the thread of the event loop.
             compiled = await asyncio.to_thread(self.compile_structured, structured)
             await asyncio.wrap_future(compiled)
-        add = self.engine.prepare(request_id, prompt, params, **options)
+        prepare = partial(self.engine.prepare, request_id, prompt, params, **options)
+        if isinstance(params, SamplingParams) and params.bad_words:  # these are tokenized
+            add = await asyncio.to_thread(prepare)
+        else:
+            add = prepare()
         follower = _Follower()
         try:
             self._post(add, follower)

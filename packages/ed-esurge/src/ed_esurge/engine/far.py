@@ -8,23 +8,23 @@ anybody reads them.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
-from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from ed_esurge.core.commands import Command
 from ed_esurge.core.plan import StepPlan
+from ed_esurge.engine.channel import channel
 from ed_esurge.engine.hosts import Leading, processes_of
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
+from ed_esurge.engine.wire import decode, encode
 from ed_esurge.runner.model_runner import ModelRunner
-from ed_esurge.runner.result import StepResult
+from ed_esurge.runner.result import StepParts, StepResult
 from ed_esurge.runner.weights import Weights
 
 Refusal = tuple[str, BaseException | None]
@@ -111,24 +111,30 @@ class SharedLoop(EngineLoop):
         self.refusals += ((request_id, error),)
         super()._refused(request_id, error)
 
-    def outcome(self) -> tuple[tuple[Refusal, ...], StepResult | None]:
-        """What became of the steps that were started here: refusals, and the one in flight."""
-        return tuple(_sendable(*refusal) for refusal in self.refusals), self._pending
+    def outcome(self) -> tuple[tuple[Refusal, ...], StepParts | None]:
+        """Return what became of the steps that were started here: refusals, and the numbers of the
+        step in flight."""
+        return self.refusals, None if self._pending is None else self._pending.parts()
 
-    def take_outcome(self, refusals: Sequence[Refusal], result: StepResult | None) -> None:
-        """Go on as the process did that has the replica: there each of these came of a launch, of
-        which the first was made here, too."""
+    def take_outcome(self, refusals: Sequence[Refusal], parts: StepParts | None) -> None:
+        """Go on as the process did that has the replica.
+
+        There each refusal came of a launch, of which the first was made here, too. The plan of the
+        step in flight is the same here.
+        """
         for refusal in refusals:
             self.launch()
             self._pending = None
             super()._refused(*refusal)
-        if result is not None:
+        if parts is not None:
             self.launch()
-            self._pending = result
+            if self._pending is None:
+                raise EasyDeLError("the processes of this engine no longer plan the same steps")
+            self._pending = StepResult.of_parts(self._pending.plan, parts)
 
     def _weights_are_finite(self) -> bool:
         mine = super()._weights_are_finite()
-        return all(each == b"1" for each in distributed.gather_bytes(b"1" if mine else b"0"))
+        return all(each == b"1" for each in channel().gather(b"1" if mine else b"0"))
 
 
 class SharedReplicas(Leading, Replicas):
@@ -168,20 +174,12 @@ class SharedReplicas(Leading, Replicas):
             for index, speaks in enumerate(self._speaks)
             if speaks
         }
-        for theirs in distributed.gather_bytes(pickle.dumps(mine)):
-            for index, outcome in pickle.loads(theirs).items():
+        for theirs in channel().gather(encode(mine)):
+            for index, outcome in decode(theirs).items():
                 loop = self._shared[index]
                 if not self._near[index]:
                     loop.take_outcome(*outcome)
                 loop.refusals = ()
-
-
-def _sendable(request_id: str, error: BaseException | None) -> Refusal:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return request_id, EasyDeLError(repr(error))
-    return request_id, error
 
 
 def agreed(sizes: Callable[[], Sequence[dict[str, int]]]) -> dict[str, int]:
@@ -198,8 +196,8 @@ def agreed(sizes: Callable[[], Sequence[dict[str, int]]]) -> dict[str, int]:
     except ConfigError as error:
         mine = str(error)
     pools: list[dict[str, int]] = []
-    for each in distributed.gather_bytes(pickle.dumps(mine)):
-        theirs = pickle.loads(each)
+    for each in channel().gather(encode(mine)):
+        theirs = decode(each)
         if isinstance(theirs, str):
             raise ConfigError(theirs)
         pools += theirs

@@ -7,10 +7,10 @@ the processes make the same calls anyway, as a trainer's do, nothing is sent: se
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Self
 
 from ed_infra import distributed
@@ -18,10 +18,13 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.protocol import LanguageModel
 from jax.sharding import Mesh
 
-from ed_esurge.core.commands import Command
+from ed_esurge.core.commands import Command, UpdateWeights
+from ed_esurge.engine.channel import channel
 from ed_esurge.engine.loop import EngineLoop, Role
 from ed_esurge.engine.replicas import Replicas
+from ed_esurge.engine.wire import decode, encode
 from ed_esurge.outputs import RequestOutput
+from ed_esurge.runner.model_runner import ModelRunner
 
 STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
 
@@ -46,6 +49,8 @@ class Leading:
 
     _told = 0.0  # when, on the monotonic clock
 
+    runner: ModelRunner
+
     #: Every process makes the same calls: nothing is sent, nobody follows.
     together = False
 
@@ -58,8 +63,11 @@ class Leading:
         if self.together:
             return super().execute(command)  # type: ignore[misc]
         self._check_leads()
+        if isinstance(command, UpdateWeights):
+            leaves = self.runner.weights.checked(command.weights)
+            command = replace(command, weights=leaves)
         try:
-            message = pickle.dumps(command)
+            message = encode(command)
         except Exception as error:
             raise ConfigError(
                 f"{type(command).__name__} cannot be sent to the other processes ({error}): give "
@@ -89,12 +97,13 @@ class Leading:
         """Do what the first process does, until it has ended."""
         if distributed.is_main():
             raise ConfigError("the first process leads: it takes requests, the others follow()")
-        while (message := distributed.broadcast_bytes(None)) != END:
+        while (message := channel().broadcast()) != END:
+            command = decode(message[len(COMMAND) :]) if message.startswith(COMMAND) else None
             try:
                 if message == STEP:
                     super().step()  # type: ignore[misc]
-                elif message != BEAT:
-                    super().execute(pickle.loads(message[len(COMMAND) :]))  # type: ignore[misc]
+                elif command is not None:
+                    super().execute(command)  # type: ignore[misc]
             except EasyDeLError:
                 continue  # the first process has it too, and tells who asked
 
@@ -104,7 +113,7 @@ class Leading:
         self._tell(END)
 
     def _tell(self, message: bytes) -> None:
-        distributed.broadcast_bytes(message)
+        channel().broadcast(message)
         self._told = time.monotonic()
 
     def _check_leads(self) -> None:

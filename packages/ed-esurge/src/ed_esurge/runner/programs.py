@@ -1,18 +1,21 @@
 """Compiled functions in files: a start reads them, and neither traces nor compiles.
 
-A folder belongs to one fingerprint, so what lies in it fits by its name. Files are read as a whole
-before the engine says that it is ready; what takes longer, making code of them, goes on in threads.
+A folder belongs to one fingerprint, so its files fit by their names. Files are read as a whole
+before the engine is ready. Making code of them takes longer and goes on in threads.
+
+jax's format is a pickle, and a pickle can run code. Only files of this user are read, from folders
+that others cannot change, and each file begins with a code of its contents under the user's key.
 """
 
 from __future__ import annotations
 
 import atexit
+import hmac
 import os
 import pickle
 import re
 import shutil
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +28,14 @@ from ed_infra.compile_cache import IMPORTED, engines_folder
 from ed_infra.fingerprint import NoFingerprintError, fingerprint
 from ed_infra.logging import get_logger, once
 from ed_infra.mesh import Device
+from ed_infra.private_files import (
+    UntrustedFileError,
+    check_private,
+    make_private,
+    read_private,
+    user_key,
+    write_private,
+)
 from ed_layers import native
 from ed_layers.attention.registry import kernels
 from ed_models.protocol import LanguageModel
@@ -36,6 +47,7 @@ NameT = TypeVar("NameT")
 #: Seconds after which a folder that no engine has used is deleted.
 KEPT = 60 * 24 * 3600
 _PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
+_CODE = 32  # bytes of the code in front of a file
 _UNUSABLE = "unusable"  # a file of this name: programs of this kind cannot be kept
 
 
@@ -45,10 +57,11 @@ class Programs(Generic[NameT]):
     Args:
         folder: need not exist.
         devices: what the functions run on, in the order of their mesh.
+        key: of the user; see `user_key`.
     """
 
-    def __init__(self, folder: Path, devices: list[Device]) -> None:
-        self.folder, self._devices = folder, devices
+    def __init__(self, folder: Path, devices: list[Device], key: bytes) -> None:
+        self.folder, self._devices, self._key = folder, devices, key
 
     @classmethod
     def of(cls, model: LanguageModel, *parts: object) -> Programs[NameT] | None:
@@ -70,7 +83,12 @@ class Programs(Generic[NameT]):
         except NoFingerprintError as error:
             once(logger, f"compiled programs are kept by jax alone: {error}")
             return None
-        found = cls(home / name, list(model.config.mesh.devices.flat))
+        try:
+            key = user_key(home.parent)
+        except (OSError, UntrustedFileError) as error:
+            once(logger, f"compiled programs are kept by jax alone: {error}")
+            return None
+        found = cls(home / name, list(model.config.mesh.devices.flat), key)
         return found if found.usable else None
 
     @property
@@ -79,22 +97,28 @@ class Programs(Generic[NameT]):
         return not (self.folder / _UNUSABLE).exists()
 
     def loading(self, names: Sequence[NameT]) -> Loading[NameT] | None:
-        """Load all functions, those in front first; None where a file is missing or damaged."""
+        """Load all functions, those in front first; None where a file is missing, damaged, or may
+        have been written by another user."""
         contents = {}
         try:
+            check_private(self.folder)
             for name in names:
-                content = self._file(name).read_bytes()
-                if content[:4] != _sum(memoryview(content)[4:]):
+                file = self._file(name)
+                content = read_private(file)
+                if not hmac.compare_digest(content[:_CODE], self._code(file, content[_CODE:])):
                     return None
                 contents[name] = content
             os.utime(self.folder)
+        except UntrustedFileError as error:
+            once(logger, f"compiled programs are not read: {error}")
+            return None
         except OSError:
             return None
         return Loading(contents, self._load)
 
     def _load(self, content: bytes) -> Callable[..., Any]:
         """Make a function of its file."""
-        executable, in_tree, out_tree = pickle.loads(memoryview(content)[4:])
+        executable, in_tree, out_tree = pickle.loads(memoryview(content)[_CODE:])
         return serialize_executable.deserialize_and_load(
             executable,
             in_tree,
@@ -106,14 +130,13 @@ class Programs(Generic[NameT]):
     def write(self, functions: Mapping[NameT, Any]) -> None:
         """Keep functions that were compiled afresh; what cannot be kept is not kept."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             for name, function in functions.items():
                 content = pickle.dumps(serialize_executable.serialize(function))
-                part = self.folder / f"part.{os.getpid()}"
-                part.write_bytes(_sum(content) + content)
-                part.replace(self._file(name))
+                file = self._file(name)
+                write_private(file, self._code(file, content) + content)
             self._forget_old()
-        except OSError as error:
+        except (OSError, UntrustedFileError) as error:
             once(logger, f"compiled programs are not kept in {self.folder}: {error}")
         except Exception as error:  # a backend says in its own way that it cannot
             self.give_up(error)
@@ -128,6 +151,12 @@ class Programs(Generic[NameT]):
                 if file.name != _UNUSABLE:
                     file.unlink()
 
+    def _code(self, file: Path, content: bytes) -> bytes:
+        """Return the code of a file: others cannot make one, and it fits no other name."""
+        code = hmac.new(self._key, f"{file.parent.name}/{file.name}\0".encode(), "sha256")
+        code.update(content)
+        return code.digest()
+
     def _file(self, name: NameT) -> Path:
         return self.folder / re.sub(r"\W+", "-", str(name)).strip("-")
 
@@ -136,10 +165,6 @@ class Programs(Generic[NameT]):
         for folder in self.folder.parent.iterdir():
             if folder.stat().st_mtime < edge:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sum(content: bytes | memoryview) -> bytes:
-    return zlib.crc32(content).to_bytes(4, "big")
 
 
 class Loading(Generic[NameT]):

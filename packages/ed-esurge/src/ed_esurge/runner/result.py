@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -32,6 +33,10 @@ class TokenScores:
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+
+
+#: What `StepResult.parts` returns.
+StepParts = tuple[list[int], dict[str, np.ndarray | None], dict[str, Exception]]
 
 
 class StepResult:
@@ -68,6 +73,17 @@ class StepResult:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
         kept = {"plan": self.plan, "places": list(self.places), "failures": dict(self.failures)}
         return {**kept, "_arrays": arrays, "_tokens": self._tokens}
+
+    def parts(self) -> StepParts:
+        """Return everything but the plan, read from the device: places, arrays and failures."""
+        arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
+        return list(self.places), arrays, dict(self.failures)
+
+    @classmethod
+    def of_parts(cls, plan: StepPlan, parts: StepParts) -> StepResult:
+        """Return the result of a plan that another process ran."""
+        places, arrays, failures = parts
+        return cls(plan, places=places, failures=failures, **cast("dict[str, Any]", arrays))
 
     @property
     def ready(self) -> bool:

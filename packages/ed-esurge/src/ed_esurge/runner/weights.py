@@ -17,6 +17,9 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 Tree = TypeVar("Tree")
+Leaf = jax.Array | np.ndarray
+#: Weights that can replace others: a model, its state, or the leaves of its state.
+NewWeights = LanguageModel | nnx.State | list[Leaf]
 
 
 class Weights:
@@ -75,24 +78,19 @@ class Weights:
             )
         return [*self._own, *self._places]
 
-    def replace(self, new: LanguageModel | nnx.State, *, copy: bool = True) -> None:
-        """Serve other weights of the same architecture; adapters stay where they are.
-
-        Args:
-            new: a module (in any layout), or a state with the leaves of this one.
-            copy: own the arrays, whatever becomes of the caller's; False uses them as they are
-                where type and place are the same.
+    def checked(self, new: NewWeights) -> list[Leaf]:
+        """Return the leaves of other weights of the same architecture, in the order of this one.
 
         Raises:
             ConfigError: structure or a shape differs.
         """
-        model = cast(LanguageModel, new) if isinstance(new, nnx.Module) else None
-        state = nnx.state(cast(nnx.Module, model)) if model is not None else new
-        theirs = {id(leaf) for leaf in jax.tree.leaves(state)}
-        if model is not None and model.layout != self.model.layout:
-            state = nnx.state(cast(nnx.Module, model.to_layout(self.model.layout)))
-        leaves, treedef = jax.tree.flatten(state)
-        if treedef != self._treedef:
+        if isinstance(new, nnx.Module):
+            model = cast(LanguageModel, new)
+            new = model if model.layout == self.model.layout else model.to_layout(self.model.layout)
+            new = nnx.state(cast(nnx.Module, new))
+        leaves, treedef = jax.tree.flatten(new)
+        same = len(leaves) == len(self._like_own) if isinstance(new, list) else False
+        if not same and treedef != self._treedef:
             raise ConfigError(
                 "the new weights have another structure than the served model: give a module of "
                 f"the same config, or a state with its {len(self._like_own)} leaves "
@@ -101,12 +99,28 @@ class Weights:
         for like, leaf in zip(self._like_own, leaves, strict=True):
             if like.shape != leaf.shape:
                 raise ConfigError(f"a new weight has shape {leaf.shape}, the served {like.shape}")
+        return leaves
 
-        def place(like: jax.ShapeDtypeStruct, leaf: jax.Array | np.ndarray) -> jax.Array:
+    def replace(self, new: NewWeights, *, copy: bool = True) -> None:
+        """Serve other weights of the same architecture; adapters stay where they are.
+
+        Args:
+            new: a module (in any layout), a state with the leaves of this one, or such leaves.
+            copy: own the arrays, whatever becomes of the caller's; False uses them as they are
+                where type and place are the same.
+
+        Raises:
+            ConfigError: structure or a shape differs.
+        """
+        theirs = nnx.state(new) if isinstance(new, nnx.Module) else new
+        own = {id(leaf) for leaf in jax.tree.leaves(theirs)}
+        leaves = self.checked(new)
+
+        def place(like: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.Array:
             if not isinstance(leaf, jax.Array):
                 leaf = np.array(leaf)  # a device may read host memory in place
             array = jnp.asarray(leaf, like.dtype)
-            shared = copy and id(array) in theirs
+            shared = copy and id(array) in own
             # A replica's part of weights that lie on the devices of all replicas is there already.
             array = part_on(array, like.sharding) if like.sharding is not None else array
             return jax.device_put(array, like.sharding, may_alias=not shared)

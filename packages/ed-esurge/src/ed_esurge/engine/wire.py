@@ -1,0 +1,155 @@
+"""The byte form of what the processes of one engine send each other: msgpack and raw arrays.
+
+Only the classes of `CLASSES` can be read, so that a message can make no other object and run no
+code. A message is the length of its head (8 bytes), the head in msgpack, and the bytes of the
+arrays, to which the head refers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_args
+
+import jax
+import msgpack
+import numpy as np
+from ed_infra.errors import EasyDeLError
+from ed_infra.options import Options
+from ed_infra.specs import LoraSpec
+from ed_models.adapter_values import LayerAdapter
+
+from ed_esurge.core.commands import Command
+from ed_esurge.runner.result import NotFinite
+from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+
+#: Classes of messages, by name.
+CLASSES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *get_args(Command),
+        SamplingParams,
+        PoolingParams,
+        StructuredOutputs,
+        LayerAdapter,
+        LoraSpec,
+    )
+}
+# Codes of msgpack's extensions.
+TUPLE, FROZENSET, OBJECT, ARRAY, ERROR = range(5)
+
+
+class WireError(EasyDeLError):
+    """A message is not one that this engine writes."""
+
+
+class _Writer:
+    """Collects the arrays of one message."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self.size = 0
+
+    def pack(self, value: object) -> bytes:
+        """Return a value in msgpack."""
+        packed = msgpack.packb(value, default=self._extension, strict_types=True)
+        assert packed is not None, "msgpack returns None for streams only"
+        return packed
+
+    def _extension(self, value: Any) -> msgpack.ExtType:
+        kind = type(value)
+        if kind is tuple:
+            return msgpack.ExtType(TUPLE, self.pack(list(value)))
+        if kind is frozenset:
+            return msgpack.ExtType(FROZENSET, self.pack(sorted(value)))
+        if isinstance(value, np.ndarray | jax.Array):
+            return msgpack.ExtType(ARRAY, self.pack(self._array(np.asarray(value))))
+        if isinstance(value, BaseException):
+            return msgpack.ExtType(ERROR, self.pack(_text_of(value)))
+        if CLASSES.get(kind.__name__) is not kind:
+            raise TypeError(f"a {kind.__name__} cannot be sent to other processes")
+        return msgpack.ExtType(OBJECT, self.pack([kind.__name__, _fields(value)]))
+
+    def _array(self, array: np.ndarray) -> list[Any]:
+        if array.dtype.hasobject:
+            raise TypeError("an array of Python objects cannot be sent to other processes")
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        start, self.size = self.size, self.size + array.nbytes
+        self.arrays.append(array)
+        return [array.dtype.name, list(array.shape), start]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if isinstance(value, Options):  # which fields were set is part of the value
+        return {name: getattr(value, name) for name in sorted(value.model_fields_set)}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _text_of(error: BaseException) -> list[Any]:
+    """Return whether an error is `NotFinite`, and its text as users see it."""
+    return [
+        isinstance(error, NotFinite),
+        str(error) if isinstance(error, EasyDeLError) else repr(error),
+    ]
+
+
+def encode(value: object) -> bytes:
+    """Return the bytes of a value.
+
+    Args:
+        value: plain values, lists, tuples, dicts with keys of one plain type, arrays that this
+            process holds whole, errors, and objects of `CLASSES`.
+
+    Raises:
+        TypeError: the value has another part.
+        RuntimeError: an array has parts on devices of other processes.
+    """
+    writer = _Writer()
+    head = writer.pack(value)
+    parts = [array.reshape(-1).view(np.uint8).data for array in writer.arrays]
+    return b"".join([len(head).to_bytes(8, "big"), head, *parts])
+
+
+def decode(data: bytes) -> Any:
+    """Return the value of `encode`. An error becomes an `EasyDeLError` of the same text.
+
+    Raises:
+        WireError: the bytes are not those of a value.
+    """
+    size = int.from_bytes(data[:8], "big")
+    arrays = memoryview(data)[8 + size :]
+
+    def unpack(packed: bytes | memoryview) -> Any:
+        return msgpack.unpackb(packed, ext_hook=extension, strict_map_key=False)
+
+    def extension(code: int, packed: bytes) -> Any:
+        content = unpack(packed)
+        match code:
+            case _ if code == TUPLE:
+                return tuple(content)
+            case _ if code == FROZENSET:
+                return frozenset(content)
+            case _ if code == ARRAY:
+                return _read_array(arrays, *content)
+            case _ if code == ERROR:
+                not_finite, text = content
+                return NotFinite() if not_finite else EasyDeLError(text)
+            case _ if code == OBJECT:
+                name, fields = content
+                return CLASSES[name](**fields)
+        raise ValueError(f"there is no extension {code}")
+
+    try:
+        if 8 + size > len(data):
+            raise ValueError(f"{len(data)} bytes cannot have a head of {size}")
+        return unpack(memoryview(data)[8 : 8 + size])
+    except Exception as error:  # msgpack, numpy and constructors each have their own
+        raise WireError(f"a message of another process cannot be read: {error}") from error
+
+
+def _read_array(arrays: memoryview, dtype: str, shape: list[int], start: int) -> np.ndarray:
+    kind = np.dtype(dtype)
+    if kind.hasobject or min(shape, default=0) < 0 or start < 0:
+        raise ValueError(f"no array has type {dtype}, shape {shape} and start {start}")
+    flat = np.frombuffer(arrays, np.uint8, math.prod(shape) * kind.itemsize, start)
+    return flat.view(kind).reshape(shape)
