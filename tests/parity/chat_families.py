@@ -215,7 +215,5 @@ def _bytes() -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(
-        [USER["content"], ANSWER["content"], "user assistant\n\n"] * 3, trainer
-    )
+    made.train_from_iterator([USER["content"], ANSWER["content"], "user assistant"] * 3, trainer)
     return made.to_str()

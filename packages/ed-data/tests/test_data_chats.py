@@ -215,6 +215,17 @@ def test_arguments_that_the_template_does_not_read_are_named(tokenizer, caplog):
     assert caplog.text.count("the chat template does not read 'tools'") == 1
 
 
+def test_rows_with_tools_have_the_template_for_tools(tokenizer, caplog):
+    made = with_template(tokenizer, SHOWING)
+    made.chat_template = {"default": MARKED_LINES, "tool_use": SHOWING}
+    for arguments in ({}, {"tools": [TOOL]}):
+        ids, mask = encoded(made, [*CHAT, USER], arguments, assistant_only_loss=True)
+        assert ids == made.apply_chat_template([*CHAT, USER], **arguments)["input_ids"]
+        learned = made.decode([t for t, flag in zip(ids, mask, strict=True) if flag])
+        assert learned == ("hello<|eos|>" if arguments else "hello")
+    assert "does not read" not in caplog.text
+
+
 def test_other_tools_are_other_data(tokenizer, mixture):
     made = with_template(tokenizer, SHOWING)
 

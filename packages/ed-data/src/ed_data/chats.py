@@ -69,38 +69,36 @@ class ChatEncoder:
         return [self._ended(t, item) for t, item in zip(encoded, items, strict=True)]
 
     def _encode(self, items: list[Item], begins_answer: bool) -> list[Tokens]:
-        template = chat_template(self._tokenizer)
+        """Encode runs of chats with equal template arguments together."""
+        runs = [list(run) for _, run in groupby(items, key=_arguments_key)]
+        return [tokens for run in runs for tokens in self._run(run, begins_answer)]
+
+    def _run(self, items: list[Item], begins_answer: bool) -> list[Tokens]:
+        arguments = items[0].template
+        template = chat_template(self._tokenizer, TOOLS in arguments)
         if not template:
             raise DataError(
                 f"{items[0].where}: these are chat messages, and the tokenizer has no chat template"
             )
-        self._check_arguments(items, template)
+        self._check_arguments(items[0], template)
         masked = self._assistant_only_loss and not begins_answer
         if masked and not _GENERATION.search(template):
             problem = "the answers of the chat cannot be told"
             return with_blame(self._with_found_answers, items, problem)
 
         def encode(chats: list[Item]) -> list[Tokens]:
-            return self._rendered(chats, begins_answer, masked)
-
-        return with_blame(encode, items, "the chat template cannot show the messages")
-
-    def _rendered(self, items: list[Item], begins_answer: bool, masked: bool) -> list[Tokens]:
-        """Encode runs of chats with equal template arguments together."""
-        result: list[Tokens] = []
-        for _, run in groupby(items, key=_arguments_key):
-            chats = list(run)
             output: Any = self._tokenizer.apply_chat_template(
                 [chat.content for chat in chats],  # type: ignore[arg-type]
                 tokenize=True,
                 return_dict=True,
                 add_generation_prompt=begins_answer,
                 return_assistant_tokens_mask=masked,
-                **chats[0].template,
+                **arguments,
             )
             masks = output["assistant_masks"] if masked else [None] * len(chats)
-            result += map(Tokens, output["input_ids"], masks)
-        return result
+            return list(map(Tokens, output["input_ids"], masks))
+
+        return with_blame(encode, items, "the chat template cannot show the messages")
 
     def _with_found_answers(self, items: list[Item]) -> list[Tokens]:
         texts = self._end_tokens.values()
@@ -141,19 +139,18 @@ class ChatEncoder:
                 return False
         return False
 
-    def _check_arguments(self, items: list[Item], template: str) -> None:
+    def _check_arguments(self, item: Item, template: str) -> None:
         """Warn once of each argument of a row that the template does not read."""
-        for name in sorted({name for item in items for name in item.template} - self._unused):
-            if re.search(rf"\b{re.escape(name)}\b", template):
-                continue
-            self._unused.add(name)
-            log.warning(
-                "%s: the chat template does not read %r (of the field %r), so the tokens do not "
-                "depend on it",
-                next(item.where for item in items if name in item.template),
-                name,
-                TOOLS if name == TOOLS else KWARGS,
-            )
+        for name in item.template.keys() - self._unused:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                self._unused.add(name)
+                log.warning(
+                    "%s: the chat template does not read %r (of the field %r), so the tokens do "
+                    "not depend on it",
+                    item.where,
+                    name,
+                    TOOLS if name == TOOLS else KWARGS,
+                )
 
 
 def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -47,9 +47,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         state = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    text = json.dumps(
-        [state, special, chat_template(tokenizer)], sort_keys=True, ensure_ascii=False
-    )
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    text = json.dumps([state, special, templates], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -76,11 +75,17 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     return backend
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The default chat template, or an empty text."""
+def chat_template(tokenizer: PreTrainedTokenizerBase, has_tools: bool = False) -> str:
+    """Return the chat template that transformers takes, or an empty text.
+
+    Args:
+        tokenizer: one of transformers; it may have several templates by name.
+        has_tools: whether the chat has tools, for which there may be a template of its own.
+    """
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
-        template = template.get("default")
+        name = "tool_use" if has_tools and "tool_use" in template else "default"
+        template = template.get(name)
     return template or ""
 
 
