@@ -20,7 +20,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def http(engine):
-    with background(engine, api_key="key") as url:
+    with background(engine, api_key="key", admin_api_key="admin") as url:
         root = url.removesuffix("/v1")
         with httpx.Client(base_url=root, headers={"Authorization": "Bearer key"}) as client:
             yield client
@@ -87,6 +87,8 @@ def test_tokenizer_info_is_the_configuration_of_the_tokenizer(http, engine):
 def test_the_prefix_cache_can_be_reset(http, engine):
     before = engine.resets
     options = {"reset_running_requests": "true", "reset_external": "true", "model": "scripted"}
+    assert http.post("/reset_prefix_cache", params=options).status_code == 403
+    http = httpx.Client(base_url=http.base_url, headers={"Authorization": "Bearer admin"})
     answer = http.post("/reset_prefix_cache", params=options)
     assert (answer.status_code, answer.content) == (200, b"")
     assert engine.resets == before + 1

@@ -15,6 +15,7 @@ from ed_esurge.server.auth import Access
 from ed_esurge.server.chat import chat
 from ed_esurge.server.completions import complete
 from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
+from ed_esurge.server.fields import Body
 from ed_esurge.server.messages import endpoint as messages
 from ed_esurge.server.messages.answer import AnthropicAnswer, TokenCount
 from ed_esurge.server.messages.request import CountRequest, MessagesRequest
@@ -62,7 +63,7 @@ class Endpoint:
     summary: str
     answer: Callable[..., Awaitable[Response]]
     gives: type[BaseModel] | str
-    takes: type[protocol.Options] | None = None
+    takes: type[Body] | None = None
     streams: bool = False
     refusals: tuple[int, ...] = READING
     method: Literal["GET", "POST", "DELETE"] = "GET"
@@ -74,7 +75,7 @@ def _post(
     path: str,
     summary: str,
     answer: Callable[[Served, Any, Request], Awaitable[Response]],
-    takes: type[protocol.Options],
+    takes: type[Body],
     gives: type[BaseModel] | str,
     *,
     streams: bool = False,

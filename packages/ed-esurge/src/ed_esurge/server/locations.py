@@ -40,12 +40,14 @@ def _matched(location: tuple[Part, ...], here: Any, missing: bool) -> tuple[list
     skipped = _matched(rest, here, missing)
     if isinstance(here, Mapping):
         head = next((name for name in _SPELLED.get(head, ()) if name in here), head)
-        inside = head in here
+        if head not in here:
+            return skipped
+        inner = here[head]
+    elif isinstance(here, list) and isinstance(head, int) and head < len(here):
+        inner = here[head]
     else:
-        inside = isinstance(here, list) and isinstance(head, int) and head < len(here)
-    if not inside:
         return skipped
-    parts, last = _matched(rest, here[head], missing)
+    parts, last = _matched(rest, inner, missing)
     taken = [head, *parts], last or not rest
     return max(taken, skipped, key=lambda found: (len(found[0]), found[1]))
 
