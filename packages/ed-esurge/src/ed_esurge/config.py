@@ -19,6 +19,9 @@ class ServerLimits(Options):
 
     max_body_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**23
     """Longest body of a request (413)."""
+    max_bytes_in_flight: Annotated[int, Field(ge=1024, lt=2**53)] = 2**29
+    """Bytes of the bodies and uploads of all requests in flight (503, with `Retry-After`); a client
+    with another request in flight gets half. At least the longest body and the longest file."""
     max_concurrent_requests: PositiveInt = 1024
     """Requests that are answered or wait at the same time (429, with `Retry-After`)."""
     max_connections: PositiveInt = 4096
@@ -43,6 +46,17 @@ class ServerLimits(Options):
     """Seconds in which a request must have arrived, head and body (408)."""
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Seconds in which a request must be answered (408; a stream ends with an error)."""
+
+    @model_validator(mode="after")
+    def _bodies_fit(self) -> ServerLimits:
+        longest = max(self.max_body_bytes, self.max_file_bytes)
+        if longest > self.max_bytes_in_flight:
+            raise ValueError(
+                f"max_bytes_in_flight {self.max_bytes_in_flight} is below {longest}, the longest "
+                "body or file: raise max_bytes_in_flight, or lower max_body_bytes and "
+                "max_file_bytes"
+            )
+        return self
 
 
 class SpeculativeConfig(Options):

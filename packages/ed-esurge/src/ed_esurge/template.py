@@ -19,6 +19,8 @@ from ed_esurge.tokenizer import Tokenizer
 
 # Unicode's noncharacters: no text has a use for them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# What a text holds that looks like a mark. A number of more digits is no number of a mark.
+_MARKED = re.compile(f"{OPEN}([0-9]{{1,9}})\\.")
 
 
 class ChatTemplate:
@@ -56,8 +58,9 @@ class ChatTemplate:
             options: for `apply_chat_template` (`tools`, variables of the template, …).
         """
         said = "".join(texts_in((messages, options)))
-        marks = (f"{OPEN}{number}." for number in itertools.count())
-        mark = next(mark for mark in marks if mark not in said)
+        taken = {int(number) for number in _MARKED.findall(said)}
+        number = next(number for number in itertools.count() if number not in taken)
+        mark = f"{OPEN}{number}."
 
         def marked(value: Any) -> Any:
             if isinstance(value, str):

@@ -35,11 +35,17 @@ class CheckpointError(EasyDeLError, ValueError):
     """A checkpoint is missing, incomplete, or does not fit the model."""
 
 
+#: Longer names have no suggestion: the time of a comparison grows with the square of the length.
+MAX_COMPARED = 64
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
 
     Capitals do not count: `SEED` is near `seed`.
     """
+    if len(name) > MAX_COMPARED:
+        return ""
     spelling = {str(k).lower(): str(k) for k in known}
     near = difflib.get_close_matches(str(name).lower(), spelling, n=1, cutoff=0.6)
     return f"; did you mean {spelling[near[0]]!r}?" if near else ""

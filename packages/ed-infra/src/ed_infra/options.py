@@ -37,6 +37,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 #: The probability of dropping something: dropping all of it would leave nothing.
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
+#: Unknown keys that a table reports, and the characters of each key in its message.
+MAX_PROBLEMS, MAX_KEY = 8, 64
+
 # Keys of pydantic's schemas under which there are schemas.
 _INNER = frozenset(
     {
@@ -96,7 +99,8 @@ class Options(BaseModel):
 
     Raises:
         pydantic.ValidationError: each problem with the path of its key, so that a caller who knows
-            the source (YAML) can point at the line.
+            the source (YAML) can point at the line. At most `MAX_PROBLEMS` unknown keys of a table
+            are reported.
     """
 
     model_config = ConfigDict(
@@ -125,9 +129,12 @@ class Options(BaseModel):
         problems: list[InitErrorDetails] = []
         for key, value in data.items():
             name = cls.ALIASES.get(key, key)
+            if len(problems) == MAX_PROBLEMS:
+                break
             if name not in cls.model_fields:
                 hint = did_you_mean(str(key), [*cls.model_fields, *cls.ALIASES])
-                problems.append(_problem(key, value, "unknown_key", f"unknown key {key!r}{hint}"))
+                message = f"unknown key {_shortened(key)!r}{hint}"
+                problems.append(_problem(key, value, "unknown_key", message))
             elif name in result:
                 message = f"{spelling[name]!r} and {key!r} are two names of one option: keep one"
                 problems.append(_problem(key, value, "duplicate_key", message))
@@ -143,6 +150,10 @@ class Options(BaseModel):
         values = {name: getattr(self, name) for name in self.model_fields_set}
         values.update({self.ALIASES.get(name, name): value for name, value in changes.items()})
         return type(self)(**values)
+
+
+def _shortened(key: object) -> object:
+    return f"{key[:MAX_KEY]}..." if isinstance(key, str) and len(key) > MAX_KEY else key
 
 
 def _problem(key: object, value: object, kind: str, message: str) -> InitErrorDetails:

@@ -24,6 +24,10 @@ class Spot(NamedTuple):
 
 START = Spot()
 
+#: Bytes after decompression of a line, and of a file that is one document. A compressed file of
+#: some megabytes can expand to a line that exceeds the memory.
+MAX_LINE, MAX_REST = 2**30, 2**33
+
 
 class Record(NamedTuple):
     """A row and where it stands.
@@ -59,18 +63,37 @@ class Lines(Iterator[str]):
         self.spot = start
 
     def __next__(self) -> str:
-        raw = self._stream.readline()
+        raw = self._stream.readline(MAX_LINE)
         if not raw:
             raise StopIteration
         row, offset = self.spot
         self.spot = Spot(row + 1, offset + len(raw))
+        if len(raw) == MAX_LINE and not raw.endswith(b"\n"):
+            self._skip_line()
+            raise DataError(
+                f"{self._address}:{row + 1}: the line has {MAX_LINE} bytes or more after "
+                "decompression; split the line, or delete it"
+            )
         if offset == 0 and raw.startswith(_MARK):
             raw = raw[len(_MARK) :]
         return decoded(raw, f"{self._address}:{row + 1}")
 
     def rest(self) -> bytes:
         """Everything that has not been read."""
-        return self._stream.read()
+        raw = self._stream.read(MAX_REST)
+        if len(raw) == MAX_REST:
+            raise DataError(
+                f"{self._address}: the file has {MAX_REST} bytes or more after decompression, "
+                "too many to be read as one document; convert the file to JSON Lines"
+            )
+        return raw
+
+    def _skip_line(self) -> None:
+        """Move to the end of a line that is too long."""
+        while piece := self._stream.readline(1 << 20):
+            self.spot = self.spot._replace(offset=self.spot.offset + len(piece))
+            if piece.endswith(b"\n"):
+                return
 
 
 def decoded(raw: bytes, place: str) -> str:

@@ -65,7 +65,8 @@ def create_app(
         api_key: a key, or several, one of which each request must bring; an `ApiKey` has limits.
             None: anybody may.
         chat_template: Jinja text instead of the tokenizer's own template.
-        cors_origins: web origins whose pages may call this server (`["*"]`: all). None: no CORS.
+        cors_origins: web origins whose pages may call this server (`["*"]`: all). None: only the
+            server's own playground.
         allowed_hosts: what the `Host` header of a request may name, without ports. None: anything
             (`serve` allows this machine alone where it listens to this machine alone).
         limits: see `ServerLimits`; a mapping of its fields is as good.
@@ -179,7 +180,13 @@ def create_app(
         )
     if tracing is not None:
         app.add_middleware(TraceContext)
-    app.add_middleware(Door, hosts=allowed_hosts, most=limits.max_concurrent_requests)
+    app.add_middleware(
+        Door,
+        hosts=allowed_hosts,
+        origins=cors_origins or (),
+        most=limits.max_concurrent_requests,
+        most_bytes=limits.max_bytes_in_flight,
+    )
     app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost: it sees every status
     return app
 

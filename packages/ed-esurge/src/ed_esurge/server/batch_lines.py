@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
 from fastapi import Request
 from pydantic import Field, ValidationError
-from pydantic_core import from_json
 
 from ed_esurge.server.auth import OWNER
-from ed_esurge.server.body import LONG_BODY
+from ed_esurge.server.body import parsed_json
 from ed_esurge.server.dispatch import dispatch
 from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
 from ed_esurge.server.errors import APIError, from_validation
 from ed_esurge.server.fields import validated
 from ed_esurge.server.site import Site
+from ed_esurge.server.threads import BODY_BYTES, aside
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: What a batch may ask.
 BATCHED: dict[str, Endpoint] = {
@@ -73,7 +70,7 @@ async def answer_line(
     """
     entry: dict[str, Any] = {"id": name, "custom_id": None, "response": None, "error": None}
     try:
-        line = await _aside(raw, lambda: Line.model_validate(_parsed(site, raw)))
+        line = await aside(lambda: Line.model_validate(_parsed(site, raw)), len(raw))
         entry["custom_id"] = line.custom_id
         _check(line, endpoint, seen)
     except ValidationError as error:
@@ -107,7 +104,7 @@ def interrupted_line(raw: bytes, name: str) -> dict[str, Any]:
 
 def _unanswered(raw: bytes, name: str, code: str, message: str) -> dict[str, Any]:
     try:
-        custom_id = Line.model_validate(from_json(raw)).custom_id
+        custom_id = Line.model_validate(parsed_json(raw)).custom_id
     except ValueError:  # it is no line; nobody will know
         custom_id = None
     error = {"code": code, "message": message}
@@ -143,7 +140,14 @@ async def _answer(
     site: Site, endpoint: Endpoint, body: dict[str, Any], raw: bytes, owner: str
 ) -> tuple[int, Any]:
     """Return status and body, as the owner of the batch would get them over HTTP."""
-    scope = {"type": "http", "method": "POST", "path": endpoint.path, "headers": [], OWNER: owner}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": endpoint.path,
+        "headers": [],
+        OWNER: owner,
+        BODY_BYTES: len(raw),
+    }
 
     async def stays() -> Any:  # a client that never leaves
         await asyncio.Event().wait()
@@ -152,7 +156,7 @@ async def _answer(
     assert takes is not None, "what a batch may ask has a body"
     try:
         ignored = site.state.unknown_fields.request()
-        request = await _aside(raw, lambda: validated(takes, body, ignored))
+        request = await aside(lambda: validated(takes, body, ignored), len(raw))
         site.state.unknown_fields.log(ignored, endpoint.path)
         response = await dispatch(site, endpoint, request, Request(scope, stays))
     except APIError as error:
@@ -172,12 +176,7 @@ def _parsed(site: Site, raw: bytes) -> Any:
             f"the line is longer than {most} bytes, which is this server's limit",
             code="request_too_large",
         )
-    return from_json(raw, allow_inf_nan=False)
-
-
-async def _aside(raw: bytes, work: Callable[[], T]) -> T:
-    """Do what takes long for a long line in a thread."""
-    return work() if len(raw) < LONG_BODY else await asyncio.to_thread(work)
+    return parsed_json(raw)
 
 
 def _error(error: APIError) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from email.message import Message
-from email.parser import BytesParser
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
@@ -14,13 +11,10 @@ from pydantic import Field
 from ed_esurge.server.answers import Answer
 from ed_esurge.server.auth import owner_of
 from ed_esurge.server.batch_store import OPEN, BatchStore, Fields, public, refused_when_full
-from ed_esurge.server.body import read_bytes
 from ed_esurge.server.errors import APIError
-from ed_esurge.server.fields import Body
+from ed_esurge.server.fields import Body, few
 from ed_esurge.server.site import Site
-
-# Of a form; those that are needed are two.
-MAX_PARTS = 16
+from ed_esurge.server.uploads import receive
 
 Text = Annotated[str, Field(max_length=512)]
 
@@ -38,7 +32,7 @@ class BatchRequest(Body):
         "/v1/rerank",
     ]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[Text, Text] | None, Field(max_length=16)] = None
+    metadata: Annotated[dict[Text, Text] | None, few(16)] = None
 
 
 class StoredFile(Answer):
@@ -135,43 +129,20 @@ async def upload(site: Site, request: Request) -> JSONResponse:
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise APIError("a file is sent as multipart/form-data, with the fields purpose and file")
     store.check_room(owner)
-    raw = await read_bytes(request, limits.max_file_bytes, limits.body_timeout)
-    parts = _parts(kind, raw)
-    if "file" not in parts or "purpose" not in parts:
-        raise APIError("the form needs the fields purpose and file", param="file")
-    purpose = parts["purpose"][1].tobytes().decode("utf-8", "replace")
-    if purpose != "batch":
-        raise APIError(f"the purpose {purpose!r:.50} is not known here: batch", param="purpose")
-    name, data = parts["file"]
-    store.check_room(owner, len(data))
     with refused_when_full():
         path = store.part()
         try:
-            await asyncio.to_thread(path.write_bytes, data)
-            return JSONResponse(public(store.add_file(name, purpose, path, owner)))
+            form = await receive(request, limits, path)
+            purpose = form.fields["purpose"]
+            if purpose != "batch":
+                raise APIError(
+                    f"the purpose {purpose!r:.50} is not known here: batch", param="purpose"
+                )
+            store.check_room(owner, path.stat().st_size)
+            fields = store.add_file(form.filename or "file", purpose, path, owner)
+            return JSONResponse(public(fields))
         finally:
             path.unlink(missing_ok=True)
-
-
-def _parts(kind: str, raw: bytes) -> dict[str, tuple[str, memoryview]]:
-    """Fields of a form (RFC 7578): name -> (file name, content). Contents are not copied."""
-    header = Message()
-    header["Content-Type"] = kind
-    boundary = (header.get_boundary() or "").encode("latin-1", "replace")
-    parts: dict[str, tuple[str, memoryview]] = {}
-    view, mark = memoryview(raw), b"--" + boundary
-    at = 0 if raw.startswith(mark) else raw.find(b"\r\n" + mark) + 2
-    while boundary and at >= 0 and len(parts) < MAX_PARTS:
-        begin = at + len(mark) + 2
-        middle, end = raw.find(b"\r\n\r\n", begin - 2), raw.find(b"\r\n" + mark, begin)
-        if raw[begin - 2 : begin] != b"\r\n" or not 0 <= middle < end:
-            break
-        head = BytesParser().parsebytes(raw[begin:middle], headersonly=True)
-        name = head.get_param("name", header="content-disposition")
-        if isinstance(name, str):
-            parts[name] = (head.get_filename() or name)[:256], view[middle + 4 : end]
-        at = end + 2
-    return parts
 
 
 async def files(site: Site, request: Request) -> JSONResponse:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 from ed_infra.options import Options
@@ -12,25 +14,29 @@ from pydantic_core import from_json
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.errors import APIError
 from ed_esurge.server.fields import validated
+from ed_esurge.server.memory import RESERVATION, Reservation
+from ed_esurge.server.threads import BODY_BYTES, aside
 from ed_esurge.server.unknown import IgnoredKeys
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-# Bytes beyond which parsing goes to a thread.
-LONG_BODY = 2**16
+#: Keys, lists and objects of a body together, and values of a body.
+MAX_KEYS, MAX_ITEMS = 2**17, 2**20
+_OPENING = (b":", b"[", b"{")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 async def read(
     request: Request, kind: type[OptionsT], limits: ServerLimits, ignored: IgnoredKeys | None = None
 ) -> OptionsT:
-    """The body of a request as one of the request models.
+    """Return the body of a request as one of the request models.
 
     Args:
         ignored: collects the unknown keys; None: unknown keys are refused.
 
     Raises:
         APIError: 400 no JSON, or a field is not as it should be; 408 too slow, 413 too long, 415
-            compressed.
+            compressed, 503 the server holds too many bodies.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -46,20 +52,20 @@ async def read(
             "the request body is not a JSON object sent with Content-Type: application/json",
             code="invalid_json",
         )
-    raw = await read_bytes(request, limits.max_body_bytes, limits.body_timeout)
-    if len(raw) < LONG_BODY:
-        return validated(kind, _parsed(raw), ignored)
-    return await asyncio.to_thread(lambda: validated(kind, _parsed(raw), ignored))
+    parts = [chunk async for chunk in chunks(request, limits.max_body_bytes, limits.body_timeout)]
+    raw = b"".join(parts)
+    request.scope[BODY_BYTES] = len(raw)
+    return await aside(lambda: validated(kind, _parsed(raw), ignored), len(raw))
 
 
-async def read_bytes(request: Request, most: int, seconds: float) -> bytes:
-    """The bytes of a body.
+async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:
+    """Yield a body as its bytes arrive, which count as in flight until the request has ended.
 
     Raises:
-        APIError: 408 too slow, 413 too long.
+        APIError: 408 too slow, 413 too long, 503 the server holds too many bodies.
     """
+    reservation: Reservation = request.scope[RESERVATION]
     said = request.headers.get("content-length", "")
-    parts: list[bytes] = []
     size = int(said) if said.isdecimal() and len(said) < 20 else 0
     too_long = APIError(
         f"the request body is longer than {most} bytes, which is this server's limit",
@@ -68,26 +74,53 @@ async def read_bytes(request: Request, most: int, seconds: float) -> bytes:
     )
     if size > most:
         raise too_long
+    reservation.grow(request.scope, size)
     size = 0
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise too_long
-                parts.append(part)
-    except TimeoutError:
-        raise APIError(
-            f"the request body did not arrive within {seconds:g} seconds",
-            status=408,
-            code="request_timeout",
-        ) from None
-    return b"".join(parts)
+    deadline = asyncio.get_running_loop().time() + seconds
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            raise APIError(
+                f"the request body did not arrive within {seconds:g} seconds",
+                status=408,
+                code="request_timeout",
+            ) from None
+        if chunk is None:
+            return
+        size += len(chunk)
+        if size > most:
+            raise too_long
+        reservation.grow(request.scope, size)
+        yield chunk
+
+
+def parsed_json(raw: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    The parser holds the interpreter lock, so the number of its objects is limited first.
+
+    Raises:
+        ValueError: the text is not JSON, or has more values than `MAX_KEYS` and `MAX_ITEMS` allow.
+    """
+    if _count(raw, _OPENING) > MAX_KEYS or raw.count(b",") > MAX_ITEMS:
+        plain = _STRING.split(raw)  # strings may hold any number of these characters
+        if sum(_count(part, _OPENING) for part in plain) > MAX_KEYS:
+            raise ValueError(f"more than {MAX_KEYS} keys, lists and objects")
+        if sum(part.count(b",") for part in plain) > MAX_ITEMS:
+            raise ValueError(f"more than {MAX_ITEMS} values")
+    return from_json(raw, allow_inf_nan=False)
+
+
+def _count(raw: bytes, characters: tuple[bytes, ...]) -> int:
+    return sum(map(raw.count, characters))
 
 
 def _parsed(raw: bytes) -> Any:
     try:
-        value = from_json(raw, allow_inf_nan=False)
+        value = parsed_json(raw)
     except ValueError as error:
         raise APIError(
             f"the request body is not valid JSON in Unicode: {error}", code="invalid_json"

@@ -105,6 +105,7 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
     scored = [body.logprobs] if body.echo else []
     scored = [count for count in (*scored, body.prompt_logprobs) if count is not None]
     structured = await one_of(served.engine, body.outputs())
+    first: SamplingParams | None = None
     params: dict[int, SamplingParams] = {}
     jobs = []
     for prompt in body.prompt:
@@ -121,14 +122,17 @@ async def _jobs(served: Served, body: CompletionRequest) -> list[_Job]:
             last=body.truncate_prompt_tokens,
         )
         if limit not in params:
-            params[limit] = served.sampling_params(
-                body,
-                limit,
-                n=best_of,
-                logprobs=logprobs,
-                prompt_logprobs=max(scored, default=None),
-                structured_outputs=structured,
-            )
+            if first is None:
+                first = await served.sampling_params(
+                    body,
+                    limit,
+                    n=best_of,
+                    logprobs=logprobs,
+                    prompt_logprobs=max(scored, default=None),
+                    structured_outputs=structured,
+                )
+            # The prompts of a request differ in nothing else, and validating long lists takes time.
+            params[limit] = first.model_copy(update={"max_tokens": limit})
         echo = None
         if body.echo:
             as_sent = isinstance(prompt, str) and tokens == whole

@@ -21,9 +21,16 @@ from starlette.requests import ClientDisconnect
 from ed_esurge.server.asgi import Receive, Scope, Send
 from ed_esurge.server.locations import in_body, joined, spelled
 
+#: Problems that one error reports, and the errors of a validation that are looked at for them.
+MAX_PROBLEMS, MAX_EXAMINED = 8, 256
+#: Characters of an error's message, of one problem in it, and of the name of a field.
+MAX_MESSAGE, MAX_PROBLEM, MAX_PARAM = 2048, 240, 160
+
 
 class APIError(Exception):
     """An error that a client should see, with the HTTP status it travels under.
+
+    Messages quote what clients send, so `MAX_MESSAGE` and `MAX_PARAM` bound their length.
 
     Args:
         message: what was given, what is allowed, how to go on.
@@ -42,10 +49,10 @@ class APIError(Exception):
         code: str | None = None,
         type: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = _printable(message)
+        self.message = _printable(shortened(message, MAX_MESSAGE))
+        super().__init__(self.message)
         self.status = status
-        self.param = None if param is None else _printable(param)
+        self.param = None if param is None else _printable(shortened(param, MAX_PARAM))
         self.code = code
         self.type = type or ("invalid_request_error" if status < 500 else "server_error")
 
@@ -145,6 +152,14 @@ class Refusal(ValueError):
         self.field, self.code = field, code
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text without its middle where the text has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
 def _printable(text: str) -> str:
     """JSON lets clients send halves of surrogate pairs, which no answer in UTF-8 can repeat."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -160,13 +175,14 @@ def engine_unavailable(reason: str = "the engine is not running") -> APIError:
 
 
 def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
-    """Turn pydantic's errors into one envelope that names the first field at fault.
+    """Return one error that reports up to `MAX_PROBLEMS` problems and names the first field.
 
     Args:
         body: what was validated, so that fields are named as the client spells them.
     """
-    lines, param, code = [], None, None
-    for error in _of_best_branches(errors, body):
+    lines: dict[str, None] = {}
+    param = code = None
+    for error in _of_best_branches(errors[:MAX_EXAMINED], body):
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", error["msg"])
             return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
@@ -189,13 +205,21 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> APIError:
         message = _message(error)
         given = error.get("input")
         if error["type"] != "missing" and isinstance(given, str | int | float | bool):
-            message = f"{message} (given {given!r:.80})"
-        line = f"{path}: {message}" if path else message
-        if line not in lines:
-            lines.append(line)
-    shown = "; ".join(lines[:3])
-    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-    return APIError(shown + more, param=param, code=code)
+            message = f"{message} (given {_quoted(given)})"
+        line = f"{shortened(path, MAX_PARAM)}: {message}" if path else message
+        lines[shortened(line, MAX_PROBLEM)] = None
+    shown = [*lines][:MAX_PROBLEMS]
+    more = " (and more)" if len(lines) > len(shown) or len(errors) > MAX_EXAMINED else ""
+    return APIError("; ".join(shown) + more, param=param, code=code)
+
+
+def _quoted(value: str | int | float | bool) -> str:
+    """The beginning of a value. An integer may have more digits than Python converts to text."""
+    if isinstance(value, str):
+        return f"{value[:80]!r:.80}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of many digits"
+    return repr(value)
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str | None:

@@ -193,8 +193,11 @@ class Prompts:
             most = min(default, most)
         return used, most
 
-    async def chat(self, request: ChatRequest) -> list[int]:
+    async def chat(self, request: ChatRequest, size: int = 0) -> list[int]:
         """Token ids of a conversation, through the chat template.
+
+        Args:
+            size: see `conversation`.
 
         Raises:
             APIError: 400, see `conversation`; an effort is asked for, and the template knows none.
@@ -208,6 +211,7 @@ class Prompts:
             continue_final_message=request.continue_final_message,
             variables=variables,
             tools=() if request.tool_choice == "none" else request.tools,
+            size=size,
         )
 
     def _thinking(self, effort: str) -> dict[str, Any]:
@@ -235,8 +239,12 @@ class Prompts:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
         tools: Sequence[Tool] = (),
+        size: int = 0,
     ) -> list[int]:
         """Token ids of messages. What is written in them never becomes a special token.
+
+        Args:
+            size: bytes of the request's body: whether the work is done in a thread.
 
         Raises:
             APIError: 400, when there is no template or it refuses the conversation.
@@ -256,15 +264,14 @@ class Prompts:
                 f"{taken[0]!r} is not a variable of the template; it has its own request field",
                 param="chat_template_kwargs",
             )
-        texts = [message.for_template() for message in messages]
-        if self._parts:
-            for text in texts:
-                text["content"] = [{"type": "text", "text": text["content"]}]
-        offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
-        size = sum(map(len, texts_in((texts, offered))))
-        self._check_length(size, "messages")
 
         def work() -> list[int]:
+            texts = [message.for_template() for message in messages]
+            if self._parts:
+                for text in texts:
+                    text["content"] = [{"type": "text", "text": text["content"]}]
+            offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+            self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
             try:
                 text, marks = template.render(
                     texts,
@@ -286,7 +293,7 @@ class Prompts:
                 ) from error
             return template.encode(text, marks)
 
-        return await self._aside(work, size + 100 * (len(texts) + len(tools) + len(variables)))
+        return await self._aside(work, size + 100 * (len(messages) + len(tools)))
 
 
 _RESERVED = {

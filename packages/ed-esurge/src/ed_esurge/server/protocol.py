@@ -219,7 +219,9 @@ class RefusalPart(History):
         return self.refusal
 
 
-ContentParts = list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+ContentParts = Annotated[
+    list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)
+]
 
 
 class Message(History):

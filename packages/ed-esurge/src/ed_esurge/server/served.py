@@ -27,6 +27,7 @@ from ed_esurge.server.metrics import Metrics, RequestTimer
 from ed_esurge.server.prompts import Prompts
 from ed_esurge.server.protocol import GenerationRequest
 from ed_esurge.server.state import ServerState
+from ed_esurge.server.threads import aside
 from ed_esurge.server.tracing import RequestSpan
 from ed_esurge.server.watch import Watch
 
@@ -184,10 +185,16 @@ class Served:
             "max_model_len": self.prompts.max_model_len,
         }
 
-    def sampling_params(
+    async def sampling_params(
         self, request: GenerationRequest, max_tokens: int, **more: Any
     ) -> SamplingParams:
-        """The engine's options for a request; extensions that were not sent keep its defaults."""
+        """Return the engine's options for a request.
+
+        Extensions that were not sent keep the engine's defaults.
+
+        Raises:
+            APIError: 400, the model does not know a token id.
+        """
         extensions = {
             name: value
             for name in (
@@ -217,7 +224,8 @@ class Served:
             "frequency_penalty": request.frequency_penalty,
             "max_tokens": max_tokens,
         }
-        return SamplingParams(**{**options, **extensions, **more})
+        listed = 32 * len(request.allowed_token_ids or ())  # bytes, roughly
+        return await aside(lambda: SamplingParams(**{**options, **extensions, **more}), listed)
 
     def check_generations(self, count: int) -> None:
         """Refuse a request for more completions than the limit.

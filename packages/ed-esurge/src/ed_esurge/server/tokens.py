@@ -6,21 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
 from tokenizers import AddedToken
 
 from ed_esurge.server.auth import owner_of
 from ed_esurge.server.protocol import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.served import Served
 from ed_esurge.server.site import Site
+from ed_esurge.server.threads import aside, size_of
 
 
-async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> JSONResponse:
+async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a text, or of messages."""
     prompts = served.prompts
     if body.messages is not None:
         tokens = await prompts.conversation(
-            body.messages, add_generation_prompt=body.add_generation_prompt
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            size=size_of(request),
         )
     else:
         (tokens,) = await prompts.encode(
@@ -31,9 +35,13 @@ async def tokenize(served: Served, body: TokenizeRequest, request: Request) -> J
         "max_model_len": prompts.max_model_len,
         "tokens": tokens,
     }
-    if body.return_token_strs:
-        answer["token_strs"] = [served.texts.text_of(token) for token in tokens]
-    return JSONResponse(answer)
+
+    def content() -> bytes:
+        if body.return_token_strs:
+            answer["token_strs"] = [served.texts.text_of(token) for token in tokens]
+        return to_json(answer)
+
+    return Response(await aside(content, len(tokens)), media_type="application/json")
 
 
 async def detokenize(served: Served, body: DetokenizeRequest, request: Request) -> JSONResponse:

@@ -21,6 +21,7 @@ from ed_esurge.server.protocol import ChatRequest
 from ed_esurge.server.served import Served, new_id
 from ed_esurge.server.stream import headers_of
 from ed_esurge.server.structured import of_tools, one_of
+from ed_esurge.server.threads import size_of
 from ed_esurge.server.tools import NamedTool
 from ed_esurge.server.watch import Watch
 
@@ -87,7 +88,7 @@ class Turn:
         served.check_generations(body.n)
         served.formats.check(body)
         queue = served.queue_options(body)
-        whole = await served.prompts.chat(body)
+        whole = await served.prompts.chat(body, size_of(request))
         tokens, limit = served.prompts.fit(
             whole,
             body.max_completion_tokens or body.max_tokens,
@@ -102,7 +103,7 @@ class Turn:
         structured = await one_of(served.engine, _wanted(body), ends)
         if structured is not None:
             more["structured_outputs"] = structured
-        params = served.sampling_params(
+        params = await served.sampling_params(
             body,
             limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,

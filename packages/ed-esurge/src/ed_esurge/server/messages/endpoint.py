@@ -16,6 +16,7 @@ from ed_esurge.server.errors import APIError, client_gone, renamed
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.served import Served
 from ed_esurge.server.stream import answer, named, respond, truncation
+from ed_esurge.server.threads import aside, size_of
 from ed_esurge.server.turn import Turn
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -28,7 +29,7 @@ async def message(served: Served, body: MessagesRequest, request: Request) -> Re
         APIError: see `Turn.begin`.
     """
     with renamed(NAMES):
-        turn = await Turn.begin(served, body.chat(), request, "msg")
+        turn = await Turn.begin(served, await aside(body.chat, size_of(request)), request, "msg")
     if body.stream:
         return await respond(turn.watch, _events(turn), turn.headers, error_event=_error_event)
 
@@ -56,9 +57,11 @@ async def count_tokens(served: Served, body: CountRequest, request: Request) -> 
         APIError: the template refuses the conversation, or the model is not this one.
     """
     with renamed(NAMES):
-        chat = body.chat()
+        chat = await aside(body.chat, size_of(request))
         served.formats.check(chat)
-        return JSONResponse({"input_tokens": len(await served.prompts.chat(chat))})
+        return JSONResponse(
+            {"input_tokens": len(await served.prompts.chat(chat, size_of(request)))}
+        )
 
 
 def _head(turn: Turn) -> dict[str, Any]:

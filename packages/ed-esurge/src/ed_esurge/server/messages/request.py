@@ -35,6 +35,9 @@ class TextBlock(Block):
     citations: list[Any] | None = None
 
 
+TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
+
+
 class ToolUse(Block):
     """A call, in a message of the assistant."""
 
@@ -50,7 +53,7 @@ class ToolResult(Block):
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(max_length=256)]
-    content: Annotated[str | list[TextBlock] | None, parts_of("text"), few(MAX_PARTS)] = None
+    content: Annotated[str | TextBlocks | None, parts_of("text"), few(MAX_PARTS)] = None
     is_error: bool | None = None
 
 
@@ -64,7 +67,7 @@ class Thinking(Block):
 
 AnyBlock = Annotated[TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
 Blocks = Annotated[
-    str | list[AnyBlock],
+    str | Annotated[list[AnyBlock], Field(fail_fast=True)],
     parts_of("text", "tool_use", "tool_result", "thinking"),
     few(MAX_PARTS),
 ]
@@ -177,9 +180,13 @@ class CountRequest(Body):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1), few(MAX_MESSAGES)]
-    system: str | Annotated[list[TextBlock], few(MAX_PARTS)] | None = None
-    tools: Annotated[list[AnthropicTool], few(MAX_TOOLS)] = Field(default_factory=list)
+    messages: Annotated[
+        list[AnthropicMessage], Field(min_length=1, fail_fast=True), few(MAX_MESSAGES)
+    ]
+    system: str | Annotated[TextBlocks, few(MAX_PARTS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
+        default_factory=list
+    )
     tool_choice: AnthropicChoice | None = None
     thinking: Thoughts | None = None
     output_config: OutputConfig | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from ed_esurge.server.responses.request import NAMES, ResponseRequest
 from ed_esurge.server.served import Served
 from ed_esurge.server.site import Site
 from ed_esurge.server.stream import answer, named, respond
+from ed_esurge.server.threads import aside, size_of
 from ed_esurge.server.turn import Turn
 
 
@@ -83,13 +85,15 @@ async def create(served: Served, body: ResponseRequest, request: Request) -> Res
         APIError: 404, the response that it follows is not kept; else see `Turn.begin`.
     """
     before: list[dict[str, Any]] = []
+    length = 0
     if body.previous_response_id is not None:
         known = served.state.responses.get(
             body.previous_response_id, served.owner, param="previous_response_id"
         )
-        before = known.messages
+        before, length = known.messages, known.size
     with renamed(NAMES):
-        turn = await Turn.begin(served, body.chat(before), request, "resp")
+        chat = await aside(partial(body.chat, before), size_of(request) + length)
+        turn = await Turn.begin(served, chat, request, "resp")
     response = _Response(turn, body, before)
     if body.stream:
         return await respond(turn.watch, _events(response), turn.headers, error_event=_error_event)

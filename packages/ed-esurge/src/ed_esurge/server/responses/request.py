@@ -34,8 +34,12 @@ class Part(History):
     logprobs: list[Any] | None = None
 
 
-Parts = Annotated[list[Part], parts_of(*get_args(PartType)), few(MAX_PARTS)]
-TextOrParts = Annotated[str | list[Part], parts_of(*get_args(PartType)), few(MAX_PARTS)]
+Parts = Annotated[list[Part], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)]
+TextOrParts = Annotated[
+    str | Annotated[list[Part], Field(fail_fast=True)],
+    parts_of(*get_args(PartType)),
+    few(MAX_PARTS),
+]
 
 
 class MessageItem(History):
@@ -167,7 +171,9 @@ class ResponseRequest(Body):
     max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    tools: Annotated[list[FunctionTool], few(MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
+        default_factory=list
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
