@@ -112,6 +112,15 @@ def test_every_bit_of_the_checksums_counts(tmp_path):
         flip(file, bit)
 
 
+def test_disk_that_is_full_after_the_commit_leaves_a_whole_checkpoint(toy, tmp_path, monkeypatch):
+    def full(directory, names):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checksums, "add_checksums", full)
+    written(toy, tmp_path)
+    assert restored(toy, tmp_path)[0] == 2
+
+
 def test_checkpoint_whose_process_ended_during_the_commit_is_read(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "_seal_commit", lambda self: None)
     written(toy, tmp_path)

@@ -49,18 +49,19 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
     """Compare the files below a directory with their checksums.
 
     Args:
-        directory: where `checksums.json` is.
-        part: which part of the files to read, where several processes share the work.
-        of: how many parts there are.
+        directory: The directory with `checksums.json`.
+        part: The part of the files to read, where several processes share the work.
+        of: The number of parts.
 
     Returns:
-        What is wrong with the first file that is not as it was written; None if all are.
+        A description of the first file that changed since it was written; None if no file changed.
     """
     try:
         wanted = _read(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{FILE} cannot be read: {error}"
-    names = sorted(wanted)[part::of]
+    # Files of the directory itself come last: `add_checksums` leaves the parts of the others alone.
+    names = sorted(wanted, key=lambda name: ("/" not in name, name))[part::of]
     for name in names:
         file = directory / name
         if not file.is_file():
@@ -93,7 +94,11 @@ def _read(directory: Path) -> dict[str, tuple[int, str]]:
 
 def _write(directory: Path, entries: dict[str, tuple[int, str]]) -> None:
     temporary = directory / f"{FILE}.new"
-    temporary.write_text(_text(entries))
+    try:
+        temporary.write_text(_text(entries))
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(directory / FILE)
 
 
