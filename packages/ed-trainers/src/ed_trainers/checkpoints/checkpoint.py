@@ -194,8 +194,8 @@ class Checkpoints:
     def _seal_commit(self) -> None:
         """Add the checksums of the files that orbax wrote while it committed the checkpoint.
 
-        The checkpoint is complete without these checksums, so an error is not a failure. A full disk
-        leaves the checksums as they are, and `restore_newest` reports damaged ones.
+        The checkpoint is complete without these checksums, so an error is not a failure. A full
+        disk leaves the checksums as they are, and `restore_newest` reports damaged ones.
         """
         if self._begun is None or jax.process_index() != 0:
             return
