@@ -194,3 +194,25 @@ def test_a_stuck_step_and_a_failed_one_are_unhealthy(model, monkeypatch):
         assert answer.status_code == 503
         assert "the device is gone" in answer.json()["error"]["message"]
         assert httpx.get(health).status_code == 503
+
+
+def test_a_reset_forgets_cached_prefixes_and_changes_no_token(client, url):
+    def ask():
+        answer = client.completions.create(
+            model="tiny", prompt="z" * 60, max_tokens=4, temperature=0
+        )
+        return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens
+
+    text, _ = ask()
+    assert ask() == (text, 48)
+    assert httpx.post(url.replace("/v1", "/reset_prefix_cache")).status_code == 200
+    assert ask() == (text, 0)
+    # Also while a request runs: it ends with the tokens that it has without a reset.
+    options = {"model": "tiny", "prompt": "zz", "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**options).choices[0].text
+    pieces = []
+    for chunk in client.completions.create(**options, stream=True):
+        pieces.append(chunk.choices[0].text)
+        if len(pieces) == 5:
+            httpx.post(url.replace("/v1", "/reset_prefix_cache"))
+    assert "".join(pieces) == whole

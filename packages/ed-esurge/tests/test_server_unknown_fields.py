@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import httpx
 import pytest
@@ -45,6 +46,16 @@ def test_the_header_of_ignored_fields_is_bounded_and_printable(http):
     assert len(named) < (MAX_NAMED + 1) * (MAX_CHARACTERS + 8)
     assert named.isascii() and named.isprintable()
     assert "(and 993 more)" in named
+
+
+def test_the_time_to_note_unknown_keys_is_linear():
+    noted = IgnoredKeys("warn")
+    keys = {f"key {number}": None for number in range(200_000)} | {"a" * 4_000_000: None}
+    begun = time.perf_counter()
+    body = validated(ChatRequest, {**CHAT, **keys}, noted)
+    assert time.perf_counter() - begun < 2
+    assert len(body.messages) == 1
+    assert noted.header.endswith("(and 199993 more)")
 
 
 def test_the_log_names_an_ignored_field_once(caplog):

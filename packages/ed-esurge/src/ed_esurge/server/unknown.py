@@ -36,12 +36,9 @@ class IgnoredKeys:
 
     def add(self, key: object) -> None:
         """Note an ignored key."""
-        name = _printable(str(key)[: MAX_CHARACTERS + 1])
-        if name in self._names:
-            return
         if len(self._names) < MAX_NAMED:
-            self._names[name] = None
-        else:
+            self._names[_printable(str(key)[: MAX_CHARACTERS + 1])] = None
+        elif key not in self._names:
             self._more += 1
 
     @property
