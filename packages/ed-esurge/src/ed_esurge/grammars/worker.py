@@ -124,13 +124,14 @@ class Worker:
         _write(1, json.dumps({"id": running.job, **answer}).encode() + b"\n")
 
     def _end_late_jobs(self) -> None:
+        """Make room for the jobs that wait, the longest running jobs first."""
         before = time.monotonic() - BUSY_SECONDS
-        if not self._waiting:
-            return
-        for running in self._running.values():
-            if running.began < before and not running.late:
+        missing = len(self._waiting) - sum(running.late for running in self._running.values())
+        for running in self._running.values():  # in the order of their beginnings
+            if missing > 0 and running.began < before and not running.late:
                 running.late = True
                 os.kill(running.pid, signal.SIGKILL)
+                missing -= 1
 
 
 def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
