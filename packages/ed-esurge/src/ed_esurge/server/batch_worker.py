@@ -164,6 +164,7 @@ class _Run:
                 title = f"{batch['id']}_{name}.jsonl"
                 file = store.add_file(title, "batch_output", part, batch["owner"])
                 batch[key] = file["id"]  # at once: a later failure must not add the file again
+                store.change(batch)
             else:
                 part.unlink()
         marks.unlink(missing_ok=True)
