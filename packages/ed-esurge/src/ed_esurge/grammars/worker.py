@@ -166,9 +166,11 @@ def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
 
 
 def _limit() -> None:
-    # The library reports panics on standard error, which is the server's log.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # An open standard output would hide the end of the worker process from the server. The library
+    # reports panics on standard error, which is the server's log.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # other systems do not enforce this limit
         with open("/proc/self/statm") as file:
