@@ -10,6 +10,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.engine import setup
 from ed_esurge.engine.setup import Setup
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.logging import forget_said
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -170,6 +171,16 @@ def test_prompts_in_parts_that_need_no_padding(surge, llama, plain_logits):
         np.testing.assert_allclose(mine, other, atol=1e-5)
     assert totals == [32, 8, 8]  # of the second, four pages are known
     assert engine.loop.scheduler.limits.shapes == ((8, 4), (32, 4), (128, 4))
+
+
+def test_a_lower_limit_of_the_model_is_logged_only_where_max_model_len_is_set(llama, caplog):
+    forget_said()
+    positions = llama.config.max_position_embeddings
+    assert Setup.resolve(llama, EngineConfig()).limits.max_model_len == positions < 8192
+    assert "max_model_len" not in caplog.text
+    assert Setup.resolve(llama, EngineConfig(max_model_len=8192)).limits.max_model_len == positions
+    expected = f"max_model_len 8192 exceeds the model's {positions} positions: the engine uses "
+    assert expected in caplog.text
 
 
 def test_padding_is_weighed_on_a_cpu_alone(llama, monkeypatch):
