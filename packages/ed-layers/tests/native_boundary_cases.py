@@ -32,10 +32,11 @@ class Buffer:
 
     Attributes:
         values: of an argument whose numbers matter; None = random.
-        free_axes: axes whose size may change without making the call invalid.
+        free_axes: axes that have other valid sizes, such as another number of groups.
         free_dtypes: dtypes that are valid, too.
         free_shape: any shape is valid, since the call does not read the buffer.
         may_be_empty: size 0 is valid.
+        may_have_layers: one more axis in front is valid.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Buffer:
     free_dtypes: frozenset[np.dtype] = frozenset()
     free_shape: bool = False
     may_be_empty: bool = False
+    may_have_layers: bool = False
 
     def array(self, rng: np.random.Generator) -> jax.Array:
         if self.values is not None:
@@ -169,7 +171,12 @@ def attention_cached(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
         Buffer("k", (*lead, b, g, t, k), dtype, free_dtypes=kinds),
         Buffer("v", (*lead, b, g, t, d), dtype, free_dtypes=kinds),
         *(
-            Buffer(n, (*lead, b, g, 2, t) if codes else (0,), free_shape=not codes)
+            Buffer(
+                n,
+                (*lead, b, g, 2, t) if codes else (0,),
+                free_shape=not codes,
+                free_axes=frozenset({len(lead) + 2}),
+            )
             for n in ("k_scale", "v_scale")
         ),
         Buffer("layer", (1,), INT32, values=(2 if lead else 0,)),
@@ -194,10 +201,14 @@ def attention_paged(rng: np.random.Generator, size: Callable[[int], int]) -> Cal
             (*lead, pages, page_size, g, 2, k),
             INT8 if codes else FLOAT32,
             free_axes=pool_axes,
+            may_have_layers=not (codes or lead),
             free_dtypes=frozenset({FLOAT32, BFLOAT16, INT8, FP8}) if codes else NUMBERS,
         ),
         Buffer(
-            "scales", (*lead, pages, g, 2, 2, page_size) if codes else (0,), free_shape=not codes
+            "scales",
+            (*lead, pages, g, 2, 2, page_size) if codes else (0,),
+            free_shape=not codes,
+            free_axes=frozenset({first + 3}),
         ),
         Buffer("layer", (1,), INT32, values=(2 if lead else 0,)),
         Buffer("first_query", (n + 1,), INT32, values=(0, 3, 7)),
@@ -263,7 +274,8 @@ def damaged_buffer(rng: np.random.Generator, buffer: Buffer) -> tuple[Buffer, bo
         longer = bool(rng.integers(2))
         shape = (2, *buffer.shape) if longer else buffer.shape[:axis] + buffer.shape[axis + 1 :]
         empty = buffer.may_be_empty and 0 in shape
-        return replace(buffer, shape=shape), not (buffer.free_shape or empty)
+        valid = buffer.free_shape or empty or (longer and buffer.may_have_layers)
+        return replace(buffer, shape=shape), not valid
     old = buffer.shape[axis]
     new = int(rng.choice([0, 1, max(0, old - 1), old + 1, 2 * old, 40 * old]))
     shape = (*buffer.shape[:axis], new, *buffer.shape[axis + 1 :])
