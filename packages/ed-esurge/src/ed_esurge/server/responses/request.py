@@ -86,15 +86,13 @@ class ReasoningItem(History):
 
 
 def _items(value: object) -> object:
-    """A message needs no type; and what clients say by null, they do not say."""
+    """Write the type of messages that have none."""
     if not isinstance(value, list):
         return value
-    return [{"type": "message", **said(item)} if isinstance(item, dict) else item for item in value]
-
-
-def said(item: dict[Any, Any]) -> dict[Any, Any]:
-    """An object without its nulls, of which clients' own models have many."""
-    return {key: value for key, value in item.items() if value is not None}
+    return [
+        {**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item
+        for item in value
+    ]
 
 
 Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
