@@ -312,11 +312,11 @@ class _Flaky:
     def __init__(self, stream, broken: list[int]):
         self._stream, self._broken = stream, broken
 
-    def readline(self):
+    def readline(self, size=-1):
         if self._broken and self._stream.tell() > 30:
             self._broken.pop()
             raise ConnectionResetError("the connection broke")
-        return self._stream.readline()
+        return self._stream.readline(size)
 
     def seek(self, offset):
         return self._stream.seek(offset)

@@ -29,7 +29,7 @@ from ed_esurge.server.served import Served
 REFUSALS = {
     400: "The request is not as it should be; `param` names the field.",
     401: "An API key is missing or unknown.",
-    403: "The server does not do that for its clients.",
+    403: "The server does not do that for its clients, or not for the page that asks.",
     404: "The model, or what the path names, is not here.",
     408: "The request did not arrive, or was not answered, in time.",
     409: "What is asked for cannot be done now.",

@@ -82,7 +82,7 @@ class Site:
         ]
         hint = did_you_mean(name, known) or f"; this server has {', '.join(known)}"
         raise APIError(
-            f"the model {name!r} does not exist{hint}",
+            f"the model {name[:160]!r} does not exist{hint}",
             status=404,
             param="model",
             code="model_not_found",

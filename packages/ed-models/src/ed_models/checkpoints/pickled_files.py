@@ -109,7 +109,7 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
             if archive.getinfo(name).file_size > _MAX_PICKLE:
                 raise CheckpointError(f"{file}: its description of tensors is over 64 MiB")
             order = f"{root}byteorder"
-            if order in archive.namelist() and archive.read(order) != b"little":
+            if order in archive.namelist() and archive.open(order).read(16) != b"little":
                 raise CheckpointError(f"{file} was written by a big-endian machine")
             tensors = _unpickled(file, archive.read(name))
             places = {

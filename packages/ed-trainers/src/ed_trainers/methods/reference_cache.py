@@ -22,6 +22,7 @@ from flax import nnx
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import Placement, pad_rows
+from ed_trainers.stored.npz import read_npz
 
 #: The file beside the checkpoints.
 FILE = "reference_log_probs.npz"
@@ -104,12 +105,12 @@ class ReferenceLogps:
     def _load(self) -> None:
         if not self._path.is_file():
             return
-        with np.load(self._path) as saved:
-            if saved["reference"].tolist() != self._of:
-                return
-            digests = saved["digests"].tobytes()
-            for i, value in enumerate(saved["values"].tolist()):
-                self._known[digests[16 * i : 16 * i + 16]] = value
+        saved = read_npz(self._path, str(self._path))
+        if saved["reference"].tolist() != self._of:
+            return
+        digests = saved["digests"].tobytes()
+        for i, value in enumerate(saved["values"].tolist()):
+            self._known[digests[16 * i : 16 * i + 16]] = value
         self._saved = len(self._known)
 
     def _save(self) -> None:

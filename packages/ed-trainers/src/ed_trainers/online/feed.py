@@ -20,6 +20,7 @@ from ed_infra.errors import ConfigError
 
 from ed_trainers.feed import Dataset, Feed, HostBatch
 from ed_trainers.options.online import OnlineArguments
+from ed_trainers.stored.npz import read_npz
 
 _ROLLOUT = "rollout"
 
@@ -127,6 +128,6 @@ def _as_json(generation: Generation) -> dict[str, Any]:
 
 
 def _from_json(saved: Mapping[str, Any]) -> Generation:
-    with np.load(io.BytesIO(base64.b64decode(saved["rows"])), allow_pickle=False) as rows:
-        arrays = {name: rows[name] for name in rows.files}
+    rows = io.BytesIO(base64.b64decode(saved["rows"]))
+    arrays = read_npz(rows, "the generation of the checkpoint")
     return Generation(int(saved["number"]), arrays, dict(saved["figures"]))
