@@ -88,8 +88,8 @@ class StepResult:
     @property
     def ready(self) -> bool:
         """Whether the device has done the step, so that reading waits for nothing."""
-        arrays = self._arrays.values()
-        return all(x.is_ready() for x in arrays if isinstance(x, jax.Array))
+        arrays: list[Any] = [x for x in self._arrays.values() if isinstance(x, jax.Array)]
+        return all(array.is_ready() for array in arrays)
 
     def tokens(self) -> dict[str, list[int]]:
         """request id -> sampled tokens that are confirmed, at least one, for the rows that sample;

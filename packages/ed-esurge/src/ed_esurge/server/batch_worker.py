@@ -73,9 +73,9 @@ async def _run(site: Site, store: BatchStore) -> None:
         except Exception as group:
             error = _first(group)
             site.metrics.batch_failures.inc()
-            passes = isinstance(error, OSError) and error.errno in PASSING
-            if passes and time.time() < batch["expires_at"]:
-                site.stall_batches(f"files of batches cannot be written: {error.strerror}")
+            reason = _passing(error)
+            if reason is not None and time.time() < batch["expires_at"]:
+                site.stall_batches(f"files of batches cannot be written: {reason}")
                 logger.error("batch %s waits %g s: %s", batch["id"], wait, site.batch_trouble)
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST)
@@ -87,6 +87,11 @@ async def _run(site: Site, store: BatchStore) -> None:
             site.stall_batches(None)
             if batch["status"] in OPEN:  # nobody answers now
                 await asyncio.sleep(PATIENCE)
+
+
+def _passing(error: BaseException) -> str | None:
+    """Return the text of an error that may pass, without paths; None for other errors."""
+    return error.strerror if isinstance(error, OSError) and error.errno in PASSING else None
 
 
 def _first(error: BaseException) -> BaseException:
