@@ -234,7 +234,7 @@ def latencies(client: Client, seconds: float, senders: int) -> str:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Measure the server under attacks.")
     parser.add_argument("--only", choices=("routes", "attacks"))
     parser.add_argument("--senders", type=int, default=2, help="clients that attack together")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each attack")

@@ -105,17 +105,32 @@ def parsed_json(raw: bytes) -> Any:
     Raises:
         ValueError: the text is not JSON, or has more values than `MAX_KEYS` and `MAX_ITEMS` allow.
     """
-    if _count(raw, _OPENING) > MAX_KEYS or raw.count(b",") > MAX_ITEMS:
-        plain = _STRING.split(raw)  # strings may hold any number of these characters
-        if sum(_count(part, _OPENING) for part in plain) > MAX_KEYS:
-            raise ValueError(f"more than {MAX_KEYS} keys, lists and objects")
-        if sum(part.count(b",") for part in plain) > MAX_ITEMS:
-            raise ValueError(f"more than {MAX_ITEMS} values")
+    if sum(map(raw.count, _OPENING)) > MAX_KEYS or raw.count(b",") > MAX_ITEMS:
+        _check_structure(raw)
     return from_json(raw, allow_inf_nan=False)
 
 
-def _count(raw: bytes, characters: tuple[bytes, ...]) -> int:
-    return sum(map(raw.count, characters))
+def _check_structure(raw: bytes) -> None:
+    """Count the objects of a JSON text outside its strings.
+
+    The text is read string by string: one call for the whole text would hold the interpreter lock.
+
+    Raises:
+        ValueError: there are more than `MAX_KEYS` or `MAX_ITEMS` allow.
+    """
+    keys = items = at = 0
+    for string in _STRING.finditer(raw):
+        between, at = raw[at : string.start()], string.end()
+        keys += sum(map(between.count, _OPENING))
+        items += between.count(b",")
+        if keys > MAX_KEYS or items > MAX_ITEMS:
+            break
+    rest = raw[at:]
+    keys, items = keys + sum(map(rest.count, _OPENING)), items + rest.count(b",")
+    if keys > MAX_KEYS:
+        raise ValueError(f"more than {MAX_KEYS} keys, lists and objects")
+    if items > MAX_ITEMS:
+        raise ValueError(f"more than {MAX_ITEMS} values")
 
 
 def _parsed(raw: bytes) -> Any:

@@ -1,0 +1,40 @@
+"""Every attack of the suite gets a short error or an answer, and the server goes on."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from ed_esurge.server.errors import MAX_MESSAGE, MAX_PROBLEMS
+from ed_esurge.server.launch import background
+from ed_esurge.testing import ScriptedEngine
+
+from tools.bench.attacks import ROUTES, attacks, long_text
+
+SUITE = attacks()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    engine = ScriptedEngine(max_model_len=2**12)
+    folder = tmp_path_factory.mktemp("batches")
+    with background(engine, batch_directory=folder, unknown_fields="refuse") as url:
+        yield url.removesuffix("/v1")
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_an_attack_gets_a_short_error_or_an_answer(root, name):
+    path, kind, body = SUITE[name]
+    answer = httpx.post(f"{root}{path}", content=body, headers={"Content-Type": kind}, timeout=120)
+    assert answer.status_code in (200, 400, 404, 413), answer.text[:300]
+    if answer.status_code != 200:
+        assert len(answer.content) < 2 * MAX_MESSAGE
+        assert answer.json()["error"]["message"].count("unknown key") <= MAX_PROBLEMS
+    assert httpx.get(f"{root}/health").status_code == 200
+
+
+def test_the_suite_asks_every_route_that_takes_text(root):
+    document = httpx.get(f"{root}/openapi.json").json()
+    posts = {path for path, methods in document["paths"].items() if "post" in methods}
+    assert set(ROUTES) < posts
+    for path in ROUTES:
+        assert long_text(path, 2**12)[0] == path
