@@ -101,9 +101,11 @@ def base_config(run: RunConfig) -> Iterator[Problem]:
 
 def weights_are_quantized_by_their_section(run: RunConfig) -> Iterator[Problem]:
     """Refuse fields of the configuration that quantize nothing: the section `quantization` does."""
-    written = {("base_config", "values"): run.base_config and run.base_config.values}
-    written["model", "config"] = run.model and run.model.config
-    for here, values in written.items():
+    written: list[tuple[KeyPath, Mapping[str, Any] | None]] = [
+        (("base_config", "values"), run.base_config.values if run.base_config else None),
+        (("model", "config"), run.model.config if run.model else None),
+    ]
+    for here, values in written:
         for key, value in (values or {}).items():
             if canonical_field(key) in ("bits", "quantization_config") and value is not None:
                 message = (

@@ -287,7 +287,7 @@ class eLargeModel(Setters):
         given = values.pop("prompts") or [held_out_prompt(self.config, self.held_out_texts())]
         params = SamplingParams(max_tokens=values.pop("max_new_tokens"), **values)
         engine = self.build_esurge()
-        ready = [
+        ready: list[Any] = [
             p if isinstance(p, str) else ChatTemplate(engine.tokenizer).token_ids(p) for p in given
         ]
         outputs = engine.generate(ready, params)
