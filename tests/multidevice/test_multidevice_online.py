@@ -42,4 +42,4 @@ def test_a_reward_that_fails_ends_all_processes(tmp_path: Path) -> None:
     run_processes([*MODULE, tmp_path, "6", "2"], tmp_path / "logs", processes=2, devices=4)
     said = [(tmp_path / f"said_{i}.txt").read_text() for i in range(2)]
     assert said[0].startswith("reward function 'Reward' raised ValueError: the judge is away")
-    assert said[1] == f"process 0 failed, so this one ends, too: RewardError: {said[0]}"
+    assert said[1] == f"process 0 failed, so this process ends too: RewardError: {said[0]}"

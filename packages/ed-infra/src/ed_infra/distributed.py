@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ed_infra import logging as ed_logging
 from ed_infra.errors import ConfigError, EasyDeLError
@@ -16,7 +17,9 @@ from ed_infra.errors import ConfigError, EasyDeLError
 T = TypeVar("T")
 logger = ed_logging.get_logger(__name__)
 
-# One of these in the environment says that a launcher started several processes.
+# First byte of the answer of `from_main`.
+_DONE, _FAILED = b"\0", b"\1"
+# A launcher that starts several processes sets one of these variables.
 _LAUNCHERS = (
     "SLURM_JOB_ID",
     "OMPI_COMM_WORLD_SIZE",
@@ -165,30 +168,35 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def from_main(function: Callable[[], T]) -> T:
-    """Call a function on process 0 alone, and return its value on every process; collective.
+def from_main(function: Callable[[], ArrayLike]) -> np.ndarray:
+    """Call a function on process 0 only, and return its array on every process; collective.
+
+    The array is sent in numpy's format, never as a pickle.
 
     Args:
-        function: any, its answer may differ from call to call; what it returns must pickle.
+        function: returns an array of numbers; two calls may return different arrays.
 
     Raises:
-        BaseException: on process 0, what the function raised.
-        EasyDeLError: on the other processes, with the message of it.
+        BaseException: on process 0, the exception of the function.
+        EasyDeLError: on the other processes, with the message of that exception.
     """
     if jax.process_count() == 1:
-        return function()
+        return np.asarray(function())
     if not is_main():
-        failure, value = pickle.loads(broadcast_bytes())
-        if failure is not None:
-            raise EasyDeLError(f"process 0 failed, so this one ends, too: {failure}")
-        return value
+        answer = broadcast_bytes()
+        if answer[:1] == _FAILED:
+            reason = answer[1:].decode("utf-8", "replace")
+            raise EasyDeLError(f"process 0 failed, so this process ends too: {reason}")
+        return np.load(io.BytesIO(answer[1:]), allow_pickle=False)
+    buffer = io.BytesIO(_DONE)
+    buffer.seek(1)
     try:
-        value = function()
-        answer = pickle.dumps((None, value))
+        value = np.asarray(function())
+        np.save(buffer, value, allow_pickle=False)
     except BaseException as error:
-        broadcast_bytes(pickle.dumps((f"{type(error).__name__}: {error}", None)))
+        broadcast_bytes(_FAILED + f"{type(error).__name__}: {error}".encode())
         raise
-    broadcast_bytes(answer)
+    broadcast_bytes(buffer.getvalue())
     return value
 
 
