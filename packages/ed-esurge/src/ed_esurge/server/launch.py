@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -180,6 +181,9 @@ def serve(
             )
             if host not in LOOPBACK and not api_key:
                 logger.warning("%s is open to whoever can reach it: set api_key to close it", url)
+            # Garbage collections stop all threads. They need not visit the objects of the start.
+            gc.collect()
+            gc.freeze()
             try:
                 with _logs():
                     server.run(sockets=[listener])
