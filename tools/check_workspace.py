@@ -19,7 +19,15 @@ from tools.workspace import ROOT, Package, packages, read_toml
 
 TOP_LEVEL = {
     *("packages", "tools", "tests", "docs", "examples", ".github", ".ci"),
-    *("pyproject.toml", "uv.lock", "README.md", "LICENSE", "conftest.py"),
+    *(
+        "pyproject.toml",
+        "uv.lock",
+        "AGENTS.md",
+        "README.md",
+        "SECURITY.md",
+        "LICENSE",
+        "conftest.py",
+    ),
     *(".gitignore", ".pre-commit-config.yaml"),
 }
 NEVER_LOCKED = re.compile(r"^(torch|tensorflow|triton|nvidia-.*|jax-cuda.*|libtpu)$")
