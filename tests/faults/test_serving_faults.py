@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +22,8 @@ import httpx
 import pytest
 from ed_esurge.testing import byte_tokenizer
 from ed_infra.testing import tiny_llama
+
+from tools.bench.attacks import Ask, attacks
 
 TOKENS, CLIENTS = 12, 24
 LIMITS = {"max_body_bytes": 4096, "body_timeout": 2.0}
@@ -61,12 +63,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Server = tuple["subprocess.Popen[str]", str]
 
 
-@pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[Server]:
-    """The process, and its address; the last test ends it."""
+@contextmanager
+def serving(directory: Path, *flags: str) -> Iterator[Server]:
+    """A server process, and its address."""
     command = [sys.executable, "-m", "ed_esurge", "serve", str(directory), "--port", "0"]
-    command += [*shlex.split(FLAGS), "--limits", json.dumps(LIMITS)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *shlex.split(FLAGS), *flags], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
@@ -76,35 +79,80 @@ def server(directory: Path) -> Iterator[Server]:
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    """The server of the short requests; the last test ends the process."""
+    with serving(directory, "--limits", json.dumps(LIMITS)) as running:
+        yield running
+
+
 def body(prompt: str, **more: object) -> bytes:
     fields = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     return json.dumps({**fields, **more}).encode()
 
 
 class Client:
-    """Requests over plain sockets, so that they can end anywhere."""
+    """Requests over plain sockets, so that they can end anywhere.
 
-    def __init__(self, url: str, expected: dict[str, str], seed: int) -> None:
+    Args:
+        url: address of the server.
+        expected: the text after each prompt.
+        seed: of the choice of requests.
+        hostile: attacks, of which one in ten requests is one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        expected: dict[str, str],
+        seed: int,
+        hostile: Mapping[str, Ask] | None = None,
+    ) -> None:
         self.place, self.expected = urlsplit(url), expected
         self.draw = random.Random(seed)
         self.seen = Counter[str]()
+        self.hostile = [*(hostile or {}).items()]
 
     async def run(self, count: int) -> None:
-        kinds = self.draw.choices([*KINDS], [*KINDS.values()], k=count)
+        weights = {**KINDS, "attack": sum(KINDS.values()) / 9} if self.hostile else KINDS
+        kinds = self.draw.choices([*weights], [*weights.values()], k=count)
         waiting = iter(kinds)
 
         async def one() -> None:
             for kind in waiting:
-                await asyncio.wait_for(self.request(kind), 60)
+                request = self.attack() if kind == "attack" else self.request(kind)
+                await asyncio.wait_for(request, 300 if self.hostile else 60)
                 self.seen[kind] += 1
 
         await asyncio.gather(*(one() for _ in range(CLIENTS)))
+
+    async def attack(self) -> None:
+        """Send one attack; the server answers it, refuses it, or closes the connection early."""
+        name, (path, kind, content) = self.draw.choice(self.hostile)
+        reader, writer = await asyncio.open_connection(self.place.hostname, self.place.port)
+        said = b""
+        with suppress(ConnectionError):
+            writer.write(
+                f"POST {path} HTTP/1.1\r\nHost: {self.place.netloc}\r\nContent-Type: {kind}\r\n"
+                f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode()
+            )
+            writer.write(content)
+            await writer.drain()
+            said = await self.read(reader, slowly=False)
+        writer.close()
+        status = said.split(b" ", 2)[1] if said else b"closed"
+        assert status in (b"closed", b"200", b"400", b"404", b"413", b"503"), (name, said[:300])
+        self.seen[f"attack {status.decode()}"] += 1
 
     async def request(self, kind: str) -> None:
         prompt = self.draw.choice(PROMPTS)
         content, status = body(prompt, stream=kind in ("stream", "slow", "cut")), 200
         if kind == "wrong":
-            content, status = self.draw.choice([*WRONG.items()])
+            # With attacks the server has its own limits, which the longest body does not exceed.
+            known = [
+                (body, said) for body, said in WRONG.items() if not self.hostile or said == 400
+            ]
+            content, status = self.draw.choice(known)
         reader, writer = await asyncio.open_connection(self.place.hostname, self.place.port)
         try:
             head = f"POST {self.place.path}/completions HTTP/1.1\r\nHost: {self.place.netloc}\r\n"
@@ -195,6 +243,39 @@ def test_clients_of_every_kind(server: Server, count: int, record_property) -> N
     left = sum(client.seen[kind] for kind in ("cut", "gone", "half"))
     text = f"{count} requests, of which {left} were left: {grown:+.0f} MiB"
     record_property("summary", f"{text}, {(count - count // 4) / seconds:.0f} requests/s")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts pages of /proc")
+@pytest.mark.parametrize("count", [10_000])
+def test_a_server_under_every_attack_answers_all_other_clients(
+    directory: Path, tmp_path: Path, count: int, record_property
+) -> None:
+    with serving(directory, "--batch-directory", str(tmp_path / "batches")) as (process, url):
+        expected = {}
+        for prompt in PROMPTS:
+            answer = httpx.post(f"{url}/completions", content=body(prompt), headers=JSON)
+            expected[prompt] = answer.json()["choices"][0]["text"]
+        client = Client(url, expected, seed=count, hostile=attacks())
+        asyncio.run(client.run(count // 4))  # buffers and caches grow to what they need
+        before, began = resident(process.pid), time.perf_counter()
+        asyncio.run(client.run(count - count // 4))
+        seconds = time.perf_counter() - began
+        until = time.monotonic() + 60
+        while not at_rest(url) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert at_rest(url), "requests or pages are left"
+        assert process.poll() is None, "the server has ended"
+        grown = resident(process.pid) - before
+        # Bodies of 8 MB leave free memory in the allocator; a leak of each would be 6 GB.
+        assert grown < 512, f"the server has grown by {grown:.0f} MiB"
+        assert httpx.get(url.replace("/v1", "/health"), timeout=60).json()["status"] == "ok"
+        seen = {kind: number for kind, number in client.seen.items() if kind.startswith("attack")}
+        record_property(
+            "summary",
+            f"{count} requests, {seen}: {grown:+.0f} MiB, {count * 0.75 / seconds:.0f} requests/s",
+        )
 
 
 def test_sigterm_under_load(server: Server) -> None:

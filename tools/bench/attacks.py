@@ -83,6 +83,42 @@ def upload(header: bytes, data: bytes) -> Ask:
     return "/v1/files", "multipart/form-data; boundary=b", body + b"\r\n--b--\r\n"
 
 
+def chained_schema(count: int) -> dict[str, object]:
+    """Return a schema of objects, each with a property that refers to the next object."""
+    definitions: dict[str, object] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(count)
+    }
+    definitions[f"d{count}"] = {"type": "string"}
+    return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+def chained_rules(count: int) -> str:
+    """Return a grammar of rules, each of which refers to the next rule."""
+    rules = [f'r{i}: "a" r{i + 1}' for i in range(count)]
+    return "\n".join(["start: r0", *rules, f'r{count}: "x"'])
+
+
+def grammars() -> dict[str, Ask]:
+    """Every attack on the compiler of grammars: a name, and its request."""
+    chat = ROUTES["/v1/chat/completions"]
+    schema = {"name": "a", "schema": chained_schema(1000)}
+    wide = {"properties": {f"k{place}": {"type": "string"} for place in range(7000)}}
+    fields: dict[str, dict[str, object]] = {
+        "references": {"response_format": {"type": "json_schema", "json_schema": schema}},
+        "schema as text": {"guided_json": json.dumps(chained_schema(1000))},
+        "wide schema": {"guided_json": wide},
+        "rules": {"guided_grammar": chained_rules(3000)},
+        "endless rule": {"guided_grammar": "start: a\na: a"},
+        "parentheses": {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
+        "long choice": {"guided_choice": ["a" * 60_000]},
+    }
+    return {
+        f"grammar: {name}": as_json("/v1/chat/completions", {**chat, **more})
+        for name, more in fields.items()
+    }
+
+
 def attacks() -> dict[str, Ask]:
     """Every attack: a name, and its request."""
     chat, anthropic = ROUTES["/v1/chat/completions"], ROUTES["/v1/messages"]
@@ -126,6 +162,7 @@ def attacks() -> dict[str, Ask]:
         "part header": upload(b"X: " + b"a" * 10**6 + b"\r\n", b"{}"),
         "part headers": upload(b"X: a\r\n" * 10**6, b"{}"),
         "boundaries": upload(b"", b"\r\n--" * (LIMIT // 4)),
+        **grammars(),
     }
 
 
