@@ -10,42 +10,47 @@ from pydantic import Field, model_validator
 # Tokens and pages are counted in 32 bits on the device.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-#: What becomes of request fields that the HTTP server does not know.
+#: Policy of the HTTP server for unknown request fields.
 UnknownFields = Literal["ignore", "warn", "refuse"]
 
 
 class ServerLimits(Options):
-    """What the HTTP server takes from its clients; beyond it they get an error that says so."""
+    """Limits of the HTTP server. A request beyond a limit fails with an error that names the
+    limit."""
 
     max_body_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**23
-    """Longest body of a request (413)."""
+    """Maximum size of a request body, in bytes (status 413)."""
     max_bytes_in_flight: Annotated[int, Field(ge=1024, lt=2**53)] = 2**29
-    """Bytes of the bodies and uploads of all requests in flight (503, with `Retry-After`); a client
-    with another request in flight gets half. At least the longest body and the longest file."""
+    """Maximum total size of the bodies and uploads of all requests in flight, in bytes (status 503,
+    with `Retry-After`). A client with another request in flight may use half. At least
+    `max_body_bytes` and `max_file_bytes`."""
     max_concurrent_requests: PositiveInt = 1024
-    """Requests that are answered or wait at the same time (429, with `Retry-After`)."""
+    """Maximum number of running and queued requests (status 429, with `Retry-After`)."""
     max_connections: PositiveInt = 4096
-    """Open connections; never more than the process may have files. Others are closed."""
+    """Maximum number of open connections, capped by the file descriptor limit of the process.
+    Further connections are closed."""
     max_generations: PositiveInt = 1024
-    """Completions of one request: its prompts times `n` or `best_of` (400)."""
+    """Maximum number of completions of one request: its prompts times `n` or `best_of` (status
+    400)."""
     max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
-    """Answers of `/v1/responses` that are kept in memory for each API key; the oldest make room."""
+    """Maximum number of `/v1/responses` results kept in memory for each API key. The oldest are
+    dropped first."""
     max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
-    """Longest file of `/v1/files` (413)."""
+    """Maximum size of a `/v1/files` file, in bytes (status 413)."""
     max_files: PositiveInt = 1024
-    """Files that each API key may keep (429)."""
+    """Maximum number of stored files for each API key (status 429)."""
     max_stored_bytes: Annotated[int, Field(ge=1024, lt=2**53)] = 2**33
-    """Bytes of all files of an API key (413)."""
+    """Maximum total size of the files of one API key, in bytes (status 413)."""
     max_batches: PositiveInt = 64
-    """Batches of each API key that wait or run (429)."""
+    """Maximum number of queued and running batches for each API key (status 429)."""
     max_batch_requests: PositiveInt = 50_000
-    """Lines of a batch; one with more fails."""
+    """Maximum number of lines of a batch. A longer batch fails."""
     batch_concurrency: PositiveInt = 16
-    """Lines of a batch that are answered at the same time."""
+    """Number of batch lines that run concurrently."""
     body_timeout: Annotated[float, Field(gt=0, le=1e6)] = 30.0
-    """Seconds in which a request must have arrived, head and body (408)."""
+    """Timeout for receiving the headers and the body of a request, in seconds (status 408)."""
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
-    """Seconds in which a request must be answered (408; a stream ends with an error)."""
+    """Timeout for answering a request, in seconds (status 408; a stream ends with an error)."""
 
     @model_validator(mode="after")
     def _bodies_fit(self) -> ServerLimits:
@@ -60,20 +65,24 @@ class ServerLimits(Options):
 
 
 class SpeculativeConfig(Options):
-    """How tokens are proposed. Only while no request waits and rows of a step are free, and not for
-    requests with penalties, biases or masks of tokens. The names are vLLM's."""
+    """Options of speculative decoding. The names are vLLM's.
+
+    Tokens are proposed only while the queue is empty and a step has free rows. Requests with
+    penalties, logit biases or token masks receive no proposals.
+    """
 
     method: Literal["ngram", "draft_model"] = "ngram"
-    """`ngram`: what followed the last tokens where they stood before, in prompt or output.
-    `draft_model`: what a small model of the same vocabulary samples."""
+    """Source of the proposals. `ngram`: the tokens that followed an earlier occurrence of the last
+    tokens in the prompt or output. `draft_model`: the samples of a small model with the same
+    vocabulary."""
     model: str | None = None
-    """The draft model, a directory or a hub id; or give `eSurge` a `draft_model`."""
+    """Directory or hub id of the draft model. Alternatively, pass `draft_model` to `eSurge`."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
-    """Most proposals for a sequence in one step."""
+    """Maximum number of proposed tokens for a sequence in one step."""
     prompt_lookup_max: Annotated[int, Field(gt=0, le=64)] = 4
-    """Most last tokens that must stand there."""
+    """Maximum length of the n-gram to match, in tokens."""
     prompt_lookup_min: Annotated[int, Field(gt=0, le=64)] = 2
-    """Fewest last tokens that must stand there."""
+    """Minimum length of the n-gram to match, in tokens."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
@@ -91,120 +100,128 @@ class SpeculativeConfig(Options):
 
 
 class EngineConfig(Options):
-    """Options of `eSurge`. Every one changes what the engine does; unknown names are refused.
+    """Options of `eSurge`. Unknown names raise an error.
 
-    Lengths are in tokens. Nothing here names a device: the model brings its mesh.
+    Lengths are in tokens. The devices are those of the model's mesh.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"gpu_memory_utilization": "hbm_utilization"}
 
-    # How much fits.
+    # Capacity.
     max_model_len: PositiveInt = 8192
-    """Longest prompt plus completion. The engine uses the model's own limit where that is lower,
-    and logs a message where this option was set."""
+    """Maximum length of prompt plus completion, in tokens. The engine uses the limit of the model
+    if that limit is lower, and logs a message if this option was set."""
     max_num_seqs: Annotated[int, Field(gt=0, le=2**16)] = 256
-    """Most sequences in one step. On a CPU the default is 16, because more take longer to
-    compile."""
+    """Maximum number of sequences in one step. The default on a CPU is 16, because larger batches
+    compile more slowly."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Token budget of one step; longer prompts are prefilled in chunks. None: 8192 on TPU, 2048 on
-    GPU, 512 on CPU."""
+    """Maximum number of tokens in one step. Longer prompts are prefilled in chunks. None: 8192 on
+    TPU, 2048 on GPU, 512 on CPU."""
     long_prefill_token_threshold: PositiveInt | None = None
-    """Most prompt tokens that one sequence may take of a step. None: the whole budget."""
+    """Maximum number of prompt tokens of one sequence in one step. None:
+    `max_num_batched_tokens`."""
     page_size: Annotated[int, Field(gt=0, le=2**16)] = 128
-    """Tokens of one page of the key/value cache."""
+    """Number of tokens in one page of the key/value cache."""
     num_pages: PositiveInt | None = None
-    """Pages in the pool (in each, where layers of a sliding window have their own). None: as many
-    as `hbm_utilization` (accelerator) or `cpu_cache_gib` hold, and never more than `max_num_seqs`
-    sequences of `max_model_len` can use."""
+    """Number of pages in the pool, or in each pool where sliding-window layers have a separate
+    pool. None: the number that fits into `hbm_utilization` (accelerator) or `cpu_cache_gib` (CPU),
+    capped at the pages that `max_num_seqs` sequences of `max_model_len` can use."""
     hbm_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Part of an accelerator's memory that weights and pages together may take."""
+    """Maximum fraction of accelerator memory for weights and pages together."""
     cpu_cache_gib: Annotated[float, Field(gt=0, le=2**20)] = 1.0
-    """Upper bound of the page pool on the CPU backend, GiB. Grown, if need be, to hold one sequence
-    of `max_model_len`."""
+    """Maximum size of the page pool on the CPU backend, in GiB. A pool that is too small for one
+    sequence of `max_model_len` is enlarged to hold that sequence."""
     kv_offloading_size: Annotated[float, Field(gt=0, le=2**20)] | None = None
-    """GiB of host memory, over all devices, for pages that the prefix cache gives up. They are
-    copied back for a later request with that prefix. None: they are computed anew."""
+    """Host memory for pages that the prefix cache evicts, in GiB over all devices. A later request
+    with the same prefix copies these pages back to the device. None: evicted pages are
+    recomputed."""
 
     data_parallelism_axis: str | None = "dp"
-    """Axis of the model's mesh along which replicas lie: each has its own weights, pages and
-    prefix cache, and a request goes to the one that is soonest done with it. The sizes above are
-    of each replica (those in GiB of all together). None: one engine over the whole mesh, whose
-    devices along `dp` all compute the same."""
+    """Mesh axis of data parallelism. Each index along the axis is a replica with separate weights,
+    pages and prefix cache. A request is routed to the replica with the earliest expected finish.
+    The sizes above apply to each replica, except those in GiB, which apply to all replicas
+    together. None: one engine over the whole mesh, with equal computations along `dp`."""
 
-    # What runs, and when.
+    # Execution and scheduling.
     enable_prefix_caching: bool = True
-    """Keep the pages of finished prompts and reuse those with an equal prefix."""
+    """Keep the pages of finished prompts and reuse them for prompts with an equal prefix."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the waiting queue: arrival, or `priority` (smaller first) and then arrival."""
+    """Order of the waiting queue. `fcfs`: arrival. `priority`: the request's `priority` (smaller
+    first), then arrival."""
     compile_runner: bool = True
-    """Compile every shape before the engine is ready. False: each at its first use."""
+    """Compile every shape before the engine is ready. False: compile each shape at its first
+    use."""
     use_aot_forward: bool = True
-    """Call executables that were compiled ahead of time. False: call through `jax.jit`, which
-    traces an unexpected shape instead of failing."""
+    """Call executables that are compiled ahead of time. False: call through `jax.jit`, which
+    compiles an unexpected shape instead of failing."""
     async_scheduling: bool = True
-    """Start a step that decodes on before the tokens of the last one are read, so that the device
-    does not wait for the host. The tokens are the same; a request that ends with a token or string
-    of its own costs one more token, which is thrown away."""
+    """Start the next decode step before the host reads the tokens of the current step, so that the
+    device does not wait for the host. The outputs do not change. A request that ends at an
+    end-of-sequence token, a stop token or a stop string computes one extra token, which is
+    discarded."""
     overlap_execution: bool = False
-    """Detokenize and deliver the results of a step while the device runs the next one. The tokens
-    are the same; a stop string costs one more token, which is thrown away."""
+    """Detokenize and deliver the results of a step while the device runs the next step. The outputs
+    do not change. A request that ends at a stop string computes one extra token, which is
+    discarded."""
     min_input_pad: PositiveInt = 16
-    """Smallest token bucket of a step that prefills."""
+    """Smallest token bucket of a prefill step."""
     max_num_seq_buckets: tuple[PositiveInt, ...] | None = None
-    """Sequence buckets, ascending. None: powers of two up to `max_num_seqs`."""
+    """Padded sizes of a step in sequences, ascending. None: powers of two up to `max_num_seqs`."""
     max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
-    """Most alternatives per position that a request may ask for."""
+    """Maximum value of `logprobs` and `prompt_logprobs` in a request."""
     batch_invariant: bool = False
-    """Compute every token in the same program, in a row of its own: tokens and log-probabilities of
-    a request are then the same to the last bit alone and in a crowd, with a cold and a warm prefix,
-    preempted, in chunks of any size, speculated. One shape is compiled, of `max_num_seqs` tokens
-    unless `max_num_batched_tokens` says otherwise, and a step always costs that much."""
+    """Compute every token in the same program, in a separate row. Tokens and log-probabilities of a
+    request are then bitwise equal for every batch, prefix cache state, preemption, chunk size and
+    speculation. One shape of `max_num_batched_tokens` tokens (default: `max_num_seqs`) is compiled,
+    and every step has the cost of that shape."""
     speculative_config: SpeculativeConfig | None = None
-    """Propose tokens and confirm several in one step. Outputs are those without it."""
+    """Speculative decoding: verify several proposed tokens in one step. The outputs do not
+    change."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of requests without one (with their arrival number folded in)."""
+    """Seed of requests without `seed`, combined with the arrival number of the request."""
     silent_mode: bool = False
-    """No progress bars, no start-up summary."""
+    """Disable progress bars and the start-up summary."""
 
-    # Prompts that do not fit.
+    # Prompts that exceed the context.
     auto_truncate_prompt: bool = False
-    """Cut a prompt that leaves no room for a completion; a server reports the cut in the answer.
-    False: refuse the prompt."""
+    """Truncate a prompt that leaves no room for a completion. The HTTP server reports the
+    truncation in the response. False: reject the prompt."""
     truncate_mode: Literal["left", "right", "middle"] = "left"
     """The part of a long prompt that `auto_truncate_prompt` removes."""
     auto_cap_new_tokens: bool = True
-    """Lower `max_tokens` to what fits; such a completion may end with the reason `length`. False:
-    refuse the request."""
+    """Reduce `max_tokens` to the free part of the context. Such a completion may finish with the
+    reason `length`. False: reject the request."""
     prefer_preserve_prompt: bool = True
-    """When both do not fit, lower `max_tokens` first. False: cut the prompt first."""
+    """Reduce `max_tokens` before truncating the prompt. False: truncate the prompt first."""
     reserve_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Tokens of the context that stay free for the completion when a prompt is cut. None: 1."""
+    """Number of context tokens reserved for the completion when a prompt is truncated. None: 1."""
     strict_context: bool = False
-    """Refuse what does not fit, whatever the four options above say."""
+    """Reject requests that exceed the context. Overrides the four options above."""
 
-    # Adapters that requests choose by name.
+    # Adapters that requests select by name.
     max_loras: Annotated[int, Field(ge=0, le=2**12)] = 0
-    """LoRA adapters that can be loaded at the same time (`load_lora_adapter`). Memory is taken for
-    so many of `max_lora_rank` on every layer of `lora_targets`. 0: none, at no cost."""
+    """Maximum number of loaded LoRA adapters (`load_lora_adapter`). The engine allocates memory for
+    this number of adapters of rank `max_lora_rank` on every layer of `lora_targets`. 0: no
+    adapters, no memory."""
     max_lora_rank: Annotated[int, Field(gt=0, le=2**12)] = 16
-    """Largest rank of a loaded adapter."""
+    """Maximum rank of a loaded adapter."""
     lora_targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Patterns over the names of linear layers that loaded adapters may change. None: every linear
-    layer but the head."""
+    """Patterns for the names of the linear layers that loaded adapters may modify. None: every
+    linear layer except the head."""
 
-    # Stops that every request gets.
+    # Stop conditions of every request.
     extra_eos_token_ids: tuple[TokenId, ...] = ()
-    """Token ids that end a completion besides the model's own (not with `ignore_eos`)."""
+    """Additional end-of-sequence token ids (ignored with `ignore_eos`)."""
     extra_stops: tuple[str, ...] = ()
-    """Stop strings of every request."""
+    """Additional stop strings of every request."""
 
     destroy_pages_on_pause: bool = True
-    """`pause()` frees the page pools: all device memory but that of the weights."""
+    """Free the page pools on `pause()`. Only the weights then remain in device memory."""
 
     tokenizer_endpoint: None = None
-    """Accepted as null only: the tokenizer runs in the engine's process."""
+    """Only null is accepted: the tokenizer runs in the process of the engine."""
     detokenizer_endpoint: None = None
-    """Accepted as null only: the detokenizer runs in the engine's process."""
+    """Only null is accepted: the detokenizer runs in the process of the engine."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""What the engine gives back. Plain dataclasses: no jax, names as in vLLM."""
+"""Outputs of the engine. Plain dataclasses without jax; the names are vLLM's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Logprob:
     """One candidate token at one position.
 
     Attributes:
-        logprob: natural logarithm of its probability under the model (temperature 1, no penalty).
-        rank: 1 for the most probable token.
-        decoded_token: its text, or None without a tokenizer.
+        logprob: natural logarithm of the token's probability under the model (temperature 1, no
+            penalty).
+        rank: rank by probability; 1 for the most probable token.
+        decoded_token: text of the token, or None without a tokenizer.
     """
 
     logprob: float
@@ -26,7 +27,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""token id -> Logprob; the chosen token first, then the alternatives by rank."""
+"""Token id -> Logprob: the sampled token first, then the alternatives by rank."""
 
 
 @dataclass(slots=True)
@@ -35,14 +36,15 @@ class CompletionOutput:
 
     Attributes:
         index: 0 … n-1.
-        text: text; in a delta only what is new.
-        token_ids: tokens; in a delta only the new ones. The token that ended the completion is
-            included here, its text is not.
-        logprobs: one dict per token of `token_ids`, or None when not asked for.
+        text: text of the completion; in a delta only the new text.
+        token_ids: tokens of the completion; in a delta only the new tokens. The token that ended
+            the completion is included; `text` excludes the text of that token.
+        logprobs: one dict per token of `token_ids`, or None when not requested.
         cumulative_logprob: sum over the whole completion so far, or None without logprobs.
         finish_reason: None while running; "stop" (end of sequence, stop token or string),
             "length", "abort", "error" (see `RequestOutput.error`).
-        stop_reason: the stop string or stop token id that ended it; None for end of sequence.
+        stop_reason: the stop string or stop token id that ended the completion; None for end of
+            sequence.
     """
 
     index: int
@@ -70,12 +72,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times on the engine's monotonic clock (seconds, `time.monotonic()`), None until they are.
+    """Times of a request in seconds of `time.monotonic()`, and its token counts.
+
+    A time is None until the event has happened.
 
     Attributes:
-        num_cached_tokens: prompt tokens that came from the prefix cache.
-        num_preemptions: how often the request lost its pages and was computed anew.
-        num_generated_tokens: over all completions of the request.
+        num_cached_tokens: number of prompt tokens read from the prefix cache.
+        num_preemptions: number of times the request lost its pages and was recomputed.
+        num_generated_tokens: number of generated tokens over all completions of the request.
     """
 
     arrival_time: float
@@ -90,20 +94,21 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request, whole (`delta=False`, from `generate`) or what is new since the
-    last output (`delta=True`, from `step`, `stream` and `AsyncEngine.generate`).
+    """The output of a request: complete (`delta=False`), or the new part (`delta=True`).
 
-    A delta lists only the completions that changed; `prompt_logprobs` come with the first one.
+    `generate` returns complete outputs. `step`, `stream` and `AsyncEngine.generate` return deltas.
+    A delta lists only the completions that changed. The first delta has the `prompt_logprobs`.
 
     Attributes:
-        prompt: the text of the prompt, if it was text.
-        prompt_token_ids: what the model saw: after truncation.
-        prompt_logprobs: one entry per prompt token; the first is None. None when not asked for.
-        finished: all completions have a finish reason; no output follows.
-        pooled: the vector [d] of a request with `PoolingParams`, float32. Its one output has one
-            completion without tokens, which says how the request ended.
-        error: what went wrong, where a completion has the finish reason "error".
-        seed: `SamplingParams(seed=...)` that gives these tokens again; None of a pooled request.
+        prompt: the text of the prompt; None for a prompt of token ids.
+        prompt_token_ids: the token ids of the prompt after truncation.
+        prompt_logprobs: one entry per prompt token; the first is None. None when not requested.
+        finished: whether all completions have a finish reason. No output follows.
+        pooled: the vector [d] of a request with `PoolingParams`, float32. The only output of such a
+            request has one completion without tokens, which has the finish reason.
+        error: the error message, if a completion has the finish reason "error".
+        seed: value of `SamplingParams(seed=...)` that reproduces the tokens; None for a pooled
+            request.
     """
 
     request_id: str

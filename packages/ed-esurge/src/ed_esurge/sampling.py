@@ -1,4 +1,4 @@
-"""What one request wants, sampled tokens or a pooled vector: vLLM's names. Imports neither jax nor
+"""Options of one request: sampling or pooling. The names are vLLM's. Imports neither jax nor
 transformers."""
 
 from __future__ import annotations
@@ -8,33 +8,34 @@ from typing import Annotated, Any, Literal
 from ed_infra.options import Options
 from pydantic import Field, field_validator, model_validator
 
-# Numbers go to the device in 32 bits.
+# The device receives these numbers as 32-bit integers.
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 TokenId = Count
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
-# A request's lists are walked in Python, so each has a length.
+# Python code iterates over the lists of a request, so each list has a maximum length.
 MAX_STOPS, MAX_BAD_WORDS, MAX_LISTED = 64, 1024, 2**18
 Word = Annotated[str, Field(max_length=4096)]
 
 
 class StructuredOutputs(Options):
-    """What an output must be, by a grammar: one of the first four. The names are vLLM's."""
+    """The grammar of an output: exactly one of `json_schema`, `regex`, `choice` and `grammar`. The
+    names are vLLM's."""
 
     json_schema: Annotated[str, Field(max_length=2**18)] | None = None
-    """JSON schema, as JSON text; `{}` is any JSON."""
+    """JSON schema, as JSON text. `{}` allows any JSON value."""
     regex: Annotated[str, Field(max_length=2**16)] | None = None
     choice: (
         Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None
     ) = Field(default=None, max_length=1024)
-    """One of these texts."""
+    """Allowed outputs: the completion is one of these strings."""
     grammar: Annotated[str, Field(max_length=2**16)] | None = None
-    """In Lark's syntax as llguidance has it, or GBNF."""
+    """Context-free grammar, in llguidance's variant of Lark's syntax or in GBNF."""
     after: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)
     ] = ()
-    """Texts that end a model's thoughts. The grammar begins behind the first of them that appears;
-    before, every token is allowed but those that end the sequence."""
+    """Strings that end the reasoning of a model. The grammar applies after the first occurrence of
+    one of them. Before, every token is allowed except end-of-sequence tokens."""
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -46,64 +47,70 @@ class StructuredOutputs(Options):
 
 
 class SamplingParams(Options):
-    """Sampling options of a request; each has an effect, unknown names are refused.
+    """Sampling options of a request. Unknown names raise an error.
 
-    The order on the logits is: `repetition_penalty`, `frequency_penalty` and `presence_penalty`,
-    then `logit_bias`, masks (`allowed_token_ids`, `bad_words`, `min_tokens`), `temperature`,
-    `top_k`, `top_p` (over what top-k left) and `min_p`. `logprobs_mode` says whether reported
-    log-probabilities are those before or after all of these.
+    The options apply to the logits in this order: `repetition_penalty`, `frequency_penalty` and
+    `presence_penalty`, then `logit_bias`, masks (`allowed_token_ids`, `bad_words`, `min_tokens`),
+    `temperature`, `top_k`, `top_p` (over the tokens that top-k keeps) and `min_p`.
+    `logprobs_mode` selects the log-probabilities before or after all of these.
     """
 
     n: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Completions per prompt. They share the prompt's pages and differ in their seeds."""
+    """Number of completions per prompt. They share the pages of the prompt and have different
+    seeds."""
     temperature: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    """0 is greedy."""
+    """Sampling temperature. 0 selects the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    """0 or -1: all tokens."""
+    """Number of most probable tokens to sample from. 0 or -1: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Smallest probability, relative to the most probable token's, that may be sampled."""
+    """Minimum probability of a sampled token, relative to that of the most probable token."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Same seed, prompt and options give the same tokens, whatever else is in the batch. Any number
-    of 64 bits, as in OpenAI's API. None: drawn from the engine's seed and the request's arrival
-    number."""
+    """Seed of the sampler, any 64-bit integer, as in OpenAI's API. The same seed, prompt and
+    options produce the same tokens in every batch. None: derived from the engine's seed and the
+    arrival number of the request."""
 
     max_tokens: Count | None = 16
-    """None: as many as the context holds. 0, with `prompt_logprobs`: only score the prompt."""
+    """Maximum number of generated tokens. None: the free part of the context. 0, with
+    `prompt_logprobs`: only score the prompt."""
     min_tokens: Count = 0
-    """No end of sequence, stop token or stop string before so many tokens."""
+    """Minimum number of generated tokens before an end-of-sequence token, stop token or stop string
+    may end the completion."""
     stop: Annotated[tuple[Word, ...], Field(max_length=MAX_STOPS)] = ()
-    """Strings that end the completion; a single string is accepted."""
+    """Stop strings: one string or a list of strings."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED)] = ()
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue after end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
 
     logprobs: Count | None = None
-    """Alternatives per generated position (0: the chosen token alone)."""
+    """Number of alternative tokens with log-probabilities per generated position. 0: only the
+    sampled token. None: no log-probabilities."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
-    """Distribution of `logprobs`: the model's, or the one that tokens are sampled from. The names
-    are those of vLLM's engine option. `prompt_logprobs` are the model's in both modes."""
+    """Distribution of `logprobs`: that of the model (raw), or that of the sampler (processed). The
+    names are those of vLLM's engine option. `prompt_logprobs` are raw in both modes."""
     prompt_logprobs: Count | None = None
-    """The same for prompt positions. Such a request does not read the prefix cache."""
+    """Number of alternative tokens with log-probabilities per prompt position. Such a request does
+    not use the prefix cache."""
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    """Over prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
+    """Penalty for tokens of prompt and completion, as in Hugging Face (arXiv:1909.05858)."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_LISTED)] = Field(
         default_factory=dict
     )
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED)] | None = None
-    """Sample from these alone."""
+    """Token ids that may be sampled. None: all tokens."""
     bad_words: Annotated[tuple[Word, ...], Field(max_length=MAX_BAD_WORDS)] = ()
-    """Strings that may not be generated (as their tokens, with and without a leading space)."""
+    """Strings that may not be generated, matched as tokens with and without a leading space."""
 
     structured_outputs: StructuredOutputs | None = None
-    """The output follows a grammar; tokens that it forbids are not sampled."""
+    """Grammar of the output. Only tokens that the grammar allows are sampled."""
 
     detokenize: bool = True
-    """False: no text (of log-probabilities neither), and no stop strings."""
+    """Decode tokens to text. False: outputs and log-probabilities have no text, and stop strings
+    are not supported."""
     skip_special_tokens: bool = True
 
     @field_validator("stop", "bad_words", mode="before")
@@ -150,22 +157,22 @@ class SamplingParams(Options):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """Whether sampling always selects the most probable token."""
         return self.temperature < 1e-5
 
     @property
     def penalized(self) -> bool:
-        """Whether the logits depend on which tokens came before (through a penalty)."""
+        """Whether a penalty for previous tokens changes the logits."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
 
 
 class PoolingParams(Options):
-    """Options of a request for one vector instead of tokens: the model's hidden states, pooled."""
+    """Options of a request that returns a pooled vector of the model's hidden states."""
 
     pooling: Literal["last", "mean"] = "last"
-    """Which hidden states, after the last norm: that of the last token, or the mean over the
-    prompt. A mean needs every token computed, so it does not read the prefix cache."""
+    """Hidden state after the last norm: that of the last token, or the mean over the prompt. The
+    mean requires the hidden states of every token, so the request does not use the prefix cache."""
     normalize: bool = True
-    """Scale the vector to length 1."""
+    """Scale the vector to unit length."""

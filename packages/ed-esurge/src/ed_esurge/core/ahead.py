@@ -1,4 +1,4 @@
-"""The step after one whose tokens the host has not read: the device puts them in by itself."""
+"""Planning of a step whose input tokens the host has not read: the device inserts them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from ed_esurge.core.scheduler import Scheduler
 
 
 def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
-    """Plan one more token for every sequence of a step that is under way.
+    """Plan one more token for every sequence of a running step.
 
-    A sequence whose token turns out to be its last one has a row for nothing: it is gone when the
-    results come, and only later steps use its pages, which run after this one.
+    If the unread token ends a sequence, its row in the new step is wasted. The pages of such a
+    sequence are safe: only later steps reuse them.
 
     Args:
-        plan: the step; the scheduler has not heard of its results (`advance`).
+        plan: the running step; `advance` has not processed its results.
 
     Returns:
-        None where there is more to do than that: somebody waits, prompts or pages are not at their
-        end, pages must be taken or shared, or what comes next depends on the tokens themselves.
+        the plan, or None if the next step needs the scheduler: a request waits, a prompt is
+        incomplete, a page must be allocated or shared, or the plan depends on the sampled tokens.
     """
     if scheduler.waiting or scheduler.proposer is not None:
         return None
@@ -32,6 +32,6 @@ def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
         inside = start % size
         if inside == 0 or inside == size - 1:
             return None
-        if len(request.output) + 1 < request.max_tokens:  # else its last token is under way
+        if len(request.output) + 1 < request.max_tokens:  # else the running step ends the request
             rows.append(PlanRow(row.request_id, row.slot, start, UNREAD, {}, 1))
     return StepPlan(plan.step, tuple(rows), ahead=True) if rows else None

@@ -1,29 +1,34 @@
-"""How much of a prompt a step takes where padding costs as much as tokens do.
+"""Selection of prompt chunks that reduce padding.
 
-Shapes are pairs `(tokens, sequences)`, cheapest first; the last holds every step.
+Used where a padding token costs as much as a real token. Shapes are pairs `(tokens, sequences)`,
+cheapest first. The last shape fits every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A step reads all weights once: on a CPU, about the time of so many tokens beyond those that it is
-# padded to.
+# Fixed cost of a step in tokens: a step reads all weights once, which on a CPU takes about as long
+# as this number of tokens.
 STEP = 32
 
 
 def first_part(shapes: Sequence[tuple[int, int]], used: int, seqs: int, count: int) -> int:
-    """Tokens of a prompt that a step takes: all, or as many as fill a smaller shape, if that step
-    and those for the rest cost less than one large step.
+    """Return the number of prompt tokens to schedule in this step.
+
+    The result is `count`, or fewer tokens that fill a smaller shape exactly. Fewer tokens are
+    chosen if several small steps cost less than one large step. The cost of a step is `STEP` plus
+    the tokens of its shape.
 
     Args:
-        shapes: see above; what a step costs is `STEP` and the tokens of its shape.
-        used: tokens of the other sequences in the step.
-        seqs: sequences of the step with the prompt's; the others have a token in each later step.
-        count: tokens of the prompt, at least one.
+        shapes: the shapes, see above.
+        used: number of tokens of the other sequences in the step.
+        seqs: number of sequences in the step, including the prompt's. Each of the others has one
+            token in each later step.
+        count: number of prompt tokens, at least one.
 
     Returns:
-        1 … `count`.
+        a number in 1 … `count`.
     """
     whole = STEP + padded(shapes, used + count, seqs)[0]
     spent, first, rest = 0, 0, count
@@ -41,11 +46,11 @@ def first_part(shapes: Sequence[tuple[int, int]], used: int, seqs: int, count: i
 
 
 def padded(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> tuple[int, int]:
-    """The cheapest shape that holds a step."""
+    """Return the cheapest shape that fits a step."""
     return next(shape for shape in shapes if shape[0] >= tokens and shape[1] >= seqs)
 
 
 def room(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> int:
-    """Sequences of one token that a step can take without a larger shape."""
+    """Return the number of one-token sequences that fit into a step without a larger shape."""
     most = padded(shapes, tokens, seqs)
     return min(most[0] - tokens, most[1] - seqs)

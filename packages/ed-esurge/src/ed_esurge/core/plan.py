@@ -1,8 +1,8 @@
-"""What one step computes: the scheduler's product, in plain numbers.
+"""The plan of one step: the output of the scheduler, without arrays.
 
-A plan is complete: whoever holds the weights and the plans so far can run it, in another process
-too. It tells what is new alone. A sequence comes with all of its data when it takes a slot
-(`NewSequence`), and its rows then bring the tokens and the pages of one step (`PlanRow`).
+Any process that has the weights and all previous plans can run a plan. A plan contains only new
+data. A sequence is described completely when it receives a slot (`NewSequence`). Its rows then
+contain the tokens and the new pages of one step (`PlanRow`).
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import NamedTuple
 
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
-#: Group -> `(saves, loads)`: place in host memory -> page of the device, and page -> place.
+#: Group -> `(saves, loads)`: host page -> device page, and device page -> host page.
 Moves = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]
 
-#: Tokens of a row that decodes what the last step has sampled for its slot, which nobody has read.
+#: Token ids of a row whose input token the last step sampled, and the host has not read yet.
 UNREAD = (-1,)
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that takes a slot: what the runner must know until another takes the slot.
+    """A sequence that receives a slot, with all data that the runner needs.
 
     Attributes:
-        request_id: whose.
-        slot: the number that the sequence leases while it runs: its place in the runner's tables
-            and in the sampler's state, and the place of its recurrent state.
-        token_ids: all tokens known so far: the prompt, and after a preemption the output too.
-        prompt_len: how many of them are the prompt.
-        params: how to sample, or what to pool.
-        seed: 32-bit seed of its sampling keys.
+        request_id: id of the sequence's request.
+        slot: index of the sequence, while the sequence runs, in the runner's tables, the sampler's
+            state and the recurrent state.
+        token_ids: all known tokens: the prompt, and after a preemption also the output.
+        prompt_len: number of prompt tokens in `token_ids`.
+        params: sampling or pooling options.
+        seed: 32-bit seed of the sampling keys.
         end_token_ids: ids that may not be sampled before `min_tokens` tokens.
         bad_token_ids: token sequences that may not be generated.
-        adapter: number of its LoRA adapter; 0 = none.
+        adapter: number of the LoRA adapter; 0 = none.
     """
 
     request_id: str
@@ -49,21 +49,22 @@ class NewSequence:
 
 
 class PlanRow(NamedTuple):
-    """One sequence's share of a step.
+    """The tokens of one sequence in a step.
 
     Attributes:
-        request_id: whose.
+        request_id: id of the sequence's request.
         slot: the slot of the sequence.
-        start: position of the first token computed; equals the number of cached tokens.
-        token_ids: tokens computed: one for a decode, more for (a chunk of) a prompt. The last
-            `samples - 1` of them are proposals, which the sampled tokens confirm or not. `UNREAD`:
-            see there.
-        pages: group -> page numbers that continue the sequence's page table; only groups that
-            have new ones.
-        samples: tokens to sample, after the last one that is known and after each proposal; 0
-            before the end of what is known.
-        scores: the step gives the log-probability of each next prompt token.
-        pools: the hidden states are pooled; the vector comes out with the end of the prompt.
+        start: position of the first computed token; equals the number of cached tokens.
+        token_ids: the computed tokens: one for a decode, more for (a chunk of) a prompt. The last
+            `samples - 1` tokens are proposals, which the sampled tokens accept or reject. See also
+            `UNREAD`.
+        pages: group -> page numbers to append to the page table of the sequence; only groups with
+            new pages.
+        samples: number of tokens to sample: one after the last known token and one after each
+            proposal. 0 if the row ends before the last known token.
+        scores: whether the step returns the log-probability of each next prompt token.
+        pools: whether the hidden states are pooled. The row that ends the prompt returns the
+            vector.
     """
 
     request_id: str
@@ -77,40 +78,40 @@ class PlanRow(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Position after the last token computed."""
+        """Position after the last computed token."""
         return self.start + len(self.token_ids)
 
     @property
     def known(self) -> int:
-        """Position after the last token that is no proposal."""
+        """Position after the last token that is not a proposal."""
         return self.start + len(self.token_ids) - max(self.samples - 1, 0)
 
     def confirmed(self, sampled: Sequence[int]) -> list[int]:
-        """The tokens that follow for sure: each but the first came after a proposal that was right.
+        """Return the accepted tokens: the first, and each token after a correct proposal.
 
         Args:
-            sampled: `samples` tokens.
+            sampled: `samples` sampled tokens.
         """
         proposed = self.token_ids[len(self.token_ids) - self.samples + 1 :]
         right = 0
         for token, proposal, following in zip(sampled, proposed, sampled[1:], strict=False):
             if token != proposal or following < 0:
-                break  # -1 is no token: whoever samples there again is told so first
+                break  # -1 is not a token: this position is sampled again with updated data
             right += 1
         return list(sampled[: right + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of one step, and who lost its pages to make them possible.
+    """The rows of one step, and the requests that the scheduler preempted for them.
 
     Attributes:
-        step: running number; a plan that is made ahead has that of the step before.
-        rows: at most `max_num_seqs`; their tokens are at most the token budget.
-        started: sequences that have a row for the first time since they took their slot.
-        preempted: requests that went back to the queue while this step was planned.
-        moves: what is copied between the device and host memory before; all saves come first.
-        ahead: the rows are `UNREAD`; see `ed_esurge.core.ahead`.
+        step: running number; a plan that is made ahead has the number of the previous step.
+        rows: at most `max_num_seqs` rows, with at most the token budget in total.
+        started: sequences whose first row since they received their slot is in this step.
+        preempted: requests that were preempted while this step was planned.
+        moves: pages to copy between device and host memory before the step; all saves come first.
+        ahead: whether the rows are `UNREAD`; see `ed_esurge.core.ahead`.
     """
 
     step: int
@@ -122,15 +123,15 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> dict[str, int]:
-        """request id -> tokens of this step."""
+        """Number of tokens of each request id in this step."""
         return {row.request_id: len(row.token_ids) for row in self.rows}
 
     @property
     def total(self) -> int:
-        """Tokens of this step."""
+        """Number of tokens in this step."""
         return sum([len(row.token_ids) for row in self.rows])
 
     @property
     def lines(self) -> int:
-        """Rows on the device: a proposal has one of its own."""
+        """Number of rows on the device: each proposal has a separate row."""
         return sum([row.samples or 1 for row in self.rows])

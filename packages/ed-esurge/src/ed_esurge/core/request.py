@@ -1,4 +1,4 @@
-"""One sequence that the scheduler moves from its prompt to its last token."""
+"""The state of one sequence in the scheduler."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
 class RequestError(Exception):
-    """The engine's own work for one sequence failed (the cause says how); others can go on.
+    """Error of the engine for one sequence; the other sequences can continue.
+
+    `__cause__` is the original exception.
 
     Attributes:
-        request_id: whose.
+        request_id: id of the failed sequence.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -23,7 +25,7 @@ class RequestError(Exception):
 
 
 class Status(enum.Enum):
-    """Where a request is: in the queue (new or preempted), in the running set, or done."""
+    """State of a request: queued (new or preempted), running, or finished."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -32,29 +34,29 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence: tokens, the pages that hold their keys and values, and how it ended.
+    """A sequence: its tokens, the pages with their keys and values, and its finish reason.
 
-    A user's request with `n` completions is `n` of these.
+    A user's request with `n` completions consists of `n` sequences.
 
     Attributes:
-        request_id: unique in the scheduler.
+        request_id: id, unique in the scheduler.
         prompt: token ids, at least one.
-        params: how to sample, or what to pool.
-        eos_token_ids: ids that end it (empty with `ignore_eos`).
-        max_tokens: most tokens to generate; prompt + max_tokens fits the context. 0: the request
-            ends with its prompt (a pooled one always does).
-        priority: smaller goes first under the `priority` policy.
-        arrival: number of the request in order of arrival: the scheduler's tie-break.
-        seed: 32-bit seed of its sampling keys.
+        params: sampling or pooling options.
+        eos_token_ids: ids that end the sequence (empty with `ignore_eos`).
+        max_tokens: maximum number of generated tokens; prompt + max_tokens fits the context. 0: the
+            request ends after its prompt (always the case for a pooled request).
+        priority: priority under the `priority` policy; smaller is scheduled first.
+        arrival: number of the request in order of arrival, the tie-break of the scheduler.
+        seed: 32-bit seed of the sampling keys.
         bad_token_ids: token sequences that may not be generated.
-        salt: what the prefix-cache keys begin with.
-        adapter: number of its LoRA adapter; 0 = none.
+        salt: prefix of the prefix-cache keys.
+        adapter: number of the LoRA adapter; 0 = none.
         output: generated token ids.
-        num_computed: how many of `prompt + output` have keys and values in `pages`.
+        num_computed: number of tokens of `prompt + output` with keys and values in `pages`.
         pages: group -> page numbers, in order of position; see `ed_esurge.core.pages`.
-        page_keys: prefix-cache keys of the full pages, as far as they were computed.
-        slot: what it leases while running; see `NewSequence`.
-        num_cached: prompt tokens found in the prefix cache at the first admission.
+        page_keys: prefix-cache keys of the full pages computed so far.
+        slot: slot of the running sequence, None otherwise; see `NewSequence`.
+        num_cached: number of prompt tokens found in the prefix cache at the first admission.
     """
 
     request_id: str
@@ -79,11 +81,12 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     scored: bool = field(init=False)
-    """Log-probabilities of the prompt are wanted."""
+    """Whether the log-probabilities of the prompt are requested."""
     pooled: bool = field(init=False)
-    """A vector is wanted, and no token."""
+    """Whether a pooled vector is requested instead of tokens."""
     tracked: bool = field(init=False)
-    """The host must know each token before the next is sampled, to say what may come next."""
+    """Whether the host must read each token before the device samples the next one. True if the
+    allowed tokens or the logits depend on the previous tokens."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -100,7 +103,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt and output."""
+        """Number of known tokens: prompt and output."""
         return len(self.prompt) + len(self.output)
 
     @property
@@ -109,17 +112,17 @@ class Request:
 
     @property
     def adjusted(self) -> bool:
-        """Whether the logits are changed before sampling, by what is kept on the device."""
+        """Whether sampler state on the device changes the logits before sampling."""
         params = self.params
         return isinstance(params, SamplingParams) and is_adjusted(params, self.bad_token_ids)
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether pages of others may stand for its beginning, which is then not computed."""
+        """Whether the sequence may reuse the cached pages of an equal prefix."""
         return reads_prefixes(self.params)
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
-        """Token ids of the positions `start` … `stop - 1`, over prompt and output."""
+        """Return the token ids at positions `start` … `stop - 1` of prompt and output."""
         edge = len(self.prompt)
         if stop <= edge:
             return self.prompt[start:stop]
@@ -128,9 +131,12 @@ class Request:
         return [*self.prompt[start:], *self.output[: stop - edge]]
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Append sampled tokens up to the one that ends the request, and return how many.
+        """Append sampled tokens up to the token that ends the request.
 
-        Sets `finish_reason` if one of them ends it.
+        Sets `finish_reason` if a token ends the request.
+
+        Returns:
+            the number of appended tokens.
         """
         params = self.params
         assert isinstance(params, SamplingParams), "a pooled request samples nothing"
@@ -151,21 +157,21 @@ class Request:
         return len(tokens)
 
     def end_token_ids(self) -> tuple[int, ...]:
-        """Ids that may not be sampled before `min_tokens` tokens."""
+        """Return the ids that may not be sampled before `min_tokens` tokens."""
         if not isinstance(self.params, SamplingParams):
             return ()
         return tuple(sorted(self.eos_token_ids.union(self.params.stop_token_ids)))
 
 
 def reads_prefixes(params: SamplingParams | PoolingParams) -> bool:
-    """Whether a request may leave out what others have computed of its prompt."""
+    """Return whether a request may use the prefix cache."""
     if isinstance(params, PoolingParams):
         return params.pooling == "last"
     return params.prompt_logprobs is None
 
 
 def is_adjusted(params: SamplingParams, bad_token_ids: Sequence[Sequence[int]]) -> bool:
-    """Whether the logits of a sequence are adjusted at all."""
+    """Return whether the options change the logits of a sequence before sampling."""
     return bool(
         params.penalized
         or params.logit_bias

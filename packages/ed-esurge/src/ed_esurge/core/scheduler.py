@@ -14,22 +14,22 @@ from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.outputs import FinishReason
 
-# Simulated in too few pages, at most 1.2 tokens are computed for a useful one.
+# In simulations with too few pages, this value limits the computed tokens to 1.2 per useful token.
 TOKENS_PER_STEP_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step may hold.
+    """Limits of a step.
 
     Attributes:
-        max_num_seqs: sequences that run at once.
-        token_budget: tokens of one step; at least `max_num_seqs`.
-        max_model_len: longest sequence.
-        chunk: most prompt tokens of one sequence in one step (None: the budget).
+        max_num_seqs: maximum number of running sequences.
+        token_budget: maximum number of tokens in one step; at least `max_num_seqs`.
+        max_model_len: maximum length of a sequence.
+        chunk: maximum number of prompt tokens of one sequence in one step (None: the budget).
         policy: order of the queue.
-        shapes: (tokens, sequences) that steps with a prompt are padded to, cheapest first, where
-            padding costs as much as tokens do; () = nowhere.
+        shapes: (tokens, sequences) shapes that steps with a prompt are padded to, cheapest first,
+            if a padding token costs as much as a real token; () otherwise.
     """
 
     max_num_seqs: int
@@ -41,24 +41,25 @@ class Limits:
 
 
 class Scheduler:
-    """Decides, step by step, who runs: `schedule()` → run the plan → `advance(plan, tokens)`.
+    """Plans the steps: `schedule()` → run the plan → `advance(plan, tokens)`.
 
-    There is no prefill phase: each running sequence has tokens that are not computed yet (one when
-    it decodes, more before) and gets some of them. Sequences that decode go first, then prompts in
-    order, in chunks; then the queue, strictly from its head. The last prompt of a step is cut
-    where more steps are padded less (`Limits.shapes`). If a pool runs dry, the last sequence in
-    order gives its pages back and is computed anew later ("preempted"); its tokens stay, so it
-    goes on where it was.
+    There is no separate prefill phase. Each running sequence has uncomputed tokens (one when it
+    decodes, more before), and a step computes some of them. Decoding sequences are scheduled first,
+    then running prompts in order, in chunks, then the queue in strict order. The last prompt of a
+    step is split if several steps need less padding (`Limits.shapes`).
+
+    If a pool has no free page, the last sequence in order is preempted: its pages are freed and
+    recomputed later. A preempted sequence keeps its tokens and resumes from them.
 
     Args:
         limits: see `Limits`.
-        num_pages: pages of the pool, or name -> pool of each group of layers; a pool must hold one
-            sequence of `max_model_len`.
-        page_size: tokens of a page.
-        prefix_caching: whether equal prefixes share pages. A page does not restore the state of a
-            recurrent layer: for a model with such layers, False.
-        host_places: pages of each group that host memory keeps when the prefix cache cannot.
-        proposer: proposes tokens for sequences that decode; None = nobody does.
+        num_pages: number of pages of the pool, or name -> pool of each group of layers. A pool must
+            fit one sequence of `max_model_len`.
+        page_size: number of tokens in a page.
+        prefix_caching: whether equal prefixes share pages. Must be False for a model with recurrent
+            layers, because a page does not restore their state.
+        host_places: number of evicted pages of each group that host memory keeps.
+        proposer: source of proposed tokens for decoding sequences; None = no speculation.
     """
 
     def __init__(
@@ -99,12 +100,12 @@ class Scheduler:
         self._step = 0
         self.num_preemptions = 0
         self._usual_output = 0.0
-        """Tokens of an output, over the requests that ended lately."""
+        """Moving average of the output length of finished requests, in tokens."""
 
     # ---- the queue
 
     def add(self, request: Request) -> None:
-        """Queue a request whose id is free and which fits the context: the engine saw to both."""
+        """Queue a request. The engine has checked that its id is free and that it fits."""
         name, length = request.request_id, len(request.prompt) + request.max_tokens
         assert name not in self.requests, f"request id {name!r} is in use"
         assert length <= self.limits.max_model_len, (
@@ -115,7 +116,7 @@ class Scheduler:
         insort(self.waiting, request, key=self._order)
 
     def finish(self, request_id: str, reason: FinishReason, stop: int | str | None = None) -> bool:
-        """End a request from outside (abort, stop string); False if it is not there (any more)."""
+        """Finish a request (abort, stop string). Return False if the id is unknown or finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -125,13 +126,13 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing runs."""
+        """Whether no request waits or runs."""
         return not self.requests
 
     # ---- one step
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to compute."""
+        """Plan the next step. Return None if there is nothing to compute."""
         rows: dict[str, PlanRow] = {}
         started: list[NewSequence] = []
         preempted: list[str] = []
@@ -139,13 +140,13 @@ class Scheduler:
         decoding: list[tuple[Request, int]] = []
         prefilling: list[tuple[Request, int]] = []
         for request in self.running:
-            # As `num_tokens` says; every decode of every step comes by here.
+            # `num_tokens` inlined, because this line runs for every sequence in every step.
             missing = len(request.prompt) + len(request.output) - request.num_computed
             (decoding if missing == 1 else prefilling).append((request, missing))
         last = prefilling[-1][0] if prefilling else None
         for request, missing in decoding + prefilling:
             if request.status is not Status.RUNNING:
-                continue  # preempted for one before it
+                continue  # preempted for an earlier sequence
             count = missing if missing == 1 else min(missing, chunk or missing)
             if count > budget:
                 count = budget
@@ -167,9 +168,9 @@ class Scheduler:
         size = self.pages.page_size
         for row in rows.values():
             stop = row.start + len(row.token_ids)
-            if stop // size != row.start // size:  # only whole pages are shared
+            if stop // size != row.start // size:  # only full pages are shared
                 self.pages.share(self.requests[row.request_id], row.start, stop)
-        # Whoever was just preempted heads the queue: admitting it now would only undo that.
+        # A preempted request is first in the queue. Admitting it here would undo the preemption.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
                 break
@@ -193,27 +194,26 @@ class Scheduler:
         return StepPlan(self._step, tuple(rows.values()), tuple(started), tuple(preempted), moves)
 
     def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Take the result of a step.
+        """Process the results of a step. Finished requests are retired and their pages freed.
 
         Args:
-            plan: what was run.
+            plan: the plan of the step.
             sampled: request id -> tokens, at least one, for each row that samples. Tokens after
-                one that ends the request are dropped.
+                the end of a request are dropped.
 
         Returns:
-            request id -> how many tokens it took, for each row that samples or ends its request.
-            Those that ended are finished and freed.
+            request id -> number of appended tokens, for each row that samples or ends its request.
         """
         taken: dict[str, int] = {}
         for row in plan.rows:
             request = self.requests.get(row.request_id)
             if request is None or request.status is not Status.RUNNING:
-                continue  # ended from outside while the step ran
+                continue  # aborted or stopped while the step ran
             request.num_computed = row.stop
             if row.samples:
                 tokens = sampled[row.request_id]
                 taken[row.request_id] = request.take(tokens)
-                # Tokens that were proposed in the row and not confirmed are computed anew.
+                # The positions of rejected proposals are recomputed.
                 request.num_computed = min(row.stop, request.num_tokens - 1)
                 if row.samples > 1 and self.proposer is not None:
                     self.proposer.count(row.samples - 1, len(tokens) - 1)
@@ -228,15 +228,15 @@ class Scheduler:
         return taken
 
     def preempt_all(self) -> None:
-        """Send every running sequence back to the queue, to be computed anew."""
+        """Preempt every running sequence."""
         while self.running:
             self._preempt(self.running[-1])
 
     # ---- parts
 
     def _speculate(self, proposer: Proposer, rows: dict[str, PlanRow], budget: int) -> None:
-        """Add proposals to rows that decode, as far as rows and tokens of the step are free: each
-        proposal is computed in a row of its own."""
+        """Add proposals to decoding rows while the step has free rows and tokens. Each proposal
+        uses a separate row."""
         free = min(budget, self.limits.max_num_seqs - len(rows))
         for name, row in rows.items():
             request = self.requests[name]
@@ -263,8 +263,11 @@ class Scheduler:
         return first, request.arrival
 
     def _part(self, request: Request, count: int, budget: int, others: int) -> int:
-        """Of `count` tokens of a prompt, those that a step with `others` takes: all, unless nobody
-        can be admitted behind it, and more steps are padded less."""
+        """Return how many of the prompt's `count` tokens to schedule in a step with `others` rows.
+
+        The result is `count` if another request can be admitted after this one. Otherwise the
+        prompt is split if several steps need less padding.
+        """
         limits = self.limits
         new = request.status is Status.WAITING
         follows = len(self.waiting) > new and len(self.running) + new < limits.max_num_seqs
@@ -273,7 +276,8 @@ class Scheduler:
         return first_part(limits.shapes, limits.token_budget - budget, others + 1, count)
 
     def _admit(self, request: Request, budget: int, others: int) -> PlanRow | None:
-        """Start the head of the queue; None, and no change, if its pages are not there."""
+        """Admit the first request of the queue. Return None, without changes, if pages are
+        missing."""
         brought = self.pages.begin(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
@@ -296,12 +300,13 @@ class Scheduler:
         return _row(request, count, {name: tuple(held) for name, held in request.pages.items()})
 
     def _worthwhile(self, request: Request) -> bool:
-        """Whether the pages last until the tokens of a new sequence have paid for themselves.
+        """Return whether admitting the sequence avoids an early preemption.
 
-        If it ran until the pool is dry, whoever is preempted then has its tokens computed twice. So
-        there must be pages for the whole prompt of each, and for some steps of decoding: until half
-        the usual length, and more for a sequence that costs more or was preempted before. Those
-        that come after it in order would give their pages up. A sequence alone always fits.
+        A preempted sequence computes its tokens twice. Admission therefore requires pages for the
+        prompts of all sequences before it in order, and for a number of decode steps. That number
+        reaches half of the usual output length. It is larger for a long or previously preempted
+        sequence. Sequences after it in order count as pages that preemption can free. A sequence
+        with no sequence before it is always admitted.
         """
         ahead = 1 + request.num_tokens // TOKENS_PER_STEP_AHEAD
         ahead *= 4 ** min(request.num_preemptions, 8)
@@ -354,7 +359,7 @@ def _row(request: Request, count: int, pages: Mapping[str, Sequence[int]]) -> Pl
         request.tokens(start, stop),
         pages,
         1 if stop == request.num_tokens and request.max_tokens else 0,
-        # Scores leave with the first token: a preempted request is not scored again.
+        # Scores are delivered with the first token: a preempted request is not scored again.
         request.scored and start < len(request.prompt) - 1 and not request.output,
         request.pooled,
     )

@@ -1,5 +1,4 @@
-"""`AsyncEngine`: an `eSurge` driven by a thread of its own, for coroutines that each follow a
-request."""
+"""`AsyncEngine`: runs an `eSurge` in a background thread and serves its outputs to coroutines."""
 
 from __future__ import annotations
 
@@ -48,23 +47,23 @@ Item = RequestOutput | BaseException
 
 
 class _Follower:
-    """Where the outputs of one request go: to the loop of the coroutine that waits."""
+    """Queue of the outputs of one request, in the event loop of the waiting coroutine."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self.over = False
-        """Nothing follows: the last output or an error was read."""
+        """Whether the last output or an error was read."""
 
     def put(self, item: Item) -> None:
-        """Take an output; called in the loop."""
+        """Append an output. Must be called in the event loop."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """What is new since the last time: several steps in one, if the reader is slower."""
+        """Return the next delta. Deltas of several steps are merged if the reader is slower."""
         while not self._items:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -80,8 +79,10 @@ class _Follower:
 
 
 def _hand_over(items: Iterable[tuple[_Follower, Item]]) -> None:
-    """Give outputs to their followers, from the engine's thread: one call for each loop, because
-    each wakes it."""
+    """Pass outputs from the engine's thread to their followers.
+
+    One call per event loop, because each call wakes the loop.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Follower, Item]]] = {}
     for follower, item in items:
         by_loop.setdefault(follower.loop, []).append((follower, item))
@@ -98,28 +99,28 @@ def _put(batch: list[tuple[_Follower, Item]]) -> None:
 
 
 class AsyncEngine:
-    """Drives an engine from a background thread; every method may be called from any loop.
+    """Runs an engine in a background thread. Every method may be called from any event loop.
 
     Args:
-        engine: nobody else may step it from `start` to `shutdown`.
+        engine: the engine; no other code may call its `step` between `start` and `shutdown`.
         stuck_after: seconds without progress after which a step counts as stuck.
     """
 
     def __init__(self, engine: eSurge, *, stuck_after: float = 300.0) -> None:
         self.engine = engine
         self.stuck_after = stuck_after
-        # Commands, and who hears that one is done (a future) or was refused.
+        # Commands, each with the future or follower that receives its completion or its error.
         self._inbox: deque[tuple[Command, _Follower | Future[None] | None]] = deque()
         self._wake = threading.Event()
         self._followers: dict[str, _Follower] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._failure: BaseException | None = None
-        self._over: EasyDeLError | None = None  # why commands find nobody who reads them
+        self._over: EasyDeLError | None = None  # error for commands posted after the thread ended
         self._beat = time.monotonic()
-        self._dozing = 0  # calls of `sleep` that are not done
+        self._dozing = 0  # number of unfinished calls of `sleep`
 
-    # ---- what a server shows
+    # ---- properties of the engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -155,21 +156,21 @@ class AsyncEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """The thread runs, no step has failed, and none takes longer than `stuck_after`."""
+        """Whether the thread runs, no step has failed, and no step exceeds `stuck_after`."""
         alive = self._thread is not None and self._thread.is_alive()
         return alive and self._failure is None and self._since_beat() < self.stuck_after
 
     def _since_beat(self) -> float:
         return time.monotonic() - self._beat
 
-    # ---- life
+    # ---- start and shutdown
 
     def start(self) -> None:
-        """Start the thread (again).
+        """Start or restart the thread.
 
         Raises:
-            EasyDeLError: the engine has failed, or another `AsyncEngine` drives it: each would take
-                tokens of the other's requests.
+            EasyDeLError: the engine has failed, or another `AsyncEngine` drives the same engine.
+                Two drivers would receive each other's outputs.
         """
         if self._failure is not None:
             raise EasyDeLError(f"the engine failed and cannot go on: {self._failure}")
@@ -185,7 +186,7 @@ class AsyncEngine:
         self._thread.start()
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Abort what runs and stop the thread; the engine itself stays usable."""
+        """Abort all requests and stop the thread. The engine remains usable."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
@@ -200,10 +201,12 @@ class AsyncEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
-        """Deltas of one request, as they come. Closing the generator early aborts the request.
+        """Yield the deltas of one request. Closing the generator early aborts the request.
 
         Args:
-            prompt_token_ids: token ids (text is encoded too, in the calling thread).
+            prompt_token_ids: token ids, or text, which is tokenized in the calling thread.
+            sampling_params: sampling options.
+            request_id: id, unique among the unfinished requests.
             options: see `RequestOptions`.
 
         Raises:
@@ -219,7 +222,8 @@ class AsyncEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """The pooled vector of one prompt; cancelling aborts the request. See `generate`."""
+        """Return the pooled vector of one prompt. Cancellation aborts the request. See
+        `generate`."""
         outputs = self._outputs(prompt_token_ids, pooling_params, request_id, **options)
         async with aclosing(outputs):
             return await anext(outputs)
@@ -230,11 +234,11 @@ class AsyncEngine:
         self._check_alive()
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None:
-            # `prepare` would wait for the grammar in the thread of the event loop.
+            # `prepare` would block the event loop until the grammar is compiled.
             compiled = await asyncio.to_thread(self.compile_structured, structured)
             await asyncio.wrap_future(compiled)
         prepare = partial(self.engine.prepare, request_id, prompt, params, **options)
-        if isinstance(params, SamplingParams) and params.bad_words:  # these are tokenized
+        if isinstance(params, SamplingParams) and params.bad_words:  # tokenization is slow
             add = await asyncio.to_thread(prepare)
         else:
             add = prepare()
@@ -248,19 +252,19 @@ class AsyncEngine:
                 self._post(Abort(request_id), follower)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its generator gives a last output. Unknown ids are ignored."""
+        """Abort a request. Its generator yields a last output. Unknown ids are ignored."""
         self._post(Abort(request_id))
 
     async def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
-        """Serve other weights from the next step on; see `eSurge.update_model_weights`."""
+        """Replace the weights before the next step; see `eSurge.update_model_weights`."""
         await self._done(UpdateWeights(model_or_state))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; see `eSurge.reset_prefix_cache`."""
+        """Clear the prefix cache; see `eSurge.reset_prefix_cache`."""
         await self._done(ResetPrefixCache())
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of the device to others; see `eSurge.sleep`."""
+        """Free device memory; see `eSurge.sleep`."""
         command = Sleep(keep_weights=check_level(level) == 1)
         self._dozing += 1
         try:
@@ -270,28 +274,28 @@ class AsyncEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """From the call of `sleep` to the end of `wake_up`."""
+        """Whether the engine sleeps: from the call of `sleep` to the end of `wake_up`."""
         return self._dozing > 0 or self.engine.is_sleeping
 
     async def wake_up(self) -> None:
-        """Go on after `sleep`; see `eSurge.wake_up`."""
+        """Resume after `sleep`; see `eSurge.wake_up`."""
         await self._done(WakeUp())
 
     async def load_lora_adapter(self, name: str, source: str | Path | nnx.Module | Adapter) -> None:
-        """Serve a LoRA adapter under a name; see `eSurge.load_lora_adapter`. Files are read in a
-        thread of their own."""
+        """Load a LoRA adapter under a name; see `eSurge.load_lora_adapter`. Files are read in a
+        worker thread."""
         await self._done(await asyncio.to_thread(loading, self.engine.loop, name, source))
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Let no new request use an adapter; see `eSurge.unload_lora_adapter`."""
+        """Reject new requests for an adapter; see `eSurge.unload_lora_adapter`."""
         await self._done(UnloadAdapter(name))
 
     def list_lora_adapters(self) -> list[LoadedAdapter]:
-        """The loaded adapters, in the order in which they were loaded."""
+        """Return the loaded adapters, in loading order."""
         return self.engine.list_lora_adapters()
 
     async def _done(self, command: Command) -> None:
-        """Wait until the engine has done what a command says."""
+        """Post a command and wait until the engine has executed the command."""
         self._check_alive()
         done: Future[None] = Future()
         self._post(command, done)
@@ -319,7 +323,7 @@ class AsyncEngine:
                 if self.engine.has_unfinished_requests:
                     self._give(self.engine.step())
                 if not self.engine.has_unfinished_requests or self.engine.paused:
-                    # The beat goes on while there is nothing to do.
+                    # Wake up regularly while idle, so that the beat stays recent.
                     self._wake.wait(min(0.2, self.stuck_after / 4))
                     self._wake.clear()
                     self.engine.beat()
@@ -327,7 +331,7 @@ class AsyncEngine:
         except BaseException as error:
             logger.exception("the engine failed")
             self._failure = error
-            self.engine.release(self)  # before anybody hears that another may drive
+            self.engine.release(self)  # before the error reaches callers, which may start anew
             self._end(EasyDeLError(f"the engine failed: {error}"))
         finally:
             self.engine.release(self)
@@ -350,7 +354,7 @@ class AsyncEngine:
                 self._followers[command.request_id] = waiting
 
     def _owns(self, waiting: _Follower | Future[None] | None, request_id: str) -> bool:
-        """Whether a follower may abort a request: another caller may have the same id."""
+        """Return whether a follower owns a request. Another caller may use the same id."""
         return waiting is None or self._followers.get(request_id) is waiting
 
     def _give(self, outputs: list[RequestOutput]) -> None:
@@ -364,7 +368,7 @@ class AsyncEngine:
         _hand_over(batch)
 
     def _end(self, error: EasyDeLError) -> None:
-        """Nobody is left waiting, and nobody waits from now on."""
+        """Fail all pending commands and followers, and reject new ones."""
         self._over = error
         self._refuse_inbox(error)
         for follower in self._followers.values():
@@ -373,10 +377,10 @@ class AsyncEngine:
         if self._failure is None:
             for name in self.engine.unfinished_requests():
                 self.engine.abort_request(name)
-            self.engine.step()  # takes the last outputs, which nobody waits for
+            self.engine.step()  # discards the last outputs
 
     def _refuse_inbox(self, error: BaseException) -> None:
-        """Also called by whoever posts too late, at the same time: each takes what it gets."""
+        """Fail the commands in the inbox. Several threads may call this method concurrently."""
         while True:
             try:
                 _, waiting = self._inbox.popleft()

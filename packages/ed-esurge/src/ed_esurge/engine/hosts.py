@@ -1,8 +1,9 @@
-"""One engine over the devices of several processes, each of which runs all of it.
+"""One engine over the devices of several processes. Every process runs the whole engine loop.
 
-The first process takes the requests. What its loop is told, it tells the others before it does so
-itself; they hold the same state, so they plan the same steps, and the device's work meets. Where
-the processes make the same calls anyway, as a trainer's do, nothing is sent: see `together`.
+The leader (the first process) accepts the requests. It broadcasts each command to the other
+processes before it executes the command. All processes hold the same state, so they plan the same
+steps and launch the same programs. If all processes make the same calls, as in a trainer, nothing
+is sent: see `together`.
 """
 
 from __future__ import annotations
@@ -28,34 +29,36 @@ from ed_esurge.runner.model_runner import ModelRunner
 
 STEP, COMMAND, BEAT, END = b"s", b"c", b"b", b"e"
 
-# Seconds of silence before the others hear that the first process is still there. They wait within
-# a collective, where no signal reaches them.
+# Seconds without a message after which the leader sends a heartbeat. The other processes wait in a
+# collective operation, which signals cannot interrupt.
 SILENCE = 5.0
 
 
 def over_processes(model: LanguageModel) -> bool:
-    """Whether a model lies on devices of several processes."""
+    """Return whether a model is sharded over devices of several processes."""
     return len(processes_of(model.config.mesh)) > 1
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """The processes that have devices of a mesh, in order."""
+    """Return the sorted indices of the processes that have devices of a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 class Leading:
-    """What a loop of several processes does besides. Every process makes one; the first is told
-    what to do, the others `follow`."""
+    """Mixin that extends a loop to several processes.
 
-    _told = 0.0  # when, on the monotonic clock
+    Every process creates one. The leader accepts commands, the other processes call `follow`.
+    """
+
+    _told = 0.0  # time of the last message on the monotonic clock
 
     runner: ModelRunner
 
-    #: Every process makes the same calls: nothing is sent, nobody follows.
+    #: Whether every process makes the same calls, so that no commands are sent.
     together = False
 
     def execute(self, command: Command) -> None:
-        """See `EngineLoop`.
+        """Execute a command in all processes; see `EngineLoop`.
 
         Raises:
             ConfigError: the command cannot be sent, or this is not the first process.
@@ -77,24 +80,24 @@ class Leading:
         super().execute(command)  # type: ignore[misc]
 
     def step(self) -> list[RequestOutput]:
-        """See `EngineLoop`."""
+        """Run one step in all processes; see `EngineLoop`."""
         if not self.together:
             self._check_leads()
             self._tell(STEP)
         return super().step()  # type: ignore[misc]
 
     def beat(self) -> None:
-        """See `EngineLoop`."""
+        """Send a heartbeat if the last message is older than `SILENCE`."""
         if time.monotonic() - self._told > SILENCE:
             self._tell(BEAT)
 
     @property
     def role(self) -> Role:
-        """Whether this is the process that is told what to do."""
+        """The role of this process: `leads` accepts commands, `follows` receives them."""
         return "leads" if distributed.is_main() else "follows"
 
     def follow(self) -> None:
-        """Do what the first process does, until it has ended."""
+        """Execute the commands and steps of the leader until the leader ends."""
         if distributed.is_main():
             raise ConfigError("the first process leads: it takes requests, the others follow()")
         while (message := channel().broadcast()) != END:
@@ -105,10 +108,10 @@ class Leading:
                 elif command is not None:
                     super().execute(command)  # type: ignore[misc]
             except EasyDeLError:
-                continue  # the first process has it too, and tells who asked
+                continue  # the leader raises the same error to its caller
 
     def end(self) -> None:
-        """Let the others go."""
+        """End `follow` in the other processes."""
         self._check_leads()
         self._tell(END)
 
@@ -130,20 +133,21 @@ class LeadingLoop(Leading, EngineLoop):
 
 
 class RunsOverProcesses:
-    """The methods of an engine whose model lies on devices of several processes."""
+    """Methods of an engine whose model is sharded over devices of several processes."""
 
     loop: EngineLoop | Replicas
 
     @property
     def role(self) -> Role:
-        """Among the processes on whose devices the model lies: `leads` takes requests."""
+        """The role of this process among the processes of the model; `leads` accepts requests."""
         return self.loop.role
 
     def follow(self) -> None:
-        """In each process but the first, take the steps of the first one, until its `terminate`.
+        """Repeat the steps of the first process until its `terminate`. Call this method in every
+        other process.
 
         Raises:
-            ConfigError: there are no other processes, or this is the first.
+            ConfigError: there are no other processes, or this is the first process.
         """
         if not isinstance(self.loop, Leading):
             raise ConfigError("the model lies on devices of this process alone: nobody to follow")
@@ -151,10 +155,11 @@ class RunsOverProcesses:
 
     @contextmanager
     def together(self) -> Iterator[Self]:
-        """A block in which every process makes the same calls, and gets the same answers.
+        """Return a context in which every process makes the same calls and receives the same
+        outputs.
 
-        Nothing is sent, so weights may be lent that lie on the devices of all. Where the model lies
-        on devices of this process alone, the block changes nothing.
+        No commands are sent, so weights that are sharded over all processes may be used directly.
+        The context has no effect if all devices of the model belong to this process.
         """
         loop = self.loop
         if not isinstance(loop, Leading):

@@ -1,4 +1,4 @@
-"""`EngineLoop`: executes commands, steps, and turns results into outputs of requests."""
+"""`EngineLoop`: executes commands, runs steps and converts results to outputs of requests."""
 
 from __future__ import annotations
 
@@ -40,16 +40,19 @@ Role = Literal["alone", "leads", "follows"]
 
 
 class EngineLoop:
-    """One scheduler over one runner. Not for two threads at once.
+    """One scheduler with one runner. Not thread-safe.
 
-    The same commands between the same steps give the same plans, in any process.
+    The same commands between the same steps produce the same plans in every process.
 
     Args:
-        tokenizer: None gives no text.
-        max_loras: LoRA adapters that can be loaded.
-        seed: of requests that bring none.
-        overlap: start the next step before the text of this one is made.
-        ahead: start it before the tokens of this one are read, where it can do without.
+        scheduler: plans the steps.
+        runner: runs the plans.
+        tokenizer: tokenizer of the outputs; None produces no text.
+        max_loras: maximum number of loaded LoRA adapters.
+        seed: seed of requests without one.
+        overlap: whether to start the next step before the text of this step is detokenized.
+        ahead: whether to start the next step before the tokens of this step are read, if the plan
+            does not depend on them.
     """
 
     def __init__(
@@ -67,12 +70,12 @@ class EngineLoop:
         self.adapters = AdapterTable(max_loras)
         self.paused = self.asleep = False
         self.backlog: list[RequestOutput] = []
-        """Outputs that the next `step` gives."""
+        """Outputs that the next `step` returns."""
         self.ledger = Ledger(scheduler, tokenizer, seed)
         self._overlap, self._ahead = overlap, ahead
         self._pending: StepResult | None = None
         self.spoilt = False
-        """Pages hold numbers that are not finite."""
+        """Whether pages contain values that are not finite."""
         self._steps = self._traced_early = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -80,17 +83,17 @@ class EngineLoop:
 
     @property
     def open_requests(self) -> list[str]:
-        """Ids of the requests that wait or run."""
+        """Ids of the waiting and running requests."""
         return self.ledger.names
 
     # ---- commands
 
     def execute(self, command: Command) -> None:
-        """Do as told, before the next step.
+        """Execute a command before the next step.
 
         Raises:
-            ConfigError: the id of a new request is in use, its adapter is not there, or weights or
-                an adapter do not fit.
+            ConfigError: the id of a new request is in use, its adapter is not loaded, or weights or
+                an adapter do not match the model.
         """
         match command:
             case Add():
@@ -161,12 +164,12 @@ class EngineLoop:
             raise
 
     def _settle(self) -> None:
-        """Finish the step in flight, send everybody back to the queue, drop cached prefixes; pages
-        with numbers that are not finite are made anew."""
+        """Finish the running step, preempt all sequences and clear the prefix cache. Pages with
+        values that are not finite are reallocated."""
         if self._pending is not None:
             result, self._pending = self._pending, None
             tokens = self._finite(result)
-            if not result.plan.ahead:  # else it is as if the step had not begun
+            if not result.plan.ahead:  # the results of a step made ahead are discarded
                 self._deliver(result, self.scheduler.advance(result.plan, tokens))
         self._begin_anew()
         if self.spoilt:
@@ -182,37 +185,38 @@ class EngineLoop:
     # ---- steps
 
     def launch(self) -> None:
-        """Start the next step, if none runs; the device works on while the caller goes on."""
+        """Start the next step if no step runs. Return without waiting for the device."""
         if self._pending is None and not self.paused:
             self._pending = self._start(self.scheduler.schedule())
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step was started whose results `step` has not read."""
+        """Whether a started step has results that `step` has not read."""
         return self._pending is not None
 
     @property
     def ready(self) -> bool:
-        """Whether `step` can read those without waiting for the device."""
+        """Whether `step` can read these results without waiting for the device."""
         return self._pending is not None and self._pending.ready
 
     def step(self) -> list[RequestOutput]:
-        """Run one step for everybody, and return what is new (`RequestOutput.delta`).
+        """Run one step for all requests and return the new outputs (`RequestOutput.delta`).
 
-        A request that fails by itself ends with an error. What is raised concerns all of them.
+        A failure of one request ends that request with an error. A raised error concerns all
+        requests.
 
         Raises:
-            EasyDeLError: the weights are gone, or are not finite numbers.
+            EasyDeLError: the weights were dropped, or are not finite.
         """
         if not self.paused:
             result = self._pending or self._start(self.scheduler.schedule())
             self._pending = None
             if result is not None:
-                if self._ahead:  # the device goes on at once
+                if self._ahead:  # keeps the device busy while the host reads the results
                     self._pending = self._start(plan_ahead(result.plan, self.scheduler))
                 taken = self.scheduler.advance(result.plan, self._finite(result))
                 if self._overlap and self._pending is None and not self.spoilt:
-                    # The device works on the next step while this one's text is made.
+                    # The device computes the next step while the host detokenizes this step.
                     self._pending = self._start(self.scheduler.schedule())
                 self._deliver(result, taken)
             if self.spoilt:
@@ -233,18 +237,19 @@ class EngineLoop:
             return None
 
     def _refused(self, request_id: str, error: BaseException | None) -> None:
-        """Nothing of a plan was computed, because of one sequence; the scheduler counts on all."""
+        """Handle a plan that was not computed because one sequence failed. The scheduler assumes
+        that all rows were computed, so all sequences start again."""
         self._fail(request_id, error)
         self._begin_anew()
 
     def _fail(self, sequence: str, error: BaseException | None) -> None:
-        """End the request of a sequence, unless it has ended while the step ran."""
+        """End the request of a sequence with an error, unless it ended while the step ran."""
         self.spoilt |= isinstance(error, NotFinite)
         self.backlog += self.ledger.fail(sequence, error)
 
     def _finite(self, result: StepResult) -> dict[str, list[int]]:
-        """Return the sampled tokens of a step, and end the requests that have none: their logits
-        are not finite, or their grammars cannot go on."""
+        """Return the sampled tokens of a step. End the requests without a token: their logits are
+        not finite, or their grammars allow no token."""
         tokens = result.tokens()
         for name, error in result.failures.items():
             self._fail(name, error)
@@ -257,10 +262,11 @@ class EngineLoop:
         self.backlog += self.ledger.take(result, taken, self._fail)
 
     def _renew_pages(self) -> None:
-        """After numbers that are not finite: masked attention to them gives such numbers again.
+        """Reallocate pages with values that are not finite. Even masked attention to such values
+        produces values that are not finite.
 
         Raises:
-            EasyDeLError: they came from the weights, so that every request would end so.
+            EasyDeLError: the weights are not finite, so every request would fail.
         """
         if not self._weights_are_finite():
             raise EasyDeLError(
@@ -283,13 +289,13 @@ class EngineLoop:
             self.scheduler.proposer.allocate()
 
     role: Role = "alone"
-    """Among the processes that have parts of the model."""
+    """Role of this process among the processes of the model."""
 
     def beat(self) -> None:
-        """Called now and then while there is nothing to do."""
+        """Send a heartbeat to other processes. No effect in a single process."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Compile all that steps can need, and show how many are ready."""
+        """Compile all programs of the steps and update the progress bar."""
         self.runner.compile_all(progress)
         if self.scheduler.proposer is not None:
             self.scheduler.proposer.compile_all(progress)
@@ -298,11 +304,11 @@ class EngineLoop:
     # ---- numbers
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """`stats` of each replica: this is one."""
+        """Return the `stats` of each replica: a list with one entry."""
         return [self.stats()]
 
     def stats(self) -> dict[str, float]:
-        """Current numbers, for metrics; counters count from the start."""
+        """Return current metrics. Counters start at engine creation."""
         scheduler, prefixes = self.scheduler, self.scheduler.pages.prefixes
         offload: dict[str, float] = {}
         if self.runner.host is not None and prefixes is not None:

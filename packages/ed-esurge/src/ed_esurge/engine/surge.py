@@ -36,13 +36,13 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
     """A serving engine.
 
     Args:
-        model: a causal language model of ed_models; on a CPU the engine keeps an unrolled copy of
-            its layout (the arrays are shared where the layout allows).
+        model: a causal language model of ed_models. On a CPU the engine keeps a copy with unrolled
+            layers, which shares arrays where the layout permits.
         tokenizer: a Hugging Face tokenizer; None serves token ids only.
         config: an `EngineConfig`, or a mapping of its fields.
-        model_name: what the model is called to clients; default: where it came from.
-        draft_model: proposes tokens, with `speculative_config` of the method `draft_model`.
-        options: fields of `EngineConfig`, over `config`.
+        model_name: name of the model for clients; default: the source of the model.
+        draft_model: model that proposes tokens, for the `speculative_config` method `draft_model`.
+        options: fields of `EngineConfig`; they override `config`.
 
     Example:
         >>> engine = eSurge(model, tokenizer, max_model_len=1024)
@@ -87,7 +87,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self._names = itertools.count(1)
         self._lock = threading.RLock()
         self._driver: object | None = None
-        # Where the outputs of requests go that a `generate` or a `stream` follows.
+        # Request id -> queue of the outputs for the `generate` or `stream` call that waits for it.
         self._boxes: dict[str, deque[RequestOutput]] = {}
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
@@ -96,7 +96,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
             logger.info("%s: %s", self.model_name, self.describe())
 
     def describe(self) -> str:
-        """One line on what was set up."""
+        """Return a one-line summary of the engine's sizes."""
         runner, limits = self.loop.runner, self.loop.scheduler.limits
         counts = runner.num_pages.items()
         with native.allowed(runner.model.config.native_kernels):
@@ -122,12 +122,12 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         params: Params | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue a request; its outputs come from `step`.
+        """Queue a request. `step` returns its outputs.
 
         Args:
-            request_id: unique among those that are not finished.
+            request_id: id, unique among the unfinished requests.
             prompt: text, or token ids.
-            params: `SamplingParams()` by default; `PoolingParams` for a vector.
+            params: `SamplingParams()` by default; `PoolingParams` for a pooled vector.
             options: see `RequestOptions`.
 
         Raises:
@@ -138,16 +138,16 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
     def prepare(
         self, request_id: str, prompt: Prompt, params: Params, **options: Unpack[RequestOptions]
     ) -> Add:
-        """Check and tokenize a request without queueing it; safe in any thread."""
+        """Validate and tokenize a request without queueing the request. Thread-safe."""
         return self._intake.prepare(request_id, prompt, params, **options)
 
     def execute(self, command: Command) -> None:
-        """Do what a command says before the next step; see `ed_esurge.core.commands`."""
+        """Execute a command before the next step; see `ed_esurge.core.commands`."""
         with self._lock:
             self.loop.execute(command)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request; `step` gives its last output. False if it is not running."""
+        """Abort a request; `step` returns its last output. Return False for an unknown id."""
         with self._lock:
             known = request_id in self.loop
             self.loop.execute(Abort(request_id))
@@ -155,22 +155,22 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do or to give."""
+        """Whether `step` has work to do or outputs to return."""
         return bool(self.loop.open_requests or self.loop.backlog)
 
     def unfinished_requests(self) -> list[str]:
-        """Ids of the requests that wait or run."""
+        """Return the ids of the waiting and running requests."""
         return self.loop.open_requests
 
     def step(self) -> list[RequestOutput]:
-        """Run one step for everybody, and return what is new (`RequestOutput.delta`).
+        """Run one step for all requests and return the new outputs (`RequestOutput.delta`).
 
-        What `generate` or `stream` waits for, in other threads or between two reads, goes there. A
-        request that fails by itself ends with the finish reason "error"; what is raised concerns
-        all of them.
+        Outputs of active `generate` and `stream` calls go to those calls instead. A failure of one
+        request ends that request with the finish reason "error". A raised error concerns all
+        requests.
 
         Raises:
-            EasyDeLError: the weights are gone (see `weights`), or are not finite numbers.
+            EasyDeLError: the weights were dropped (see `weights`), or are not finite.
         """
         with self._lock:
             others = []
@@ -188,16 +188,17 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         lora_name: str | Sequence[str | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Run prompts to their ends, all at once; any number of threads may do so.
+        """Generate completions for prompts in one batch. Several threads may call this method.
 
         Args:
-            prompts: one prompt or many, each text or token ids.
-            sampling_params: for all of them, or one each.
-            lora_name: the loaded LoRA adapter of all of them, or one each; None = no adapter.
-            use_tqdm: show how many are done.
+            prompts: one prompt or a list of prompts, each text or token ids.
+            sampling_params: sampling options for all prompts, or one per prompt.
+            lora_name: name of the loaded LoRA adapter for all prompts, or one name per prompt;
+                None = no adapter.
+            use_tqdm: whether to show a progress bar.
 
         Returns:
-            one output per prompt, in their order.
+            one output per prompt, in the order of the prompts.
         """
         many = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -221,13 +222,13 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         lora_name: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Pool the hidden states of prompts, all at once: one vector each, in `pooled`.
+        """Pool the hidden states of prompts in one batch. Each output has a vector in `pooled`.
 
         Args:
-            prompts: one prompt or many, each text or token ids.
-            pooling_params: what to pool; default `PoolingParams()`.
-            lora_name: the loaded LoRA adapter of all of them; None = no adapter.
-            use_tqdm: show how many are done.
+            prompts: one prompt or a list of prompts, each text or token ids.
+            pooling_params: pooling options; default `PoolingParams()`.
+            lora_name: name of the loaded LoRA adapter for all prompts; None = no adapter.
+            use_tqdm: whether to show a progress bar.
         """
         many = as_prompts(prompts)
         params = [pooling_params or PoolingParams()] * len(many)
@@ -264,15 +265,15 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         *,
         lora_name: str | None = None,
     ) -> RequestOutput:
-        """Run a request again, whose prompt and seed its output tells.
+        """Run a request again with the prompt and the seed of its output.
 
-        The tokens are the same; with `batch_invariant` the log-probabilities are, too, to the last
-        bit. An output that was written to a file will do, too, in another process.
+        The tokens are the same. With `batch_invariant` the log-probabilities are bitwise equal,
+        too. The output may come from a file or another process.
 
         Args:
-            output: whole, or any delta, of a request that samples.
-            sampling_params: those of the request.
-            lora_name: its LoRA adapter.
+            output: complete output, or any delta, of a request that samples.
+            sampling_params: sampling options of the request.
+            lora_name: name of the request's LoRA adapter.
         """
         params = sampling_params.replace(seed=output.seed)
         return self.generate(output.prompt_token_ids, params, lora_name=lora_name)[0]
@@ -283,8 +284,11 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[RequestOutput]:
-        """Deltas of one request as they come. It is queued with the first read; leaving the loop
-        aborts it. For the options see `RequestOptions`."""
+        """Return an iterator over the deltas of one request.
+
+        The first read queues the request. Closing the iterator aborts the request. For the options
+        see `RequestOptions`.
+        """
         params = sampling_params or SamplingParams()
         return self._follow([self.prepare(self._name(), prompt, params, **options)])
 
@@ -296,20 +300,21 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         lora_name: str | None = None,
         **template: Any,
     ) -> RequestOutput:
-        """Answer a conversation.
+        """Generate the next message of a conversation.
 
         Args:
-            messages: `{"role": …, "content": …}`.
-            lora_name: the loaded LoRA adapter; None = no adapter.
-            template: for the tokenizer's `apply_chat_template` (`tools`, …), and
-                `chat_template`: Jinja text instead of the tokenizer's own.
+            messages: list of `{"role": …, "content": …}`.
+            sampling_params: sampling options; default `SamplingParams()`.
+            lora_name: name of the loaded LoRA adapter; None = no adapter.
+            template: options of the tokenizer's `apply_chat_template` (`tools`, …), and
+                `chat_template`: Jinja text that replaces the template of the tokenizer.
         """
         chat = ChatTemplate(self.tokenizer, template.pop("chat_template", None))
         ids = chat.token_ids(messages, **template)
         return self.generate(ids, sampling_params, lora_name=lora_name)[0]
 
     def _follow(self, adds: Sequence[Add]) -> Iterator[RequestOutput]:
-        """Queue requests and step until they are done, keeping others' outputs for `step`."""
+        """Queue requests and step until they finish. Other outputs are kept for `step`."""
         box: deque[RequestOutput] = deque()
         waiting = {add.request_id for add in adds}
         try:
@@ -319,7 +324,7 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
                     self.loop.execute(add)
             while waiting:
                 with self._lock:
-                    # Another thread's step may have had something for this one.
+                    # A step of another thread may have filled the box.
                     if not box:
                         if self.loop.paused:
                             raise EasyDeLError("the engine is paused: call resume() first")
@@ -343,25 +348,26 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
     def _name(self) -> str:
         return f"eSurge-{next(self._names)}"
 
-    # ---- who steps
+    # ---- ownership of `step`
 
     def claim(self, driver: object) -> bool:
-        """Say who calls `step` until `release`. False where somebody else does."""
+        """Register the only caller of `step` until `release`. Return False if another driver is
+        registered."""
         with self._lock:
             if self._driver is None:
                 self._driver = driver
             return self._driver is driver
 
     def release(self, driver: object) -> None:
-        """Let others drive the engine; only who has claimed the engine can."""
+        """Undo `claim`. No effect if another driver is registered."""
         with self._lock:
             if self._driver is driver:
                 self._driver = None
 
-    # ---- the end
+    # ---- termination
 
     def terminate(self) -> None:
-        """Abort everything and free the pages. The engine is of no use afterwards."""
+        """Abort all requests and free the pages. The engine cannot be used afterwards."""
         with self._lock:
             for name in self.loop.open_requests:
                 self.loop.execute(Abort(name))
@@ -370,8 +376,8 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
                 self.loop.end()
 
     def beat(self) -> None:
-        """Tell the other processes, where there are some, that this one is there. Whoever drives
-        the engine calls it about each second in which there is nothing to step."""
+        """Send a heartbeat to the other processes, if any. The driver of the engine calls this
+        method about once per idle second."""
         with self._lock:
             self.loop.beat()
 
@@ -382,14 +388,14 @@ class eSurge(RunsOverProcesses, ServesAdapters, ServesWeights):
         self.terminate()
 
     def stats(self) -> dict[str, float]:
-        """Current numbers, for metrics; counters count from the start, over all replicas."""
+        """Return current metrics. Counters start at engine creation and cover all replicas."""
         return self.loop.stats()
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """The same of each replica; one, where there are no others."""
+        """Return the metrics of each replica; one entry without data parallelism."""
         return self.loop.replica_stats()
 
 
 def _bar(label: str, *, quiet: bool) -> tqdm[NoReturn]:
-    """A bar on stderr; silent where that is no terminal."""
+    """Create a progress bar on stderr. It is disabled if stderr is not a terminal."""
     return tqdm(desc=label, disable=True if quiet else None)
