@@ -1,4 +1,4 @@
-"""Which LoRA adapters are loaded, under which names, and where they lie."""
+"""Table of the loaded LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class LoadedAdapter:
     """A loaded adapter.
 
     Attributes:
-        name: what requests call it.
-        number: unlike that of any adapter before, 1 and up: prefix-cache keys and plans have it.
-        place: where it lies on the device, 1 to `max_loras`.
-        rank: the largest of its layers.
-        source: where it came from, for people; None = from memory.
+        name: name of the adapter in requests.
+        number: number that is never reused, from 1; used in prefix-cache keys and plans.
+        place: index of the adapter on the device, 1 to `max_loras`.
+        rank: maximum rank over the layers.
+        source: description of the origin, for users; None = from memory.
     """
 
     name: str
@@ -28,27 +28,29 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """The loaded adapters. An adapter that is dropped has no name any more, so that no request can
-    ask for it; its place is free as soon as no request uses it.
+    """The loaded adapters by name.
+
+    An unloaded adapter has no name, so that new requests cannot use it. Its place becomes free when
+    no unfinished request uses it.
 
     Args:
-        places: how many there are.
+        places: number of places.
     """
 
     def __init__(self, places: int) -> None:
         self.places = places
         self._loaded: dict[str, LoadedAdapter] = {}
-        self._held: dict[int, int] = {}  # place -> number of the adapter that it was given to
+        self._held: dict[int, int] = {}  # place -> number of its last adapter
         self._numbers = 0
 
     def __iter__(self) -> Iterator[LoadedAdapter]:
         return iter(list(self._loaded.values()))
 
     def find(self, name: str) -> LoadedAdapter:
-        """The adapter of a name.
+        """Return the adapter with a name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no adapter with this name is loaded.
         """
         loaded = self._loaded.get(name)
         if loaded is None:
@@ -57,7 +59,7 @@ class AdapterTable:
         return loaded
 
     def knows(self, number: int) -> bool:
-        """Whether the adapter of a number is loaded."""
+        """Return whether the adapter with a number is loaded."""
         return any(loaded.number == number for loaded in self._loaded.values())
 
     def check_new(self, name: str) -> None:
@@ -69,16 +71,19 @@ class AdapterTable:
             raise ConfigError(f"a LoRA adapter {name!r} is loaded: unload it first")
 
     def add(self, name: str, rank: int, source: str | None, used: Container[int]) -> LoadedAdapter:
-        """Take a place for a new adapter.
+        """Assign a place to a new adapter.
 
         Args:
+            name: name of the adapter.
+            rank: maximum rank over the layers.
+            source: description of the origin, for users.
             used: numbers of the adapters that unfinished requests use.
 
         Raises:
-            ConfigError: the name is taken, or no place is free.
+            ConfigError: the name is in use, or no place is free.
         """
         self.check_new(name)
-        self._numbers += 1  # of each attempt: tables that are told the same count the same
+        self._numbers += 1  # failed attempts count, so that tables in all processes agree
         names = {loaded.place for loaded in self._loaded.values()}
         held = {place for place, number in self._held.items() if number in used}
         place = next((p for p in range(1, self.places + 1) if p not in names | held), None)
@@ -94,10 +99,10 @@ class AdapterTable:
         return loaded
 
     def remove(self, name: str) -> None:
-        """Drop an adapter.
+        """Remove an adapter.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no adapter with this name is loaded.
         """
         self.find(name)
         del self._loaded[name]

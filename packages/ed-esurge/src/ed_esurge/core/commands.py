@@ -1,4 +1,4 @@
-"""What an engine can be told: plain data, so that a host can send it to others as bytes.
+"""Commands of an engine: plain data, which a host can send to other hosts.
 
 Engines that execute the same commands between the same steps plan the same steps.
 """
@@ -14,21 +14,21 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request. `Intake.prepare` makes one: checked, tokenized, and fit to the context.
+    """Queue a request. `Intake.prepare` validates and tokenizes a request and fits its length.
 
     Attributes:
-        request_id: unique among the requests that are not finished.
-        token_ids: the prompt.
-        params: how to sample, or what to pool.
-        max_tokens: most tokens to generate; prompt and `max_tokens` fit the context.
+        request_id: id, unique among the unfinished requests.
+        token_ids: token ids of the prompt.
+        params: sampling or pooling options.
+        max_tokens: maximum number of generated tokens; prompt and `max_tokens` fit the context.
         eos_token_ids: ids that end a completion.
         bad_token_ids: token sequences that may not be generated.
-        stops: stop strings, the engine's own included.
-        priority: smaller goes first under the `priority` policy.
-        prompt: the text, if it was text.
-        salt: 16 bytes, or none. Pages of the prefix cache are shared within one salt only.
-        adapter: number of its LoRA adapter; 0 = none.
-        arrival_time: on the monotonic clock of the host that took the request.
+        stops: stop strings, including those of the engine.
+        priority: priority under the `priority` policy; smaller is scheduled first.
+        prompt: the text of the prompt; None for a prompt of token ids.
+        salt: 16 bytes, or empty. Only requests with equal salts share pages of the prefix cache.
+        adapter: number of the LoRA adapter; 0 = none.
+        arrival_time: time on the monotonic clock of the host that accepted the request.
     """
 
     request_id: str
@@ -47,30 +47,30 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request; ids that are not known are ignored."""
+    """End a request. Unknown ids are ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop stepping, and free the pages if `free_pages`; running requests are computed anew."""
+    """Stop the steps, and free the pages if `free_pages`. Running requests are recomputed."""
 
     free_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Go on after `Pause`."""
+    """Resume after `Pause`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """`Pause`, and free the weights, too: what the device has is for others.
+    """Pause, and free the device memory of pages and weights.
 
     Attributes:
-        keep_weights: in host memory (where that is the device's, they stay where they are); False
-            forgets them, so that `UpdateWeights` must come before `WakeUp`.
+        keep_weights: True moves the weights to host memory (no effect on a CPU). False drops them,
+            so that `UpdateWeights` is required before `WakeUp`.
     """
 
     keep_weights: bool = True
@@ -78,16 +78,16 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """Go on after `Sleep`."""
+    """Resume after `Sleep`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateWeights:
-    """Serve other weights from the next step on.
+    """Replace the weights before the next step.
 
     Attributes:
         weights: a model of the same architecture, its state, or the leaves of its state.
-        copy: own the arrays; False reads the caller's arrays until `DropWeights`.
+        copy: whether to copy the arrays. False uses the caller's arrays until `DropWeights`.
     """
 
     weights: Any
@@ -96,23 +96,23 @@ class UpdateWeights:
 
 @dataclass(frozen=True, slots=True)
 class DropWeights:
-    """Let go of the weights: no step runs before the next `UpdateWeights`."""
+    """Release the weights. No step can run before the next `UpdateWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Forget all cached prefixes, those in host memory too; running requests are computed anew."""
+    """Clear the prefix cache, including host memory. Running requests are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Serve a LoRA adapter under a name from the next step on.
+    """Load a LoRA adapter under a name before the next step.
 
     Attributes:
-        name: what requests call it.
-        adapter: canonical names of matrices -> what they learned
-            (`ed_models.adapter_values.Adapter`, which is arrays in host memory).
-        source: where it came from, for people.
+        name: name of the adapter in requests.
+        adapter: canonical matrix names -> adapter values (`ed_models.adapter_values.Adapter`,
+            arrays in host memory).
+        source: description of the origin, for users.
     """
 
     name: str
@@ -122,7 +122,7 @@ class LoadAdapter:
 
 @dataclass(frozen=True, slots=True)
 class UnloadAdapter:
-    """Let no new request use the adapter of a name; those that use it go on to their ends."""
+    """Reject new requests for an adapter. Unfinished requests continue to use the adapter."""
 
     name: str
 

@@ -1,6 +1,6 @@
-"""Which pages lie in host memory: those that the prefix cache gave up, until they are wanted again.
+"""Index of the pages in host memory, which the prefix cache evicted from the device.
 
-There is one index for each group of layers. The pages themselves are the runner's
+Each group of layers has one index. The runner stores the contents of the pages
 (`ed_esurge.runner.host_pages`).
 """
 
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 
 class HostPages:
-    """Places of host memory, each with the page of one prefix, the least recently used first.
+    """LRU index of pages in host memory.
 
-    What must be copied before the next step is noted in `saves` and `loads`. All saves come before
-    all loads, because a page that is given up may take another prefix in the same step.
+    `saves` and `loads` list the copies that are required before the next step. All saves come
+    before all loads, because an evicted device page may receive another prefix in the same step.
 
     Args:
-        places: how many there are.
+        places: number of places for pages.
 
     Attributes:
-        saves: place -> page of the device that is copied there.
-        loads: page of the device -> place that it is copied from.
+        saves: place -> device page to copy to the place.
+        loads: device page -> place to copy from.
     """
 
     def __init__(self, places: int) -> None:
@@ -38,9 +38,9 @@ class HostPages:
         return len(self._place_of)
 
     def save(self, key: bytes, page: int) -> None:
-        """Keep a page whose contents are about to be overwritten, if a place can be had."""
+        """Save a page that will be overwritten, if a place is available."""
         if self.loads.pop(page, None) is not None:
-            return  # it was on its way from here
+            return  # the page was not copied to the device yet
         if key in self._place_of:
             self._place_of.move_to_end(key)
             return
@@ -50,31 +50,31 @@ class HostPages:
             self.saves[place] = page
 
     def take(self, keys: Sequence[bytes]) -> list[int]:
-        """Places of pages that are wanted. Nothing else gets them before `load` or `put_back`."""
+        """Return the places of pages, and reserve them until `load` or `put_back`."""
         return [self._place_of.pop(key) for key in keys]
 
     def put_back(self, keys: Sequence[bytes], places: Sequence[int]) -> None:
-        """Have the places of `take` again, as those used last."""
+        """Return the places of `take` to the index, as the most recently used."""
         self._place_of.update(zip(keys, places, strict=True))
 
     def load(self, keys: Sequence[bytes], places: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy the pages of `take` to the device; they stay here, too."""
+        """Copy the pages of `take` to the device. They also remain in host memory."""
         self.put_back(keys, places)
         self.loads.update(zip(pages, places, strict=True))
 
     def forget_moves(self) -> None:
-        """What was noted is done."""
+        """Clear `saves` and `loads` after the copies."""
         self.saves, self.loads = {}, {}
 
     def clear(self) -> None:
-        """Drop all pages (other weights)."""
+        """Remove all pages, after a change of the weights."""
         self.forget_moves()
         self._place_of.clear()
         self._blank = list(range(self.places - 1, -1, -1))
 
     def _oldest(self) -> int | None:
-        """The place of the least recently used page, which is dropped; None where each is about to
-        be read."""
+        """Evict the least recently used page and return its place. Return None if all pages are
+        about to be read."""
         reading = {*self.loads.values()}
         key = next((key for key, place in self._place_of.items() if place not in reading), None)
         return None if key is None else self._place_of.pop(key)

@@ -1,6 +1,6 @@
-"""Proposals by prompt look-up: what followed the same tokens before.
+"""Proposals by prompt lookup: the tokens that followed an earlier occurrence of an n-gram.
 
-The method: https://github.com/apoorvumang/prompt-lookup-decoding.
+Method: https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from collections.abc import Sequence
 
 
 class NgramIndex:
-    """Where runs of tokens stood last, in one sequence.
+    """Index of the last positions of n-grams in one sequence.
 
     Args:
-        longest, shortest: lengths of the runs that are looked up, the longest first.
+        longest, shortest: range of the n-gram lengths. The longest match is used.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._lengths = range(longest, shortest - 1, -1)
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # a run -> the place after it
-        self._indexed = 0  # runs that end before this place are in the table
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
+        self._indexed = 0  # n-grams that end before this position are in the table
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that follow."""
+        """Append tokens to the sequence."""
         self._tokens += tokens
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def propose(self, most: int) -> list[int]:
-        """What may follow: at most so many tokens, none where nothing is known."""
+        """Return at most `most` proposed tokens; [] without a match."""
         tokens, end = self._tokens, len(self._tokens)
         for place in range(self._indexed, end):
             for length in self._lengths:
@@ -40,7 +40,7 @@ class NgramIndex:
             if length <= end:
                 place = self._after.get(tuple(tokens[end - length :]))
                 if place is not None:
-                    # What follows may run into the proposals themselves: a loop goes on.
+                    # The continuation may include the proposals themselves, as in a repetition.
                     proposed: list[int] = []
                     for at in range(place, place + most):
                         proposed.append(tokens[at] if at < end else proposed[at - end])

@@ -1,4 +1,4 @@
-"""Pages of the key/value cache: who holds each, and which may be given out next."""
+"""Reference-counted pool of the pages of the key/value cache."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 class PagePool:
     """`num_pages` pages, each held by any number of sequences.
 
-    A page that nobody holds is free. A free page may still have useful contents (those of the
-    prefix cache): such pages are given out last, the least recently used first, and `on_reuse` is
-    called with each.
+    A page without holders is free. A free page may still have cached contents (in the prefix
+    cache). Such pages are allocated last, least recently used first, after a call of `on_reuse`.
 
     Args:
-        num_pages: size of the pool.
-        on_reuse: called with a page whose contents are about to be overwritten.
+        num_pages: number of pages.
+        on_reuse: callback for a page whose contents will be overwritten.
     """
 
     def __init__(self, num_pages: int, on_reuse: Callable[[int], None] | None = None) -> None:
@@ -29,20 +28,21 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can give."""
+        """Number of pages that `allocate` can return."""
         return len(self._blank) + len(self._kept)
 
     @property
     def usage(self) -> float:
-        """Held part of the pool, 0 … 1."""
+        """Used fraction of the pool, 0 … 1."""
         return 1.0 - self.num_free / self.num_pages
 
     def holders(self, page: int) -> int:
-        """How many sequences hold the page."""
+        """Return the number of sequences that hold a page."""
         return self._holders[page]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` free pages, each then held once; None (and no change) if there are fewer."""
+        """Allocate `count` pages with one holder each. Return None, without changes, if fewer pages
+        are free."""
         if count > self.num_free:
             return None
         pages = []
@@ -58,20 +58,20 @@ class PagePool:
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Let one more sequence hold pages, which may be free ones with kept contents."""
+        """Add one holder to pages. They may be free pages with cached contents."""
         for page in pages:
             if self._holders[page] == 0:
-                # The prefix cache knows kept pages only; a blank one has no contents.
+                # Only kept pages are in the prefix cache; a blank page has no contents.
                 del self._kept[page]
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int], keep: Callable[[int], bool] | None = None) -> None:
-        """Let one holder go of pages.
+        """Remove one holder from pages.
 
         Args:
-            pages: in order of position. They become free last to first, so that the end of a
-                prefix is overwritten before its beginning.
-            keep: tells whether the contents of a page that nobody holds any more are of use.
+            pages: pages in order of position. They are freed from last to first, so that the end of
+                a prefix is overwritten before its beginning.
+            keep: function that returns whether the contents of a free page are cached.
         """
         for page in reversed(list(pages)):
             if self._holders[page] < 1:
@@ -84,6 +84,6 @@ class PagePool:
                     self._blank.append(page)
 
     def forget_kept(self) -> None:
-        """Make all kept pages blank (their contents no longer fit the weights)."""
+        """Mark all kept pages as blank, after a change of the weights."""
         self._blank.extend(self._kept)
         self._kept.clear()

@@ -1,7 +1,7 @@
 """Page tables of running sequences: a pool for each group of layers, and the prefix cache.
 
-Layers that see every token ("full") keep a page until its sequence ends. Layers that see a window
-of tokens free the pages behind it, so they are a group with a pool of their own.
+Layers with full attention (group "full") keep a page until its sequence ends. Layers with a sliding
+window free the pages behind the window, so they form a group with a separate pool.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ed_esurge.core.prefix_cache import PrefixCache
 from ed_esurge.core.request import Request
 
 FREED = -1
-"""Stands in a page table for a page behind the window."""
+"""Page table entry of a freed page behind the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers that free pages together.
+    """A group of layers with a common page pool.
 
     Attributes:
-        num_pages: size of their pool.
-        window: tokens that a query sees, itself included; None = all before it.
+        num_pages: number of pages in the pool.
+        window: number of tokens that a query attends to, including its own; None = all previous.
     """
 
     num_pages: int
@@ -33,29 +33,30 @@ class PageGroup:
 
 
 def pages_of_sequence(window: int | None, longest: int, at_once: int, page_size: int) -> int:
-    """Most pages that one sequence holds of a group.
+    """Return the maximum number of pages of a group that one sequence holds.
 
     Args:
         window: see `PageGroup`.
-        longest: tokens of the longest sequence.
-        at_once: most tokens of a sequence in one step.
+        longest: maximum length of a sequence in tokens.
+        at_once: maximum number of tokens of a sequence in one step.
+        page_size: number of tokens in a page.
     """
     most = -(-longest // page_size)
     if window is None:
         return most
-    # The tokens of a step and those that the first of them sees, beginning anywhere in a page.
+    # The tokens of a step and the window of the first token, starting anywhere in a page.
     return min(most, -(-(window - 2 + at_once) // page_size) + 1)
 
 
 class PageTables:
-    """Gives pages to sequences and takes them back.
+    """Allocates pages to sequences and frees them.
 
     Args:
-        groups: by name; none for a model whose layers are all recurrent.
-        page_size: tokens of a page.
-        at_once: most tokens of a sequence in one step.
+        groups: groups by name; empty for a model with only recurrent layers.
+        page_size: number of tokens in a page.
+        at_once: maximum number of tokens of a sequence in one step.
         prefix_caching: whether equal prefixes share pages.
-        host_places: pages of each group that host memory holds, once the cache gives them up.
+        host_places: number of evicted pages of each group that host memory keeps.
     """
 
     def __init__(
@@ -91,14 +92,14 @@ class PageTables:
 
     @property
     def usage(self) -> float:
-        """Held part of the fullest pool, 0 … 1."""
+        """Used fraction of the fullest pool, 0 … 1."""
         return max((pool.usage for pool in self.pools.values()), default=0.0)
 
     def begin(self, request: Request) -> int | None:
-        """Give a request that holds nothing the pages of its longest known prefix.
+        """Assign the pages of the longest cached prefix to a request without pages.
 
         Returns:
-            how many of its tokens come from host memory; None if a pool has no pages for them.
+            the number of tokens copied from host memory; None if a pool has too few free pages.
         """
         request.pages = {name: [] for name in self.pools}
         if self.prefixes is None or not request.reads_prefixes:
@@ -123,7 +124,11 @@ class PageTables:
         return brought * self.page_size
 
     def _bring_back(self, group: str, keys: Sequence[bytes]) -> dict[bytes, int] | None:
-        """Key -> a new page, to which the one that lies in host memory will be copied."""
+        """Allocate device pages for pages in host memory and schedule the copies.
+
+        Returns:
+            key -> new device page; None if the pool has too few free pages.
+        """
         assert self.prefixes is not None, "nothing is known without it"
         host = self.prefixes.host[group]
         places = host.take(keys)
@@ -137,7 +142,7 @@ class PageTables:
         return dict(zip(keys, pages, strict=True))
 
     def take_moves(self) -> Moves:
-        """What must be copied before the next step; whoever asks sees to it."""
+        """Return and clear the copies required before the next step. The caller must do them."""
         moves = {}
         for name, host in self.prefixes.host.items() if self.prefixes is not None else ():
             if host.saves or host.loads:
@@ -146,8 +151,8 @@ class PageTables:
         return moves
 
     def hold_out(self, lengths: Sequence[tuple[Request, int]], others: Sequence[Request]) -> bool:
-        """Whether the free pages, and those of `others`, are enough for these requests to grow to
-        these lengths."""
+        """Return whether requests can grow to the given lengths with the free pages and the pages
+        of `others`."""
         for name, pool in self.pools.items():
             window, missing = self.windows.get(name), 0
             for request, length in lengths:
@@ -162,10 +167,10 @@ class PageTables:
         return True
 
     def reserve(self, request: Request, count: int) -> dict[str, list[int]] | None:
-        """Give a request pages for `count` more tokens.
+        """Allocate pages for `count` more tokens of a request.
 
         Returns:
-            the new pages by group, or None, and no change, if a pool has too few.
+            the new pages by group, or None, without changes, if a pool has too few free pages.
         """
         if self.windows:
             self._free_behind(request)
@@ -188,13 +193,16 @@ class PageTables:
         return new
 
     def share(self, request: Request, start: int, stop: int) -> None:
-        """Let others find the pages that a row fills, in this very step: on the device, every
-        layer writes the keys and values of all tokens before any of them reads."""
+        """Add the pages that a row fills to the prefix cache.
+
+        Other rows of the same step may already use these pages: on the device, every layer writes
+        the keys and values of all tokens before it reads any.
+        """
         if self.prefixes is not None:
             self.prefixes.insert(request, start, stop)
 
     def release(self, request: Request) -> None:
-        """Take back all pages of a request."""
+        """Free all pages of a request."""
         for name, pages in request.pages.items():
             held = [page for page in pages if page != FREED]
             self.pools[name].release(held, keep=self._worth_keeping[name])
@@ -202,7 +210,7 @@ class PageTables:
         request.num_computed = 0
 
     def forget_prefixes(self) -> None:
-        """Drop the prefix cache: the weights are others now."""
+        """Clear the prefix cache after a change of the weights."""
         if self.prefixes is not None:
             self.prefixes.clear()
             for pool in self.pools.values():

@@ -1,5 +1,7 @@
-"""Which page holds which prefix, on the device or in host memory: a chain of hashes, one link per
-full page."""
+"""Prefix cache: maps prompt prefixes to pages on the device or in host memory.
+
+The keys are a chain of hashes with one link per full page.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,19 @@ from ed_esurge.core.request import Request
 
 
 class PrefixCache:
-    """Knows pages whose keys and values belong to the beginning of a prompt.
+    """Maps keys of prompt prefixes to pages.
 
-    The key of a page is a 128-bit BLAKE2 digest of the key of the page before it (of the first
-    page: the request's salt) and the token ids in it, so it stands for the whole prefix; only full
-    pages have one. A page stays known until the pool gives it to somebody else.
+    The key of a page is a 128-bit BLAKE2 digest of the previous page's key (the request's salt for
+    the first page) and the token ids of the page. A key thus identifies the whole prefix. Only full
+    pages have a key. A page remains cached until the pool reuses the page.
 
     Args:
-        page_size: tokens of a page.
-        needed: group -> pages before a position that a query there reads; None = all.
-        host_places: pages of each group that host memory holds.
+        page_size: number of tokens in a page.
+        needed: group -> number of previous pages that a query reads; None = all.
+        host_places: number of pages of each group in host memory.
 
     Attributes:
-        host: group -> what lies there.
+        host: group -> its pages in host memory.
     """
 
     def __init__(
@@ -36,25 +38,25 @@ class PrefixCache:
         self._key_of: dict[str, dict[int, bytes]] = {group: {} for group in needed}
         self.host = {group: HostPages(host_places) for group in needed}
         self.queries = self.hits = 0
-        """Prompt tokens looked up, and those that the device had, since the start."""
+        """Prompt tokens looked up, and those found on the device, since the start."""
         self.host_queries = self.host_hits = 0
-        """The others, and those of them that host memory had."""
+        """Prompt tokens not found on the device, and those of them found in host memory."""
 
     @property
     def host_usage(self) -> float:
-        """Used part of host memory, of the group that uses most; 0 … 1."""
+        """Used fraction of host memory in the fullest group; 0 … 1."""
         return max(len(host) / max(host.places, 1) for host in self.host.values())
 
     def knows(self, group: str, page: int) -> bool:
-        """Whether the contents of a page may be of use again."""
+        """Return whether a page is cached."""
         return page in self._key_of[group]
 
     def match(self, request: Request) -> dict[str, list[int | bytes | None]]:
-        """Group -> pages of the longest known prefix of a request's tokens.
+        """Return group -> pages of the longest cached prefix of a request's tokens.
 
-        All groups have as many; a key stands for a page that lies in host memory, None for one that
-        nobody will read, behind a window. At least one token is left to compute: its hidden state
-        is what the request waits for.
+        All groups have the same number of entries. An entry is a page number, a key for a page in
+        host memory, or None for a page behind a window, which is never read. The match excludes at
+        least one token, because the request needs the hidden state of its last token.
         """
         most = (request.num_tokens - 1) // self.page_size
         self._extend_keys(request, most)
@@ -68,10 +70,10 @@ class PrefixCache:
         return matched
 
     def known(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's first pages need not be computed.
+        """Return the number of cached pages at the beginning of a prompt.
 
         Args:
-            keys: of its full pages, from the first.
+            keys: keys of the full pages, from the first.
         """
         best, run = 0, dict.fromkeys(self.needed, 0)  # run: known pages up to here, in a row
         for count, key in enumerate(keys, 1):
@@ -85,12 +87,12 @@ class PrefixCache:
         return best
 
     def put(self, group: str, key: bytes, page: int) -> None:
-        """Let a page be known under a key that no other page has."""
+        """Cache a page under a key that no other page has."""
         self._page_of[group][key] = page
         self._key_of[group][page] = key
 
     def insert(self, request: Request, since: int, until: int) -> None:
-        """Make the pages known that the request fills from position `since` to before `until`."""
+        """Cache the pages that the request fills from position `since` to before `until`."""
         first, full = since // self.page_size, until // self.page_size
         if first == full:
             return
@@ -99,27 +101,32 @@ class PrefixCache:
             known, held = self._key_of[group], request.pages[group]
             for index in range(first, full):
                 key, page = request.page_keys[index], held[index]
-                # Two sequences may compute the same prefix at once: the first one's page is known.
+                # If two sequences compute the same prefix concurrently, the first page is cached.
                 if key not in pages and page not in known:
                     self.put(group, key, page)
 
     def count(self, looked_up: int, known: int, brought: int) -> None:
-        """Note the fate of a prompt: its tokens, those that were known, and how many of the latter
-        came from host memory."""
+        """Update the statistics for a prompt.
+
+        Args:
+            looked_up: number of prompt tokens.
+            known: number of cached prompt tokens.
+            brought: number of cached tokens that were copied from host memory.
+        """
         self.queries += looked_up
         self.hits += known - brought
         self.host_queries += looked_up - (known - brought)
         self.host_hits += brought
 
     def forget(self, group: str, page: int) -> None:
-        """Drop a page, because its contents will be overwritten; host memory may keep them."""
+        """Remove a page that will be overwritten. Its contents may be saved to host memory."""
         key = self._key_of[group].pop(page, None)
         if key is not None:
             del self._page_of[group][key]
             self.host[group].save(key, page)
 
     def clear(self) -> None:
-        """Drop all pages (other weights)."""
+        """Remove all pages, after a change of the weights."""
         for table in (*self._page_of.values(), *self._key_of.values()):
             table.clear()
         for host in self.host.values():
@@ -134,12 +141,17 @@ class PrefixCache:
 
 
 def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full page, after the key of the page before it (or the request's salt)."""
+    """Return the key of a full page.
+
+    Args:
+        before: key of the previous page, or the request's salt.
+        tokens: token ids of the page.
+    """
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 def prompt_keys(tokens: Sequence[int], salt: bytes, page_size: int) -> list[bytes]:
-    """The keys of the pages of a prompt that may be known: all but what its last token needs."""
+    """Return the keys of the full pages of a prompt, excluding the page of its last token."""
     keys: list[bytes] = []
     for end in range(page_size, len(tokens), page_size):
         keys.append(page_key(keys[-1] if keys else salt, tokens[end - page_size : end]))

@@ -1,8 +1,8 @@
-"""Tokens that are proposed for a sequence before the model has computed them.
+"""Speculative decoding: tokens that are proposed before the model has computed them.
 
-A proposal is never taken on trust: the step that computes it samples the token before it, too, with
-the noise of that position (`ed_esurge.runner.sampler`), and only an equal token confirms it. So a
-request's tokens are those without proposals, whatever is proposed.
+Every proposal is verified. The step that computes the proposal also samples the token of its
+position, with the noise of that position (`ed_esurge.runner.sampler`). Only an equal token accepts
+the proposal. The tokens of a request therefore do not depend on the proposals.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ed_esurge.core.request import Request
 
 
 class Proposer:
-    """Proposes no tokens; those that do derive from it. Counts what became of them.
+    """Base class of proposers, with statistics of the proposals. Proposes no tokens itself.
 
     Args:
-        most: proposals for a sequence in one step.
+        most: maximum number of proposals for a sequence in one step.
 
     Attributes:
-        num_drafts: times that something was proposed.
-        num_draft_tokens, num_accepted_tokens: proposals, and those that were confirmed.
-        accepted_per_pos: the latter by their place among the proposals of a step.
+        num_drafts: number of steps with proposals, over all sequences.
+        num_draft_tokens, num_accepted_tokens: number of proposed and of accepted tokens.
+        accepted_per_pos: number of accepted tokens by position among the proposals of a step.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,30 +36,31 @@ class Proposer:
         self.accepted_per_pos = [0] * most
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """At most so many tokens that may follow those of a request."""
+        """Return at most `most` tokens that may follow the tokens of a request."""
         return ()
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Release the data of a finished request."""
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
-        """A step was taken.
+        """Process a finished step.
 
         Args:
-            requests: those that have not ended, by id.
+            plan: the plan of the step.
+            requests: the unfinished requests by id.
         """
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Compile what the device will be asked for."""
+        """Compile the programs of the proposer."""
 
     def free(self) -> None:
-        """Give memory of the device back."""
+        """Free the device memory of the proposer."""
 
     def allocate(self) -> None:
-        """Take it again."""
+        """Allocate the device memory again."""
 
     def count(self, proposed: int, accepted: int) -> None:
-        """Note the fate of a step's proposals for one sequence."""
+        """Update the statistics with the proposals for one sequence in a step."""
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
@@ -67,7 +68,7 @@ class Proposer:
             self.accepted_per_pos[place] += 1
 
     def stats(self) -> dict[str, float]:
-        """The counters, as vLLM's metrics call them."""
+        """Return the counters under the names of vLLM's metrics."""
         places = enumerate(self.accepted_per_pos)
         return {
             "spec_decode_num_drafts": self.num_drafts,
@@ -78,10 +79,10 @@ class Proposer:
 
 
 class PromptLookup(Proposer):
-    """Proposes what followed a sequence's last tokens where they stood before.
+    """Proposes the tokens that followed an earlier occurrence of a sequence's last tokens.
 
     Args:
-        config: with `method: ngram`.
+        config: options with `method: ngram`.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine, by name: what `eSurge` and `AsyncEngine` say of them alike."""
+"""LoRA adapters of an engine, by name: code shared by `eSurge` and `AsyncEngine`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ed_esurge.engine.assembly import Loop
 
 
 def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) -> LoadAdapter:
-    """The command that loads an adapter; it is read and checked here, in any thread.
+    """Read and validate an adapter, and return the command that loads it. Thread-safe.
 
     Args:
-        name: what requests will call it.
-        source: a directory in PEFT's layout; a model that has the adapter on its layers; or what
-            adapters learned, by canonical names of matrices.
+        loop: the loop of the engine.
+        name: name of the adapter in requests.
+        source: a directory in PEFT's layout, a model with the adapter on its layers, or adapter
+            values by canonical matrix names.
 
     Raises:
-        ConfigError: the engine serves no adapters, the name is taken, or the adapter cannot be
-            served beside others.
+        ConfigError: the engine serves no adapters, the name is in use, or the adapter cannot be
+            served together with others.
         CheckpointError: see `ed_models.peft.read_adapter`.
     """
     loop.adapters.check_new(name)
@@ -49,38 +50,38 @@ def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) ->
 
 
 class ServesAdapters:
-    """The methods of an engine in whose thread they are called."""
+    """Adapter methods of an engine. They must be called in the thread of the engine."""
 
     loop: Loop
 
     @abstractmethod
     def execute(self, command: Command) -> None:
-        """Do what a command says before the next step."""
+        """Execute a command before the next step."""
 
     def load_lora_adapter(self, name: str, source: str | Path | nnx.Module | Adapter) -> None:
-        """Serve a LoRA adapter under a name from the next step on; nothing is compiled.
+        """Load a LoRA adapter under a name. Nothing is compiled.
 
         Args:
-            name: `lora_name` of the requests that use it.
-            source: a directory in PEFT's layout; or a model that has the adapter on its layers.
+            name: value of `lora_name` in requests that use the adapter.
+            source: a directory in PEFT's layout, or a model with the adapter on its layers.
 
         Raises:
-            ConfigError: the name is taken, `max_loras` are loaded, or the adapter cannot be served
-                beside others: a rank above `max_lora_rank`, DoRA, or layers without places (those
-                are listed).
-            CheckpointError: the directory cannot be read, or holds an adapter of another model.
+            ConfigError: the name is in use, `max_loras` adapters are loaded, or the adapter cannot
+                be served together with others: its rank exceeds `max_lora_rank`, it uses DoRA, or
+                it changes layers outside of `lora_targets` (the message lists the layers).
+            CheckpointError: the directory cannot be read, or contains an adapter of another model.
         """
         self.execute(loading(self.loop, name, source))
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Let no new request use an adapter. Those that use it go on with it to their ends; its
-        place is free for another one after that.
+        """Unload an adapter. New requests for it are rejected. Unfinished requests continue to use
+        it, and its memory is reused after they end.
 
         Raises:
-            ConfigError: there is no adapter of that name.
+            ConfigError: no adapter with this name is loaded.
         """
         self.execute(UnloadAdapter(name))
 
     def list_lora_adapters(self) -> list[LoadedAdapter]:
-        """The loaded adapters, in the order in which they were loaded."""
+        """Return the loaded adapters, in loading order."""
         return list(self.loop.adapters)

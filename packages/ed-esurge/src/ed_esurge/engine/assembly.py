@@ -1,4 +1,4 @@
-"""The loop of an engine: one over the whole mesh, or one for each replica that the mesh holds."""
+"""Construction of an engine's loop: one over the whole mesh, or one for each replica."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def loop_over(
     grammars: Grammars | None,
     draft: LanguageModel | None,
 ) -> Loop:
-    """Make what executes the commands of an engine; nothing is compiled yet.
+    """Create the loop of an engine. Nothing is compiled.
 
     Args:
-        model: as the user gave it, on its whole mesh.
-        grammars: of structured outputs.
-        draft: the user's own draft model.
+        model: the user's model on its whole mesh.
+        config: the engine's options.
+        tokenizer: tokenizer of the outputs, if any.
+        grammars: compiler of structured outputs, if any.
+        draft: the user's draft model, if any.
 
     Raises:
         ConfigError: see `Setup`; or the mesh has no axis `data_parallelism_axis`.
@@ -76,7 +78,7 @@ def loop_over(
             "on several: leave the option out"
         )
     here = [mesh for mesh in meshes if jax.process_index() in processes_of(mesh)]
-    # The replicas share the host's memory, which these options bound.
+    # These options limit host memory, which the replicas share.
     offloaded = config.kv_offloading_size
     own = config.replace(
         cpu_cache_gib=config.cpu_cache_gib / len(here),
@@ -101,10 +103,10 @@ def loop_over(
 
 
 def replica_meshes(model: LanguageModel, config: EngineConfig) -> list[Mesh]:
-    """The mesh of each replica.
+    """Return the mesh of each replica.
 
     Raises:
-        MeshError: the mesh has no axis of the name that the user gave.
+        MeshError: the mesh does not have the axis that the user set.
     """
     mesh, axis = model.config.mesh, config.data_parallelism_axis
     asked = "data_parallelism_axis" in config.model_fields_set

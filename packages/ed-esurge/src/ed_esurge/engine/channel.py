@@ -1,12 +1,12 @@
 """Authenticated messages between the processes of one engine.
 
-Each message has a code (HMAC-SHA256) over its content, its sender and its number. The number is
-that of the exchange since the start and is the same in every process, so that no message can be
-forged, changed, or sent again.
+Each message has a code (HMAC-SHA256) over its content, its sender and its number. The number counts
+the exchanges since the start and is the same in every process, so that no message can be forged,
+changed, or replayed.
 
-The key follows from the environment variable `ESURGE_CLUSTER_SECRET`, which must be the same in
-every process, and from a random value of this start. Without the variable the processes agree on a
-key over their network, which protects only where strangers cannot read that network.
+The key is derived from the environment variable `ESURGE_CLUSTER_SECRET`, which must be the same in
+every process, and from a random value of this start. Without the variable, the processes agree on a
+key over their network. Such a key offers protection only if attackers cannot read that network.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from ed_infra.errors import EasyDeLError
 
 #: Environment variable with the secret that the processes share.
 SECRET = "ESURGE_CLUSTER_SECRET"
-_SIZE = 32  # of a code, in bytes
+_SIZE = 32  # size of a code in bytes
 
 
 class ForgedMessageError(EasyDeLError):
-    """A message does not come from another process of this engine, or not now."""
+    """A message was not sent by another process of this engine, or is out of order."""
 
 
 class Channel:
-    """Exchanges messages; every method is collective.
+    """Exchanges messages. Every method is a collective operation.
 
     Args:
-        secret: see the module.
-        process: the number of this process.
-        broadcast: returns the bytes of process 0 in every process; the others give None.
-        gather: returns the bytes of every process, in their order.
+        secret: the shared secret; see the module docstring.
+        process: the index of this process.
+        broadcast: function that returns the bytes of process 0 in every process. The other
+            processes pass None.
+        gather: function that returns the bytes of every process, in process order.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Channel:
         """Return the message of process 0 in every process.
 
         Args:
-            message: of process 0; the others give None.
+            message: the message in process 0; None in the other processes.
 
         Raises:
             ForgedMessageError: the message is not authentic.
@@ -69,7 +70,7 @@ class Channel:
         return message
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the message of every process, in their order.
+        """Return the message of every process, in process order.
 
         Raises:
             ForgedMessageError: a message is not authentic.
@@ -100,7 +101,8 @@ class Channel:
 
 @functools.cache
 def channel() -> Channel:
-    """Return the channel among all processes of this run; the first call is collective."""
+    """Return the channel among all processes of this run. The first call is a collective
+    operation."""
     return Channel(
         os.environ.get(SECRET, "").encode(),
         jax.process_index(),

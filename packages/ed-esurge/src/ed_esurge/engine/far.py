@@ -1,9 +1,8 @@
-"""Replicas over several processes: each process knows all of them, and runs those that lie on its
-devices.
+"""Replicas over several processes.
 
-Every process has a scheduler of each replica and takes the same commands, so that all plan the same
-steps. The device's work is done where the replica lies, and its results go to the others before
-anybody reads them.
+Every process has a scheduler for each replica and executes the same commands, so that all processes
+plan the same steps. Only the processes whose devices hold a replica run its steps. The results are
+sent to the other processes before any process reads them.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from ed_esurge.runner.result import StepParts, StepResult
 from ed_esurge.runner.weights import Weights
 
 Refusal = tuple[str, BaseException | None]
-"""A sequence that failed before a step, and why."""
+"""Id of a sequence that failed before a step, and its error."""
 
 
 class FarWeights(Weights):
-    """The weights of a replica that lies elsewhere: they are there as those are that lie here."""
+    """The weights of a remote replica. They are present exactly when the local weights are."""
 
     def __init__(self, near: Weights) -> None:
         self._near = near
@@ -42,26 +41,26 @@ class FarWeights(Weights):
         return self._near.there
 
     def replace(self, new: object, *, copy: bool = True) -> None:
-        """Done elsewhere."""
+        """Do nothing: the remote process replaces the weights."""
 
     def drop(self) -> None:
-        """Done elsewhere."""
+        """Do nothing: the remote process drops the weights."""
 
     def to_host(self) -> None:
-        """Done elsewhere."""
+        """Do nothing: the remote process moves the weights."""
 
     def from_host(self) -> None:
-        """Done elsewhere."""
+        """Do nothing: the remote process moves the weights."""
 
     def are_finite(self) -> bool:
         return True
 
 
 class FarRunner(ModelRunner):
-    """Stands for the runner of a replica that lies on devices of other processes.
+    """Placeholder for the runner of a replica on devices of other processes.
 
     Args:
-        near: a runner of this process, equal but for where it is.
+        near: a runner of this process with the same sizes.
     """
 
     def __init__(self, near: ModelRunner) -> None:
@@ -72,7 +71,7 @@ class FarRunner(ModelRunner):
 
     @property
     def num_traces(self) -> int:
-        """Nothing is traced here."""
+        """Always 0: this process traces nothing for a remote replica."""
         return 0
 
     @property
@@ -80,47 +79,46 @@ class FarRunner(ModelRunner):
         return self._allocated
 
     def allocate(self) -> None:
-        """Note that the pages are there."""
+        """Mark the pages as allocated."""
         self._allocated = True
 
     def free(self) -> None:
-        """Note that they are not."""
+        """Mark the pages as freed."""
         self._allocated = False
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Nothing that can be read: `SharedReplicas` puts the results in its place."""
+        """Return an empty result, which `SharedReplicas` replaces by the received result."""
         return StepResult(plan, None, ())
 
     def hold(self, params: object) -> None:
-        """Grammars are used elsewhere."""
+        """Do nothing: the remote process holds the grammar."""
 
     def load_adapter(self, number: int, place: int, adapter: object) -> None:
-        """Done elsewhere."""
+        """Do nothing: the remote process loads the adapter."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Done elsewhere."""
+        """Do nothing: the remote process compiles the programs."""
 
 
 class SharedLoop(EngineLoop):
-    """The loop of a replica of several processes, in one of them."""
+    """The loop of one replica in an engine of several processes."""
 
     refusals: tuple[Refusal, ...] = ()
-    """Since the processes last compared notes: each prevented a step."""
+    """Failures since the last exchange between the processes. Each failure prevented a step."""
 
     def _refused(self, request_id: str, error: BaseException | None) -> None:
         self.refusals += ((request_id, error),)
         super()._refused(request_id, error)
 
     def outcome(self) -> tuple[tuple[Refusal, ...], StepParts | None]:
-        """Return what became of the steps that were started here: refusals, and the numbers of the
-        step in flight."""
+        """Return the outcome of the local steps: refusals, and results of the running step."""
         return self.refusals, None if self._pending is None else self._pending.parts()
 
     def take_outcome(self, refusals: Sequence[Refusal], parts: StepParts | None) -> None:
-        """Go on as the process did that has the replica.
+        """Apply the outcome of a remote replica.
 
-        There each refusal came of a launch, of which the first was made here, too. The plan of the
-        step in flight is the same here.
+        Each refusal corresponds to one launch in the remote process. This process repeats these
+        launches, so its plan of the running step is the same.
         """
         for refusal in refusals:
             self.launch()
@@ -138,11 +136,11 @@ class SharedLoop(EngineLoop):
 
 
 class SharedReplicas(Leading, Replicas):
-    """See the module.
+    """Replicas over several processes; see the module docstring.
 
     Args:
-        loops: one for each replica.
-        meshes: where each lies.
+        loops: one loop for each replica.
+        meshes: the mesh of each replica.
     """
 
     def __init__(self, loops: Sequence[SharedLoop], meshes: Sequence[Mesh]) -> None:
@@ -150,20 +148,20 @@ class SharedReplicas(Leading, Replicas):
         here = jax.process_index()
         self._shared = tuple(loops)
         self._near = [here in processes_of(mesh) for mesh in meshes]
-        # Of several processes that have parts of a replica, the first speaks.
+        # If several processes hold parts of a replica, the first one sends its outcome.
         self._speaks = [here == processes_of(mesh)[0] for mesh in meshes]
 
     @property
     def runner(self) -> ModelRunner:
-        """That of a replica in this process, for what is true of all."""
+        """The runner of a local replica, for properties that all replicas share."""
         return self._shared[self._near.index(True)].runner
 
     def _tell_all(self, command: Command) -> None:
-        self._compare_notes()  # the command may want the results of a step in flight
+        self._compare_notes()  # the command may require the results of a running step
         super()._tell_all(command)
 
     def _done(self) -> list[EngineLoop]:
-        """All that have begun: processes that wait for the same steps stay together."""
+        """Return all loops with a running step. Every process must wait for the same steps."""
         self._compare_notes()
         self._collect()
         return [loop for loop in self._shared if loop.in_flight]
@@ -183,13 +181,13 @@ class SharedReplicas(Leading, Replicas):
 
 
 def agreed(sizes: Callable[[], Sequence[dict[str, int]]]) -> dict[str, int]:
-    """The least of the pools' sizes that processes have room for; collective.
+    """Return the minimum of the pool sizes over all processes. A collective operation.
 
     Args:
-        sizes: gives, of each replica of this process, group -> pages.
+        sizes: function that returns group -> pages for each replica of this process.
 
     Raises:
-        ConfigError: a process has no room; all of them raise it.
+        ConfigError: a process has too little memory; all processes raise the error.
     """
     try:
         mine: list[dict[str, int]] | str = list(sizes())

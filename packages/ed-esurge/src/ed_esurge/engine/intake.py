@@ -1,4 +1,4 @@
-"""From a user's prompt and options to a request that fits the engine."""
+"""Validation and tokenization of requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Params = SamplingParams | PoolingParams
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is queued.
+    """Options of a queued request.
 
     Attributes:
-        priority: smaller goes first, under the `priority` policy.
-        cache_salt: pages of the prefix cache are shared among equal salts only, so that the time of
-            an answer does not tell what others asked.
-        lora_name: the loaded LoRA adapter that it uses; None = the model itself.
+        priority: priority under the `priority` policy; smaller is scheduled first.
+        cache_salt: salt of the prefix cache. Only requests with equal salts share pages, so that
+            response times reveal nothing about the prompts of other users.
+        lora_name: name of the loaded LoRA adapter; None = the base model.
     """
 
     priority: int
@@ -39,7 +39,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list."""
+    """Return one prompt or several prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     many = list(prompts)
@@ -49,14 +49,17 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 class Intake:
-    """Checks requests; touches nothing that runs, so any thread may.
+    """Validates requests. Thread-safe, because it does not change the state of the engine.
 
     Args:
+        config: the engine's options.
+        tokenizer: the engine's tokenizer; None accepts token ids only.
         eos_token_ids: tokens that end a completion.
         max_model_len, vocab_size, max_logprobs: the engine's limits.
-        prompt_class: which prompts have the same keys and values for the same tokens, by length.
-        grammars: compiles structured outputs; None: there are none.
-        adapters: the loaded ones; None = there are never any.
+        prompt_class: function from prompt length to class. Prompts of the same class have the same
+            keys and values for the same tokens.
+        grammars: compiler of structured outputs; None = structured outputs are not supported.
+        adapters: table of the loaded adapters; None = adapters are not supported.
     """
 
     def __init__(
@@ -76,11 +79,11 @@ class Intake:
         self.eos_token_ids = eos_token_ids
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.max_logprobs = max_logprobs
-        # Reading the rotary settings out of a configuration takes longer than all the rest.
+        # Reading the rotary settings of a configuration dominates the time of `prepare`.
         self.prompt_class = lru_cache(4096)(prompt_class)
         self.grammars = grammars
         self.adapters = adapters or AdapterTable(0)
-        # A request of many prompts brings the same words with each.
+        # A client request with many prompts repeats the same words for each prompt.
         self._words = lru_cache(64)(partial(bad_word_ids, tokenizer))
 
     def prepare(
@@ -93,10 +96,10 @@ class Intake:
         cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> Add:
-        """Make the command that queues a request.
+        """Create the command that queues a request.
 
         Raises:
-            ConfigError: the request can never run as it is.
+            ConfigError: the request is invalid or exceeds a limit of the engine.
         """
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
             raise ConfigError(
@@ -130,7 +133,7 @@ class Intake:
         )
 
     def _sampling(self, params: SamplingParams, max_tokens: int) -> dict[str, Any]:
-        """Fields of `Add` for a request that samples."""
+        """Return the fields of `Add` for a request that samples."""
         if params.min_tokens > max_tokens:
             raise ConfigError(
                 f"min_tokens {params.min_tokens} is above the {max_tokens} tokens that fit after "
@@ -147,7 +150,7 @@ class Intake:
         gives_text = self.tokenizer is not None and params.detokenize
         return {
             "eos_token_ids": eos,
-            # A word with a token that the model does not know is never generated.
+            # A word with a token outside the vocabulary is never generated.
             "bad_token_ids": tuple(word for word in words if max(word) < self.vocab_size),
             "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
         }
@@ -156,7 +159,7 @@ class Intake:
         """Compile the grammar of a structured output; see `Grammars.submit`.
 
         Raises:
-            ConfigError: there is no fast tokenizer, or too many grammars wait.
+            ConfigError: there is no fast tokenizer, or too many grammars are queued.
         """
         if self.grammars is None:
             raise ConfigError("structured output needs a tokenizer: give one to eSurge")
@@ -188,12 +191,13 @@ class Intake:
 
 
 def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
-    """What the prefix-cache keys of a request begin with: pages are shared within one salt only.
+    """Return the prefix of a request's prefix-cache keys. Only equal salts share pages.
 
     Args:
         adapter: number of the LoRA adapter; 0 = none.
-        prompt_class: prompts of different classes have different keys for the same tokens.
-        cache_salt: the user's.
+        prompt_class: class of the prompt length. Prompts of different classes have different keys
+            and values for the same tokens.
+        cache_salt: salt of the user.
     """
     if not adapter and not prompt_class and cache_salt is None:
         return b""
@@ -202,24 +206,26 @@ def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
 
 
 def seed_of(params: Params, engine_seed: int, arrival: int) -> int | None:
-    """The seed of a request; None where nothing is sampled.
+    """Return the seed of a request, or None if the request does not sample.
 
     Args:
-        engine_seed, arrival: they make the seed of a request that brings none.
+        params: options of the request.
+        engine_seed, arrival: source of the seed of a request without one.
     """
     if isinstance(params, PoolingParams):
         return None
     if params.seed is not None:
         return params.seed
     digest = hashlib.blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # as SamplingParams takes it
+    return int.from_bytes(digest, "big") >> 1  # fits the signed 64-bit seed of SamplingParams
 
 
 def seeds_of(params: Params, seed: int | None) -> list[int]:
-    """32-bit seeds of a request's sequences, one for each.
+    """Return the 32-bit seed of each sequence of a request.
 
     Args:
-        seed: the request's.
+        params: options of the request.
+        seed: seed of the request.
     """
     if isinstance(params, PoolingParams):
         return [0]

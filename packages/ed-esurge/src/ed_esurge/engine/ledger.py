@@ -1,4 +1,4 @@
-"""`Ledger`: the requests that have not ended, and what users hear of them."""
+"""`Ledger`: the unfinished requests and their outputs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = get_logger(__name__)
 
 
 class Ledger:
-    """Gives sequences of new requests to a scheduler, and makes outputs of their results.
+    """Adds the sequences of new requests to a scheduler and converts step results to outputs.
 
     Args:
-        scheduler: moves the sequences.
-        tokenizer: None gives no text.
-        seed: of requests that bring none.
+        scheduler: scheduler of the sequences.
+        tokenizer: tokenizer of the outputs; None produces no text.
+        seed: seed of requests without one.
 
     Attributes:
-        arrivals: sequences that have come so far; the next one's number.
+        arrivals: number of sequences added so far, which is the number of the next sequence.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, seed: int) -> None:
@@ -47,13 +47,14 @@ class Ledger:
         return list(self._open)
 
     def add(self, add: Add, held: object = None) -> None:
-        """Begin a request.
+        """Add a request.
 
         Args:
-            held: kept until the request ends.
+            add: the request.
+            held: object to keep alive until the request ends.
 
         Raises:
-            ConfigError: its id is in use.
+            ConfigError: the request id is in use.
         """
         if add.request_id in self._open:
             raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
@@ -68,16 +69,17 @@ class Ledger:
             self._scheduler.add(request)
 
     def mark_scheduled(self, sequence: str) -> None:
-        """Note that a step with a sequence begins."""
+        """Record the time at which the first step of a sequence starts."""
         self._owner[sequence].mark_scheduled()
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request because somebody asked for that; nothing if it has ended."""
+        """Abort a request and return its last output. Return [] if the request has ended."""
         opened = self._open.get(request_id)
         return [] if opened is None else [self._end(opened, "abort")]
 
     def fail(self, sequence: str, error: BaseException | None) -> list[RequestOutput]:
-        """End the request of a sequence, whose own work failed; nothing if it has ended."""
+        """End the request of a failed sequence with an error. Return [] if the request has
+        ended."""
         opened = self._owner.get(sequence)
         if opened is None:
             return []
@@ -91,11 +93,12 @@ class Ledger:
         taken: dict[str, int],
         fail: Callable[[str, Exception], None],
     ) -> list[RequestOutput]:
-        """Turn a step's result into deltas; a stop string that appears ends its request.
+        """Convert the result of a step to deltas. A stop string finishes its sequence.
 
         Args:
-            taken: by the id of a sequence, how many of the sampled tokens the scheduler took.
-            fail: is told which sequence's result cannot be read, and why.
+            result: the result of the step.
+            taken: sequence id -> number of sampled tokens that the scheduler appended.
+            fail: callback for a sequence whose result cannot be read, with the error.
         """
         changed: dict[str, list[CompletionOutput]] = {}
         outputs: list[RequestOutput] = []
@@ -114,14 +117,14 @@ class Ledger:
                 changed.setdefault(opened.add.request_id, []).append(out)
         for name, outs in changed.items():
             opened = self._open.get(name)
-            if opened is not None:  # another of its sequences may have failed
+            if opened is not None:  # another sequence of the request may have failed
                 outputs.append(self._close(opened, opened.delta(outs)))
         return outputs
 
     def _read(
         self, result: StepResult, index: int, row: PlanRow, opened: OpenRequest, count: int | None
     ) -> CompletionOutput | RequestOutput | None:
-        """What row `index` of a step gave: tokens (`count` of them) or a vector."""
+        """Return the output of row `index` of a step: `count` tokens or a vector."""
         params = opened.add.params
         if row.scores and isinstance(params, SamplingParams):
             opened.take_prompt(row.start, result.prompt(index, params.prompt_logprobs or 0))
@@ -146,7 +149,7 @@ class Ledger:
         return self._close(opened, opened.end(reason, error))
 
     def _close(self, opened: OpenRequest, delta: RequestOutput) -> RequestOutput:
-        """Forget a request with its last output."""
+        """Remove a request if this output is its last."""
         if delta.finished:
             del self._open[opened.add.request_id]
             for name in opened.sequences:

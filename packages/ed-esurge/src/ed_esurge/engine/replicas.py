@@ -1,4 +1,4 @@
-"""Several replicas of a model behind one loop: a scheduler, pages and a prefix cache for each."""
+"""Several replicas of a model behind one loop. Each has a scheduler, pages and a prefix cache."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ed_esurge.outputs import RequestOutput
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.sampling import SamplingParams
 
-# Seconds between two looks at devices that all work.
+# Polling interval in seconds while the devices of all replicas are busy.
 LOOK_AGAIN = 5e-5
 
 
 class Replicas:
-    """Drives the loops of several replicas as if they were one. Not for two threads at once.
+    """Runs the loops of several replicas behind the interface of one loop. Not thread-safe.
 
-    A request goes to one of them, with all its completions; other commands go to all. Each replica
-    takes its own steps: the devices work at the same time, and whoever is done first goes on first.
+    A request with all its completions goes to one replica. Other commands go to all replicas. The
+    replicas step independently: their devices work concurrently, and a replica starts its next step
+    as soon as its current step is done.
 
     Args:
-        loops: one for each replica, on devices of its own; equal but for where they are.
+        loops: one loop for each replica, on separate devices, with equal settings.
     """
 
     role: Role = "alone"
@@ -42,26 +43,26 @@ class Replicas:
         self._router = Router(len(self.loops))
         self._arrivals = 0
         self.backlog: list[RequestOutput] = []
-        """Outputs that the next `step` gives."""
+        """Outputs that the next `step` returns."""
 
     def __contains__(self, request_id: str) -> bool:
         return self._router.find(request_id) is not None
 
-    # ---- what all have in common
+    # ---- properties that all replicas share
 
     @property
     def runner(self) -> ModelRunner:
-        """The first one's, for what is true of all."""
+        """The runner of the first replica, for properties that all replicas share."""
         return self.loops[0].runner
 
     @property
     def scheduler(self) -> Scheduler:
-        """The first one's, for what is true of all."""
+        """The scheduler of the first replica, for properties that all replicas share."""
         return self.loops[0].scheduler
 
     @property
     def adapters(self) -> AdapterTable:
-        """The loaded ones, which are the same everywhere."""
+        """The loaded adapters, which are equal in all replicas."""
         return self.loops[0].adapters
 
     @property
@@ -76,7 +77,7 @@ class Replicas:
 
     @property
     def open_requests(self) -> list[str]:
-        """Ids of the requests that wait or run."""
+        """Ids of the waiting and running requests."""
         return [name for loop in self.loops for name in loop.open_requests]
 
     def _collect(self) -> None:
@@ -93,7 +94,7 @@ class Replicas:
     # ---- commands
 
     def execute(self, command: Command) -> None:
-        """Do as told, before the next step.
+        """Execute a command before the next step.
 
         Raises:
             ConfigError: see `EngineLoop.execute`.
@@ -114,11 +115,11 @@ class Replicas:
     def _add(self, add: Add) -> None:
         where = self._router.find(add.request_id)
         if where is not None:
-            self.loops[where].execute(add)  # which refuses an id that is in use
+            self.loops[where].execute(add)  # raises the error for an id in use
         known = self._known(add)
         where = self._router.choose(len(add.token_ids), known)
         loop = self.loops[where]
-        # Numbers, and the seeds that follow from them, are those of an engine without replicas.
+        # Arrival numbers, and the seeds derived from them, do not depend on the replicas.
         loop.ledger.arrivals = self._arrivals
         loop.execute(add)
         self._arrivals = loop.ledger.arrivals
@@ -127,7 +128,7 @@ class Replicas:
         self._router.place(add.request_id, where, new, completions, add.max_tokens)
 
     def _known(self, add: Add) -> list[int]:
-        """How many tokens of a prompt each replica need not compute."""
+        """Return the number of prompt tokens in the prefix cache of each replica."""
         caches = [loop.scheduler.pages.prefixes for loop in self.loops]
         if caches[0] is None or not reads_prefixes(add.params):
             return [0] * len(caches)
@@ -136,7 +137,8 @@ class Replicas:
         return [0 if cache is None else cache.known(keys) * size for cache in caches]
 
     def _tell_all(self, command: Command) -> None:
-        """Tell every replica; if one refuses an adapter, none has it."""
+        """Execute a command in every replica. If one replica rejects an adapter, unload the adapter
+        from all replicas."""
         errors: list[EasyDeLError] = []
         done: list[EngineLoop] = []
         for loop in self.loops:
@@ -155,7 +157,8 @@ class Replicas:
     # ---- steps
 
     def step(self) -> list[RequestOutput]:
-        """Take the results of every replica that has some; wait for one, if none has.
+        """Return the outputs of every replica with a finished step. Wait for one if none has
+        finished.
 
         Raises:
             EasyDeLError: see `EngineLoop.step`.
@@ -166,7 +169,7 @@ class Replicas:
         for loop in self._done():
             try:
                 self._keep(loop.step())
-            except EasyDeLError:  # not finite weights, which are those of all
+            except EasyDeLError:  # the weights, which all replicas share, are not finite
                 for each in self.loops:
                     each.spoilt = True
                 raise
@@ -174,7 +177,8 @@ class Replicas:
         return outputs
 
     def _done(self) -> list[EngineLoop]:
-        """The loops whose step the device has done; at least one, unless none has begun."""
+        """Return the loops whose step is done. Wait for at least one if any step runs and the
+        backlog is empty."""
         working = [loop for loop in self.loops if loop.in_flight]
         while working and not self.backlog and not any(loop.ready for loop in working):
             time.sleep(LOOK_AGAIN)
@@ -184,18 +188,18 @@ class Replicas:
         """See `EngineLoop.beat`."""
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Compile all that steps can need, replica by replica."""
+        """Compile all programs of the steps, one replica after another."""
         for loop in self.loops:
             loop.compile_all(progress)
 
     # ---- numbers
 
     def stats(self) -> dict[str, float]:
-        """The numbers of all: sums, and the mean of `kv_cache_usage`."""
+        """Return the metrics of all replicas: sums, and the mean of `kv_cache_usage`."""
         each = self.replica_stats()
         total = {name: sum(stats[name] for stats in each) for name in each[0]}
         return {**total, "kv_cache_usage": total["kv_cache_usage"] / len(each)}
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """The numbers of each."""
+        """Return the metrics of each replica."""
         return [loop.stats() for loop in self.loops]

@@ -28,19 +28,21 @@ logger = get_logger(__name__)
 GIB = 2**30
 # Tokens of a step when the user names no budget: enough to keep the device busy.
 TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
-# Sequences of a step on a CPU when the user names no number.
+# Default `max_num_seqs` on a CPU.
 CPU_SEQS = 16
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Effective sizes for a model.
+    """Effective sizes of an engine for a model.
 
     Attributes:
-        limits: the scheduler's.
-        buckets: the runner's shapes.
-        windows: group of layers -> the window that they see.
-        draft: the draft model, if one proposes tokens.
+        model: the served model.
+        config: the engine's options.
+        limits: limits of the scheduler.
+        buckets: shapes of the runner.
+        windows: group of layers -> attention window; None = unlimited.
+        draft: the draft model, if any.
     """
 
     model: LanguageModel
@@ -54,7 +56,7 @@ class Setup:
     def resolve(
         cls, model: LanguageModel, config: EngineConfig, draft: LanguageModel | None = None
     ) -> Setup:
-        """Cap the options at what model and platform can do.
+        """Limit the options to the capabilities of the model and the platform.
 
         Raises:
             ConfigError: an end-of-sequence id of the options is outside the vocabulary.
@@ -91,7 +93,7 @@ class Setup:
         if config.batch_invariant:
             budget = config.max_num_batched_tokens or seqs
         seqs = min(seqs, budget)
-        # More tokens than all sequences together can have are never in one step.
+        # A step never has more tokens than all sequences together.
         budget = max(seqs, min(budget, seqs * longest))
         buckets = Buckets(
             max_num_seqs=seqs,
@@ -101,7 +103,8 @@ class Setup:
             seq_buckets=config.max_num_seq_buckets,
             invariant=config.batch_invariant,
         )
-        # An accelerator takes as long for a step of few tokens as for one of hundreds.
+        # On an accelerator, a step of a few tokens is as slow as a step of hundreds, so padding is
+        # free.
         follows = platform == "cpu" and not config.batch_invariant
         shapes = tuple((one.tokens, one.seqs) for one in buckets.prefill) if follows else ()
         limits = Limits(
@@ -119,16 +122,21 @@ class Setup:
     def runner(
         self, grammars: Grammars | None = None, sizes: dict[str, int] | None = None
     ) -> ModelRunner:
-        """The runner, with pools of these sizes; None: by what memory is left."""
+        """Create the runner.
+
+        Args:
+            grammars: compiler of structured outputs, if any.
+            sizes: group -> pages of the pools; None = `pool_sizes()`.
+        """
         places = self._host_places()
         sizes = self.pool_sizes() if sizes is None else sizes
         return self._runner(sizes, grammars, host_places=places)
 
     def _host_places(self) -> int:
-        """Pages of each group that host memory holds.
+        """Return the number of pages of each group in host memory.
 
         Raises:
-            ConfigError: not one fits.
+            ConfigError: `kv_offloading_size` is smaller than one page.
         """
         wanted = self.config.kv_offloading_size
         if wanted is None:
@@ -143,7 +151,7 @@ class Setup:
         return int(wanted * GIB) // one
 
     def scheduler(self, runner: ModelRunner) -> Scheduler:
-        """The scheduler over the runner's pools."""
+        """Create the scheduler for the pools of a runner."""
         caching = self.config.enable_prefix_caching
         if caching and is_recurrent(self.model):
             caching = False
@@ -166,7 +174,7 @@ class Setup:
         )
 
     def _proposer(self, runner: ModelRunner) -> Proposer | None:
-        """Who proposes tokens."""
+        """Create the source of proposed tokens, or return None without speculation."""
         wanted = self.config.speculative_config
         if wanted is None:
             return None
@@ -197,15 +205,15 @@ class Setup:
         )
 
     def pool_sizes(self) -> dict[str, int]:
-        """Pages of each group's pool.
+        """Return the number of pages of each group's pool.
 
-        On an accelerator: what `hbm_utilization` of its memory leaves beside everything that is
-        there already and the largest step's workspace, on the device of this process that has the
-        least. On a CPU: `cpu_cache_gib`. Never more than `max_num_seqs` sequences of
-        `max_model_len` can use, never less than one such sequence.
+        On an accelerator, the pools use `hbm_utilization` of the memory, minus the memory in use
+        and the workspace of the largest step. The device of this process with the least free memory
+        determines the sizes. On a CPU, the pools use `cpu_cache_gib`. The pools hold at least one
+        sequence of `max_model_len` and at most `max_num_seqs` such sequences.
 
         Raises:
-            ConfigError: not even one sequence fits.
+            ConfigError: the memory is too small for one sequence.
         """
         config, limits = self.config, self.limits
         longest, size = limits.max_model_len, config.page_size
@@ -214,7 +222,7 @@ class Setup:
             name: pages_of_sequence(window, longest, at_once, size)
             for name, window in self.windows.items()
         }
-        # A token's place is a number of 32 bits.
+        # The index of a token in the pool has 32 bits.
         most = {
             name: min(pages * limits.max_num_seqs, (2**31 - 1) // size)
             for name, pages in needed.items()
@@ -255,7 +263,7 @@ class Setup:
         }
 
     def _workspace(self, num_pages: dict[str, int]) -> int:
-        """Bytes that a step needs besides weights and pages."""
+        """Return the bytes that a step needs in addition to weights and pages."""
         trial, copies = self._runner(num_pages), 0
         if self.config.kv_offloading_size is not None:
             copied = [page_bytes(self.model, self.config.page_size, group) for group in num_pages]
@@ -267,10 +275,10 @@ class Setup:
 
 
 def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None:
-    """Refuse what host memory cannot have pages of.
+    """Check that pages of the model can be offloaded to host memory.
 
     Raises:
-        ConfigError: see the messages.
+        ConfigError: there is a draft model, or several processes hold parts of the model.
     """
     if draft is not None:
         raise ConfigError(
@@ -291,10 +299,11 @@ def _check_offloading(model: LanguageModel, draft: LanguageModel | None) -> None
 
 
 def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> None:
-    """Refuse a draft model that cannot follow the served one.
+    """Check that a draft model is compatible with the served model.
 
     Raises:
-        ConfigError: see the messages.
+        ConfigError: the vocabularies differ, the draft model has windows or recurrent layers, the
+            served model has no full-attention layer, or the draft model has too few positions.
     """
     theirs, ours = draft.config.vocab_size, model.config.vocab_size
     if theirs != ours:
@@ -317,20 +326,21 @@ def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> No
 
 
 def page_bytes(model: LanguageModel, page_size: int, group: str = "full") -> int:
-    """Bytes of one page on the device that holds most of it, over all layers of a group."""
+    """Return the bytes of one page over all layers of a group, on the device with the largest
+    share."""
     cache = model.init_paged_cache(1, page_size, num_states=1)
     part = cache.caches[group] if isinstance(cache, HybridCache) else cache
     return device_bytes(part)
 
 
 def device_bytes(tree: object) -> int:
-    """Bytes of arrays on the device that holds most of them."""
+    """Return the bytes of arrays per device: the sum of their largest shards."""
     leaves = jax.tree.leaves(tree)
     return sum(max(shard.data.nbytes for shard in leaf.addressable_shards) for leaf in leaves)
 
 
 def accelerator_memory(model: LanguageModel) -> list[tuple[int, int]]:
-    """`(limit, in use)` in bytes of each device of the model in this process; empty for a CPU."""
+    """Return `(limit, in use)` in bytes for each local device of the model; [] for a CPU."""
     memory: list[tuple[int, int]] = []
     for device in model.config.mesh.local_devices:
         stats = device.memory_stats() if device.platform != "cpu" else None

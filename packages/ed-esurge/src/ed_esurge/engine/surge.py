@@ -1,4 +1,4 @@
-"""`eSurge`: continuous batching over one model, driven by whoever calls `step`."""
+"""`eSurge`: continuous batching over one model, driven by calls of `step`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights and the memory of an engine: replaced, lent, given back for a while."""
+"""Methods of an engine that replace, lend or free its weights and memory."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ from ed_esurge.engine.assembly import Loop
 
 
 class ServesWeights:
-    """The methods of an engine in whose thread they are called."""
+    """Weight methods of an engine. They must be called in the thread of the engine."""
 
     config: EngineConfig
     loop: Loop
 
     @abstractmethod
     def execute(self, command: Command) -> None:
-        """Do what a command says before the next step."""
+        """Execute a command before the next step."""
 
     def update_model_weights(self, model_or_state: LanguageModel | nnx.State) -> None:
-        """Serve other weights from the next step on; the engine keeps a copy.
+        """Replace the served weights by a copy of other weights before the next step.
 
-        Requests in flight go on with their tokens, which are computed anew; cached prefixes are
-        dropped. Nothing is compiled. The caller may change or donate its arrays afterwards.
+        Unfinished requests keep their tokens, and their keys and values are recomputed. The prefix
+        cache is cleared. Nothing is compiled. The caller may change or donate its arrays
+        afterwards.
 
         Args:
             model_or_state: a model of the same architecture, in any layout, or its state.
 
         Raises:
-            ConfigError: its structure or a shape differs.
+            ConfigError: the structure or a shape differs.
         """
         self.execute(UpdateWeights(model_or_state))
 
     @contextmanager
     def weights(self, model_or_state: LanguageModel | nnx.State) -> Iterator[Self]:
-        """Serve the caller's own arrays within a `with` block, without a copy of them.
+        """Serve the caller's arrays without a copy within a `with` block.
 
-        The block ends what the engine knows of them, so a train step may donate them. After the
-        block the engine has no weights: a step is an error before `update_model_weights` or the
-        next block. (Arrays of another type, place or layout are converted, which is a copy.)
+        At the end of the block the engine releases the arrays, so a train step may donate them.
+        The engine then has no weights: `step` raises an error until `update_model_weights` or the
+        next block. Arrays of another dtype, sharding or layout are converted, which copies them.
 
         Args:
             model_or_state: see `update_model_weights`.
@@ -67,60 +68,60 @@ class ServesWeights:
             self.execute(DropWeights())
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, those in host memory too.
+        """Clear the prefix cache, including its pages in host memory.
 
-        Requests in flight keep their tokens, which are computed anew.
+        Unfinished requests keep their tokens, and their keys and values are recomputed.
         """
         self.execute(ResetPrefixCache())
 
     def pause(self) -> None:
-        """Stop stepping. With `destroy_pages_on_pause` the pages' memory is freed; requests in
-        flight stay queued and are computed anew after `resume`."""
+        """Stop the steps. With `destroy_pages_on_pause` the memory of the pages is freed.
+        Unfinished requests stay queued and are recomputed after `resume`."""
         self.execute(Pause(free_pages=self.config.destroy_pages_on_pause))
 
     @property
     def paused(self) -> bool:
-        """Between `pause` and `resume`."""
+        """Whether the engine is paused, by `pause` or `sleep`."""
         return self.loop.paused
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         self.execute(Resume())
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of the device to others, until `wake_up`.
+        """Free the device memory of pages and weights until `wake_up`.
 
-        Requests in flight stay queued and are computed anew; adapters stay where they are.
+        Unfinished requests stay queued and are recomputed. Adapters stay in device memory.
 
         Args:
-            level: 1 keeps the weights in host memory (on a CPU they are there, and stay); 2 forgets
-                them: `update_model_weights` must come before `wake_up`.
+            level: 1 moves the weights to host memory (no effect on a CPU). 2 drops the weights, so
+                that `update_model_weights` is required before `wake_up`.
 
         Raises:
-            ConfigError: the level is neither.
-            EasyDeLError: level 1, and the weights lie on devices of several processes.
+            ConfigError: the level is not 1 or 2.
+            EasyDeLError: the level is 1, and the weights are sharded over several processes.
         """
         self.execute(Sleep(keep_weights=check_level(level) == 1))
 
     @property
     def is_sleeping(self) -> bool:
-        """Between `sleep` and `wake_up`."""
+        """Whether the engine sleeps: between `sleep` and `wake_up`."""
         return self.loop.asleep
 
     def wake_up(self) -> None:
-        """Go on after `sleep`; nothing is compiled.
+        """Resume after `sleep`. Nothing is compiled.
 
         Raises:
-            ConfigError: there are no weights.
+            ConfigError: the engine has no weights.
         """
         self.execute(WakeUp())
 
 
 def check_level(level: int) -> int:
-    """The level of `sleep`.
+    """Return a level of `sleep` after validation.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the level is not 1 or 2.
     """
     if level not in (1, 2):
         raise ConfigError(f"sleep has the levels 1 (keeps the weights) and 2, not {level!r}")

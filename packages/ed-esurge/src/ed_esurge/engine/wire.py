@@ -1,8 +1,8 @@
-"""The byte form of what the processes of one engine send each other: msgpack and raw arrays.
+"""Serialization of messages between the processes of one engine: msgpack and raw arrays.
 
-Only the classes of `CLASSES` can be read, so that a message can make no other object and run no
-code. A message is the length of its head (8 bytes), the head in msgpack, and the bytes of the
-arrays, to which the head refers.
+Only the classes of `CLASSES` can be deserialized, so that a message cannot create other objects or
+run code. A message consists of the length of its head (8 bytes), the head in msgpack, and the bytes
+of the arrays, to which the head refers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TUPLE, FROZENSET, OBJECT, ARRAY, ERROR = range(5)
 
 
 class WireError(EasyDeLError):
-    """A message is not one that this engine writes."""
+    """A message is not in the format of this engine."""
 
 
 class _Writer:
@@ -51,7 +51,7 @@ class _Writer:
         self.size = 0
 
     def pack(self, value: object) -> bytes:
-        """Return a value in msgpack."""
+        """Return the msgpack encoding of a value."""
         packed = msgpack.packb(value, default=self._extension, strict_types=True)
         assert packed is not None, "msgpack returns None for streams only"
         return packed
@@ -80,13 +80,13 @@ class _Writer:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    if isinstance(value, Options):  # which fields were set is part of the value
+    if isinstance(value, Options):  # the set of explicit fields is part of the value
         return {name: getattr(value, name) for name in sorted(value.model_fields_set)}
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _text_of(error: BaseException) -> list[Any]:
-    """Return whether an error is `NotFinite`, and its text as users see it."""
+    """Return whether an error is `NotFinite`, and its message for users."""
     return [
         isinstance(error, NotFinite),
         str(error) if isinstance(error, EasyDeLError) else repr(error),
@@ -97,12 +97,12 @@ def encode(value: object) -> bytes:
     """Return the bytes of a value.
 
     Args:
-        value: plain values, lists, tuples, dicts with keys of one plain type, arrays that this
-            process holds whole, errors, and objects of `CLASSES`.
+        value: plain values, lists, tuples, dicts with keys of one plain type, fully addressable
+            arrays, errors, and objects of `CLASSES`.
 
     Raises:
-        TypeError: the value has another part.
-        RuntimeError: an array has parts on devices of other processes.
+        TypeError: the value contains an object of another type.
+        RuntimeError: an array has shards on devices of other processes.
     """
     writer = _Writer()
     head = writer.pack(value)
@@ -111,10 +111,10 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value of `encode`. An error becomes an `EasyDeLError` of the same text.
+    """Return the value of encoded bytes. An error becomes an `EasyDeLError` with the same text.
 
     Raises:
-        WireError: the bytes are not those of a value.
+        WireError: the bytes are not a valid encoding.
     """
     size = int.from_bytes(data[:8], "big")
     arrays = memoryview(data)[8 + size :]
@@ -143,7 +143,7 @@ def decode(data: bytes) -> Any:
         if 8 + size > len(data):
             raise ValueError(f"{len(data)} bytes cannot have a head of {size}")
         return unpack(memoryview(data)[8 : 8 + size])
-    except Exception as error:  # msgpack, numpy and constructors each have their own
+    except Exception as error:  # msgpack, numpy and constructors raise different classes
         raise WireError(f"a message of another process cannot be read: {error}") from error
 
 

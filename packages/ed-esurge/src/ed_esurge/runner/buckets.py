@@ -1,11 +1,11 @@
-"""The static shapes that steps are padded to: few, so that all are compiled before serving."""
+"""Static shapes of steps. Their number is small, so that all are compiled before serving."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A prefill of few sequences should not pay for the logits of many.
+# A prefill of few sequences should not compute the logits of many rows.
 FEW_SEQS = 8
 TOKEN_RATIO = 4
 
@@ -15,9 +15,10 @@ class Shape:
     """Static sizes of a step, ordered by cost.
 
     Attributes:
-        tokens: flat tokens, T.
-        seqs: sequence slots, n.
-        pages: page-table columns, p. Attention follows the real lengths, so there is one size.
+        tokens: number of flat tokens T.
+        seqs: number of rows n.
+        pages: number of page table columns p. Attention uses the real lengths, so one size is
+            sufficient.
     """
 
     tokens: int
@@ -26,22 +27,22 @@ class Shape:
 
     @property
     def decodes(self) -> bool:
-        """No sequence has more than one token."""
+        """Whether every sequence has at most one token."""
         return self.tokens == self.seqs
 
 
 class Buckets:
     """All shapes of an engine.
 
-    Decoding has as many tokens as sequences, 1, 4, 8, 16, …: in such a shape no sequence has two
-    tokens. Prefill has token counts that grow by a factor of four, always more than sequences.
+    Decode shapes have equal numbers of tokens and sequences: 1, 4, 8, 16, …. Token counts of
+    prefill shapes grow by a factor of four and exceed the number of sequences.
 
     Args:
-        max_num_seqs, max_num_tokens: the largest step.
-        pages: pages of the longest sequence.
-        min_tokens: smallest shape made for prefill.
-        seq_buckets: numbers of sequences for decoding, ascending, instead of those.
-        invariant: one shape for every step, in which each token has a row of its own.
+        max_num_seqs, max_num_tokens: sizes of the largest step.
+        pages: maximum number of pages of a sequence.
+        min_tokens: token count of the smallest prefill shape.
+        seq_buckets: ascending numbers of sequences of the decode shapes; None: the default above.
+        invariant: whether to use one shape for every step, with a separate row for each token.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class Buckets:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """All of them, by size."""
+        """All shapes, ascending."""
         return tuple(sorted({*self.decode, *self.prefill}))
 
     def pick(self, tokens: int, seqs: int, *, prefill: bool = False) -> Shape:
-        """The cheapest shape that holds a step.
+        """Return the cheapest shape that fits a step.
 
         Args:
-            tokens, seqs: real sizes; as many tokens as rows is a decode.
-            prefill: take a shape for prefill, whatever the sizes.
+            tokens, seqs: sizes of the step; equal sizes select a decode shape.
+            prefill: whether to select a prefill shape for any sizes.
         """
         shapes = self.prefill if prefill or tokens > seqs else self.decode
         for shape in shapes:
@@ -95,7 +96,7 @@ class Buckets:
 
 
 def geometric(first: int, last: int, ratio: int) -> list[int]:
-    """`first`, `first * ratio`, … below `last`, and `last`."""
+    """Return `first`, `first * ratio`, … below `last`, and `last`."""
     sizes = []
     size = first
     while size < last:

@@ -27,20 +27,20 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 
 
 class ModelRunner:
-    """Runs `StepPlan`s: all that it needs to know comes with them.
+    """Runs `StepPlan`s. The plans contain all data of the sequences.
 
     Args:
-        model: its leaves are used as they are (the caller chose the layout).
-        buckets: the shapes.
-        page_size: tokens of a page.
-        num_pages: pages of each group's pool.
-        max_num_seqs: sequences that run at once: slots of the sampler's state and of recurrent
-            states.
-        max_logprobs: alternatives that a step returns.
-        ahead_of_time: call compiled executables, which take exactly one shape; False: call through
-            `jax.jit`.
-        grammars: of structured outputs; None: there are none.
-        host_places: pages of each group that host memory holds.
+        model: the model, in the layout that the caller chose. Its arrays are not copied.
+        buckets: shapes of the steps.
+        page_size: number of tokens in a page.
+        num_pages: number of pages of each group's pool.
+        max_num_seqs: maximum number of running sequences: the slots of the sampler's state and of
+            the recurrent states.
+        max_logprobs: number of alternatives that a step returns.
+        ahead_of_time: whether to call compiled executables, which accept exactly one shape. False
+            calls through `jax.jit`.
+        grammars: compiler of structured outputs; None = not supported.
+        host_places: number of pages of each group in host memory.
     """
 
     def __init__(
@@ -91,27 +91,27 @@ class ModelRunner:
 
     @property
     def allocated(self) -> bool:
-        """Whether there are pages."""
+        """Whether the pages are allocated."""
         return self.memory.allocated
 
     def allocate(self) -> None:
-        """Make empty pages and states."""
+        """Allocate empty pages and states."""
         self.memory.allocate()
         self._slots.forget_lines()
 
     def free(self) -> None:
-        """Give the pages and states back to the device."""
+        """Free the device memory of the pages and states."""
         self.memory.free()
 
-    # ---- functions of the device
+    # ---- compiled functions
 
     @property
     def num_traces(self) -> int:
-        """How often one was traced: constant once everything is compiled."""
+        """Number of traces, which is constant after all functions are compiled."""
         return self.functions.num_traces
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Compile every one that serving can need, and show how many are ready."""
+        """Compile all functions for serving and update the progress bar."""
         if self.host is not None:
             self.host.compile()
         self.functions.compile_all(progress)
@@ -125,15 +125,15 @@ class ModelRunner:
     # ---- one step
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Start a step; the device works on while the caller goes on.
+        """Start a step and return without waiting for the device.
 
         Args:
-            plan: the one after the last that was run.
+            plan: the plan that follows the last run plan.
 
         Raises:
-            EasyDeLError: there are no weights to run with.
-            RequestError: one sequence cannot be prepared; nothing was computed, and all of the
-                plan's sequences must start anew.
+            EasyDeLError: the weights were dropped.
+            RequestError: a sequence cannot be prepared. Nothing was computed, and all sequences of
+                the plan must start again.
         """
         leaves, slots = self.weights.leaves, self._slots
         functions, memory = self.functions, self.memory
@@ -174,10 +174,15 @@ class ModelRunner:
     # ---- adapters
 
     def load_adapter(self, number: int, place: int, adapter: Adapter) -> None:
-        """Write a LoRA adapter to its place; sequences that begin with its number use it.
+        """Write a LoRA adapter to a slot. Sequences that start with its number use the adapter.
+
+        Args:
+            number: number of the adapter.
+            place: index of the slot, from 1.
+            adapter: values of the adapter.
 
         Raises:
-            ConfigError: it does not fit the places; nothing was written.
+            ConfigError: the adapter does not match the slots. Nothing was written.
         """
         values = jax.tree.leaves(slot_values(cast(nnx.Module, self.model), adapter))
         write = self.functions[PLACE]

@@ -1,4 +1,4 @@
-"""What a step gave, read back from the device."""
+"""Results of a step, read from the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ed_esurge.core.plan import StepPlan
 
 
 class NotFinite(ArithmeticError):
-    """A request's numbers are NaN or infinite."""
+    """Values of a request are NaN or infinite."""
 
     def __init__(self) -> None:
         super().__init__("the model's numbers are not finite (NaN or infinity)")
@@ -24,8 +24,8 @@ class TokenScores:
     """Log-probabilities at one position.
 
     Attributes:
-        token: the sampled token, or the prompt's.
-        logprob, rank: its log-probability, and 1 + the number of more probable tokens.
+        token: the sampled token or the prompt token.
+        logprob, rank: log-probability of the token, and 1 + the number of more probable tokens.
         top: the most probable tokens, best first, with their log-probabilities.
     """
 
@@ -40,15 +40,15 @@ StepParts = tuple[list[int], dict[str, np.ndarray | None], dict[str, Exception]]
 
 
 class StepResult:
-    """The arrays of a step. Reading one waits for the device; pickling reads them all.
+    """The arrays of a step. Reading an array waits for the device. Pickling reads all arrays.
 
     Args:
-        plan: what was run.
-        packed: `Sampled.pack()` of the rows, int32 [n, w]; None: the step ran elsewhere.
-        places: for each row of the plan, the row of `packed` in which it samples first.
-        scores: the same of the flat tokens, for prompt log-probabilities, or None.
+        plan: the plan of the step.
+        packed: `Sampled.pack()` of the rows, int32 [n, w]; None if another process ran the step.
+        places: for each row of the plan, the index of its first sampled row in `packed`.
+        scores: packed scores of the flat tokens, for prompt log-probabilities, or None.
         vectors: pooled vectors by slot, float32 [m, d], or None.
-        failures: errors of single sequences, by request id; their tokens do not count.
+        failures: errors of single sequences by request id. Their tokens are invalid.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class StepResult:
 
     @property
     def ready(self) -> bool:
-        """Whether the device has done the step, so that reading waits for nothing."""
+        """Whether the device has finished the step, so that reading does not wait."""
         arrays: list[Any] = [x for x in self._arrays.values() if isinstance(x, jax.Array)]
         return all(array.is_ready() for array in arrays)
 
     def tokens(self) -> dict[str, list[int]]:
-        """request id -> sampled tokens that are confirmed, at least one, for the rows that sample;
-        -1 where the logits are not finite."""
+        """Return request id -> accepted tokens, at least one, for the rows that sample. A token is
+        -1 if its logits are not finite."""
         column = self._column()
         return {
             row.request_id: [column[place]]
@@ -104,11 +104,12 @@ class StepResult:
         }
 
     def sampled(self, index: int, many: int, count: int | None) -> list[TokenScores]:
-        """The first tokens that row `index` of the plan sampled.
+        """Return the first tokens that row `index` of the plan sampled.
 
         Args:
-            many: how many of them.
-            count: alternatives wanted; None wants no log-probabilities either.
+            index: index of the row.
+            many: number of tokens.
+            count: number of alternatives; None returns no log-probabilities.
         """
         lines = range(self.places[index], self.places[index] + many)
         if count is None:
@@ -118,7 +119,11 @@ class StepResult:
         return [read(packed[line], count) for line in lines]
 
     def prompt(self, index: int, count: int) -> Sequence[TokenScores]:
-        """The same for the tokens after each position that row `index` of the plan passed.
+        """Return the scores of the token after each position of row `index` of the plan.
+
+        Args:
+            index: index of the row.
+            count: number of alternatives.
 
         Raises:
             NotFinite: a log-probability is NaN.
@@ -135,10 +140,10 @@ class StepResult:
         return [TokenScores(token, logprob, rank, []) for token, logprob, rank in values]
 
     def pooled(self, index: int) -> np.ndarray:
-        """The vector of row `index` of the plan, whose prompt ends there; float32 [d].
+        """Return the pooled vector of row `index` of the plan, which ends its prompt; float32 [d].
 
         Raises:
-            NotFinite: a number of it is NaN or infinite.
+            NotFinite: an element is NaN or infinite.
         """
         vector = self._host("vectors")[self.plan.rows[index].slot].copy()
         if not np.isfinite(vector).all():
@@ -160,7 +165,7 @@ class StepResult:
 
 
 def read(line: np.ndarray, count: int) -> TokenScores:
-    """Take one packed line apart (`Sampled.pack`: token, logprob, rank, ids, logprobs)."""
+    """Unpack one row of `Sampled.pack`: token, logprob, rank, ids, logprobs."""
     most = (line.size - 3) // 2
     ids = line[3 : 3 + count].tolist()
     logprobs = line[3 + most : 3 + most + count].view(np.float32).tolist()

@@ -1,9 +1,9 @@
-"""From logits to tokens, on the device. The tokens of a request never depend on the other rows.
+"""Sampling on the device. The tokens of a request never depend on the other rows.
 
-Each row has a key of its own, made of seed and position, and the key gives each token its own
-noise. So the choice is the same whether a row looks at a few candidates or at the whole vocabulary
-(Gumbel-max, https://arxiv.org/abs/1611.01144). The step decides that at run time from what the rows
-of the batch need: sorting a vocabulary costs a hundred times more than finding its maximum.
+Each row has a key derived from seed and position, and the key determines the noise of each token.
+The sampled token is thus the same for a few candidates and for the whole vocabulary (Gumbel-max,
+https://arxiv.org/abs/1611.01144). The step selects between the two at run time from the options of
+its rows: sorting a vocabulary costs a hundred times more than finding its maximum.
 
 Legend: n rows, v vocabulary, c candidates, l alternatives (`max_logprobs`), a rows of the state.
 """
@@ -18,22 +18,22 @@ import jax.numpy as jnp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
-# Rows that filter (top-k, top-p, min-p) look at this many of the most probable tokens, and at the
-# whole vocabulary only if the filters leave more.
+# Rows with filters (top-k, top-p, min-p) use this number of most probable tokens, and the whole
+# vocabulary only if the filters keep more tokens.
 CANDIDATES = 128
 
 
 @dataclass(frozen=True)
 class SamplerRows:
-    """How each row samples; all [n].
+    """Sampling options of each row; all fields have shape [n].
 
     Attributes:
         slot: row of the `SamplerState`; out of range for a row without adjustments.
         seed: bits of the request's 32-bit seed.
         position: index of the token to be sampled in its sequence.
-        temperature: 0 is greedy.
-        top_k: 0 is off.
-        num_logprobs: alternatives wanted; -1 is no log-probability at all.
+        temperature: sampling temperature; 0 = greedy.
+        top_k: number of most probable tokens to keep; 0 = all.
+        num_logprobs: number of alternatives; -1 = no log-probabilities.
         processed: 1 for log-probabilities of the distribution that the row samples from, 0 for
             those of the model.
     """
@@ -55,10 +55,10 @@ class SamplerRows:
 @partial(jax.tree_util.register_dataclass, data_fields=["bias", "seen", "last"], meta_fields=[])
 @dataclass(frozen=True)
 class SamplerState:
-    """What steps leave for later ones, kept on the device and donated each step.
+    """Sampling state between steps, stored on the device and donated in each step.
 
     Attributes:
-        bias: added to the logits: biases, and -inf for masked tokens; [a, v].
+        bias: term added to the logits: biases, and -inf for masked tokens; [a, v].
         seen: `2 * (times generated) + (in the prompt)`; [a, v].
         last: the token that each slot sampled last; [a].
     """
@@ -73,27 +73,27 @@ class SamplerState:
         return cls(bias, seen, jnp.zeros(rows, jnp.int32))
 
     def put(self, slot: jax.Array, bias: jax.Array, seen: jax.Array) -> SamplerState:
-        """Set one row of what adjusts the logits."""
+        """Return the state with one row of `bias` and `seen` replaced."""
         return replace(self, bias=self.bias.at[slot].set(bias), seen=self.seen.at[slot].set(seen))
 
     def read(self, token_ids: Int[Array, " n"], slots: Int[Array, " n"]) -> Int[Array, " n"]:
-        """Put in the tokens that the host has not read (-1), a sequence in each row."""
+        """Replace unread tokens (-1) by the last sampled tokens. Each row is one sequence."""
         last = jnp.maximum(self.last.at[slots].get(mode="clip"), 0)  # -1 where logits were NaN
         return jnp.where(token_ids < 0, last, token_ids)
 
     def note(self, slots: Int[Array, " n"], tokens: Int[Array, " n"]) -> SamplerState:
-        """Keep what was sampled."""
+        """Return the state with the sampled tokens as `last`."""
         return replace(self, last=self.last.at[slots].set(tokens, mode="drop"))
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step gives back.
+    """Sampled tokens and log-probabilities of a step.
 
     Attributes:
-        tokens: [n]; -1 where a logit of the row is NaN or all are infinite.
-        logprob, rank: of the chosen token, see `SamplerRows.processed`; [n]. Zeros when no row
-            asked.
+        tokens: sampled tokens [n]; -1 where a logit of the row is NaN or all are infinite.
+        logprob, rank: log-probability and rank of the sampled token [n], see
+            `SamplerRows.processed`. Zeros if no row requests log-probabilities.
         top_ids, top_logprobs: the most probable tokens of the same distribution, best first;
             [n, l].
     """
@@ -105,7 +105,7 @@ class Sampled:
     top_logprobs: Float[Array, "n l"]
 
     def pack(self) -> Int[Array, "n w"]:
-        """One array to read back, floats by their bits; `w = 3 + 2 l`."""
+        """Return one int32 array for the transfer, floats as their bits; `w = 3 + 2 l`."""
         parts = []
         for field in fields(self):
             x = getattr(self, field.name)
@@ -123,10 +123,14 @@ def sample(
     max_logprobs: int,
     allowed: Int[Array, "n w"] | None = None,
 ) -> tuple[Sampled, SamplerState]:
-    """Choose a token per row, and count it in the state.
+    """Sample a token per row and add the token to the counts of the state.
 
     Args:
-        allowed: a bit for each token that may be chosen, 32 to a number. None: all.
+        logits: logits of the model.
+        rows: sampling options.
+        state: sampling state.
+        max_logprobs: number of alternatives l.
+        allowed: bit mask of the allowed tokens, 32 bits per number; None = all tokens.
     """
     logits = logits.astype(jnp.float32)
     has_row = rows.slot < state.bias.shape[0]
@@ -168,7 +172,7 @@ def sample(
 
 
 def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Array:
-    """Penalties, then bias and masks. Rows without a slot are returned as they are."""
+    """Apply penalties, then bias and masks. Rows without a slot are returned unchanged."""
     bias = state.bias.at[rows.slot].get(mode="fill", fill_value=0)
     seen = state.seen.at[rows.slot].get(mode="fill", fill_value=0)
     logits = penalize_repetition(logits, seen > 0, rows.repetition_penalty[:, None])
@@ -179,13 +183,13 @@ def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Arr
 
 
 def permit(logits: Float[Array, "n v"], allowed: Int[Array, "n w"]) -> Float[Array, "n v"]:
-    """Mask the tokens whose bit is 0."""
+    """Set the logits of tokens whose bit is 0 to -inf."""
     bits = (allowed[:, :, None] >> jnp.arange(32)) & 1
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
 def scaled_logits(logits: jax.Array, rows: SamplerRows) -> jax.Array:
-    """Divide the logits by the temperature, and subtract the maximum. Greedy rows have 1."""
+    """Divide the logits by the temperature (1 for greedy rows) and subtract the maximum."""
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     return scaled - jnp.max(scaled, axis=-1, keepdims=True)
 
@@ -199,8 +203,9 @@ def sampled_from(
     """Return logits whose softmax is the distribution that each row samples from.
 
     Args:
-        logits: adjusted.
-        cutoff: smallest scaled logit that the row's filters leave.
+        logits: adjusted logits.
+        rows: sampling options.
+        cutoff: smallest scaled logit that the row's filters keep.
         tokens: the sampled tokens, which are never removed.
     """
     scaled = scaled_logits(logits, rows)
@@ -210,11 +215,11 @@ def sampled_from(
 
 
 def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
-    """Sample every row at its temperature, within its filters.
+    """Sample every row with its temperature and filters.
 
     Returns:
-        the tokens, and the smallest scaled logit that the filters leave: -inf for a row without
-        filters, and for all rows where none wants processed log-probabilities.
+        the tokens, and the smallest scaled logit that the filters keep. The latter is -inf for a
+        row without filters, and may be -inf if no row requests processed log-probabilities.
     """
     vocab = logits.shape[1]
     random = rows.temperature > 0
@@ -227,8 +232,8 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
     few, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
     few_odds = jnp.exp(few)
     least = cutoff_of_best(few_odds, mass, rows)
-    # Equal tokens are kept or dropped together, so the last candidate must be dropped; and top-p
-    # within a larger top-k needs the sum over all tokens of the top-k.
+    # Tokens with equal logits are kept or removed together, so the candidates are complete only if
+    # the last one is removed. Top-p within a larger top-k needs the sum over the whole top-k.
     sums_known = (rows.top_k <= few.shape[1]) | (rows.top_k >= vocab)
     complete = ((few_odds[:, -1] < least) & sums_known) | (few.shape[1] == vocab)
 
@@ -262,17 +267,18 @@ def draw(logits: jax.Array, rows: SamplerRows) -> tuple[Int[Array, " n"], Float[
 def cutoff_of_best(
     odds: Float[Array, "n c"], mass: Float[Array, " n"], rows: SamplerRows
 ) -> Float[Array, " n"]:
-    """The smallest odds that a row's filters leave among its best, in descending order.
+    """Return the smallest odds that a row's filters keep among the best candidates.
 
     Args:
-        odds: probabilities relative to the row's largest; the largest `c` of them.
-        mass: the sum over the whole vocabulary.
+        odds: the `c` largest probabilities relative to the row's maximum, in descending order.
+        mass: the sum of the odds over the whole vocabulary.
+        rows: sampling options.
     """
     count = odds.shape[1]
     rank = jnp.arange(count)
     has_k = rows.top_k > 0
     within = (rank < rows.top_k[:, None]) | ~has_k[:, None]
-    # Sums of what comes before each, and of all within top-k. Exact products also on TPUs.
+    # Exclusive prefix sums, and the sum over the top-k. TPUs need HIGHEST for exact products.
     earlier = jnp.asarray(rank[:, None] < rank, odds.dtype)
     before = jnp.dot(odds, earlier, precision=jax.lax.Precision.HIGHEST)
     inside = jnp.where(has_k, jnp.sum(jnp.where(within, odds, 0.0), axis=-1), mass)
@@ -284,9 +290,9 @@ def cutoff_of_best(
 def kept_of_all(
     odds: Float[Array, "n v"], mass: Float[Array, " n"], rows: SamplerRows
 ) -> Bool[Array, "n v"]:
-    """Mark what a row's filters leave, from all odds in any order.
+    """Return a mask of the tokens that a row's filters keep, from all odds in any order.
 
-    A row without top-k and top-p keeps everything that min-p leaves.
+    A row without top-k and top-p keeps all tokens that min-p keeps.
     """
     has_k = rows.top_k > 0
     best = among_best(odds, rows.top_k) | ~has_k[:, None]
@@ -297,15 +303,15 @@ def kept_of_all(
 
 
 def among_best(odds: Float[Array, "n v"], top_k: Int[Array, " n"]) -> Bool[Array, "n v"]:
-    """Mark the `top_k` largest of each row, and what equals the least of them.
+    """Return a mask of the `top_k` largest odds of each row, including ties with the smallest.
 
-    The least is found by bisection over the bits of float32 (non-negative floats are ordered as
-    their bits are): exact, and on a CPU an eighth of the time of a sort.
+    The smallest is found by bisection over the bits of float32, since non-negative floats have the
+    same order as their bits. The result is exact, in an eighth of the time of a sort on a CPU.
     """
     bits = jax.lax.bitcast_convert_type(odds, jnp.int32)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # enough lie at or above low, too few above high
+        low, high = bounds  # at least top_k values are >= low, fewer than top_k are > high
         middle = low + (high - low + 1) // 2
         enough = jnp.sum(bits >= middle[:, None], axis=-1) >= top_k
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
@@ -316,9 +322,9 @@ def among_best(odds: Float[Array, "n v"], top_k: Int[Array, " n"]) -> Bool[Array
 
 
 def token_noise(rows: SamplerRows, token_ids: Int[Array, "n c"]) -> Float[Array, "n c"]:
-    """Standard Gumbel noise of tokens: a function of seed, position and token id alone.
+    """Return standard Gumbel noise of tokens, a function of seed, position and token id only.
 
-    The generator is fixed (Threefry), whatever jax's default is.
+    The generator is always Threefry, independent of jax's default.
     """
 
     def of_row(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
@@ -335,7 +341,7 @@ def token_noise(rows: SamplerRows, token_ids: Int[Array, "n c"]) -> Float[Array,
 def logprobs_of(
     logits: Float[Array, "n v"], logz: Float[Array, " n"], tokens: Int[Array, " n"], count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`(logprob [n], rank [n], top_ids [n, l], top_logprobs [n, l])` of the tokens."""
+    """Return `(logprob [n], rank [n], top_ids [n, l], top_logprobs [n, l])` of the tokens."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
     top, ids = jax.lax.top_k(logits, count)

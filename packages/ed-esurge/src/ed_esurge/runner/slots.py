@@ -1,8 +1,8 @@
-"""What the runner knows of each running sequence, by slot, so that plans tell only what is new.
+"""The runner's data of each running sequence, by slot, so that plans contain only new data.
 
-Sampling settings and page tables lie in arrays, from which a step's rows are gathered. A sequence
-whose logits are adjusted (penalties, biases, masks) has a line in the sampler's state on the
-device: it is written when its masks change, and counts its tokens by itself otherwise.
+Sampling settings and page tables are stored in arrays. The rows of a step are gathered from these
+arrays. A sequence with adjusted logits (penalties, biases, masks) has a row in the sampler's state
+on the device. The host writes this row when the masks change. The device updates its token counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ed_esurge.core.request import RequestError, is_adjusted
 from ed_esurge.runner.guides import Guides
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
-# Numbers of a slot, int32 (floats by their bits). The first three belong to the sequence, the rest
-# to its sampling: rows that sample nothing take those of no slot.
+# Numbers of a slot, int32 (floats as their bits). The first three describe the sequence, the others
+# its sampling. Rows that do not sample use the sampling numbers of the empty slot.
 OF_SEQUENCE = ("state_slots", "prompt_lens", "adapter_ids")
 OF_SAMPLING = (
     "slot",
@@ -39,14 +39,14 @@ Line = tuple[np.int32, np.ndarray, np.ndarray]
 
 
 class Slots:
-    """Tables over the slots; line `num_slots` stands for no sequence.
+    """Tables with one row per slot. Row `num_slots` is the empty slot.
 
     Args:
-        num_slots: sequences that can run at once.
+        num_slots: maximum number of running sequences.
         groups: names of the page groups.
-        pages: pages of the longest sequence.
-        vocab_size: v.
-        guides: the grammars of the sequences.
+        pages: maximum number of pages of a sequence.
+        vocab_size: vocabulary size v.
+        guides: grammars of the sequences.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Slots:
         self.page_table = {group: np.zeros((num_slots + 1, pages), np.int32) for group in groups}
         self._filled = {group: [0] * num_slots for group in groups}
         self.adapter_places = {0: 0}
-        """Number of a LoRA adapter -> where it lies on the device."""
+        """Number of a LoRA adapter -> its index on the device."""
         self._new: list[NewSequence | None] = [None] * num_slots
         self._adjusted: list[Adjustment | None] = [None] * num_slots
-        # A state or a line of number `num_slots` is out of range: it is written nowhere.
+        # Index `num_slots` is out of range, so that writes to it are dropped.
         self._set(
             num_slots,
             state_slots=num_slots,
@@ -78,14 +78,14 @@ class Slots:
         )
 
     def take(self, plan: StepPlan) -> list[tuple[Adjustment, int, Line | None]]:
-        """Take what is new in a plan.
+        """Update the tables with the new data of a plan.
 
         Returns:
-            of each row that samples and is adjusted: how, how many tokens it samples, and the line
-            that must be written before.
+            for each sampling row with adjusted logits: the adjustment, the number of sampled
+            tokens, and the row of the sampler's state to write first, if any.
 
         Raises:
-            RequestError: one sequence cannot be prepared.
+            RequestError: a sequence cannot be prepared.
         """
         adjusted: list[tuple[Adjustment, int, Line | None]] = []
         name = ""
@@ -106,7 +106,7 @@ class Slots:
         return adjusted
 
     def start(self, new: NewSequence) -> None:
-        """Let a sequence take its slot, whoever had it before."""
+        """Assign a slot to a sequence and overwrite the data of the previous sequence."""
         slot, params = new.slot, new.params
         self._new[slot] = new
         for group, table in self.page_table.items():
@@ -141,14 +141,14 @@ class Slots:
             )
 
     def grow(self, row: PlanRow) -> None:
-        """Take the pages and tokens of a row."""
+        """Append the pages and tokens of a row."""
         for group, pages in row.pages.items():
             start = self._filled[group][row.slot]
             self._filled[group][row.slot] = stop = start + len(pages)
             table = self.page_table[group][row.slot]
             if not start:
-                # Attention reads more pages than count, and masks them, which does not remove NaN:
-                # what stands in for a page (behind the window, too) is one of the sequence's own.
+                # Attention also reads unused page table entries and masks them, which does not
+                # remove NaN. Unused and freed entries therefore name a page of the same sequence.
                 own = max(0, *pages)
                 table[:] = own
                 pages = [own if page < 0 else page for page in pages]
@@ -158,15 +158,16 @@ class Slots:
             adjustment.grow(row)
 
     def following(self, row: PlanRow) -> Sequence[int]:
-        """The prompt token after each token of a row; one fewer at the end of the prompt."""
+        """Return the prompt token after each token of a row; one fewer at the end of the prompt."""
         new = self._at(row.slot)
         return new.token_ids[row.start + 1 : min(row.stop + 1, new.prompt_len)]
 
     def pooling(self, rows: Sequence[PlanRow], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(slot_of_token, rows)` for `ed_esurge.runner.hidden.pool`.
+        """Return `(slot_of_token, rows)` for `ed_esurge.runner.hidden.pool`.
 
         Args:
-            tokens: T.
+            rows: rows of the step.
+            tokens: padded number of tokens T.
         """
         slot_of_token = np.full(tokens, self.num_slots, np.int32)
         of_slot = np.zeros((self.num_slots, 4), np.int32)
@@ -183,7 +184,7 @@ class Slots:
         return slot_of_token, of_slot
 
     def forget_lines(self) -> None:
-        """The lines of the sampler's state on the device are gone."""
+        """Mark all rows of the sampler's state on the device as lost."""
         for adjustment in self._adjusted:
             if adjustment is not None:
                 adjustment.held = None
@@ -200,10 +201,12 @@ class Slots:
 
 
 class Adjustment:
-    """Biases, masks and token counts of one sequence, and which of them its line has.
+    """Biases, masks and token counts of one sequence, and the version of them on the device.
 
     Args:
-        vocab_size: v.
+        new: the sequence.
+        params: sampling options of the sequence.
+        vocab_size: vocabulary size v.
     """
 
     def __init__(self, new: NewSequence, params: SamplingParams, vocab_size: int) -> None:
@@ -212,12 +215,13 @@ class Adjustment:
         self.held: tuple[int, frozenset[int]] | None = None  # tokens counted, banned tokens
 
     def grow(self, row: PlanRow) -> None:
-        """Take a row's tokens, which may be new."""
+        """Append the new tokens of a row."""
         if row.stop > len(self._tokens):
             self._tokens[row.start :] = row.token_ids
 
     def update(self) -> Line | None:
-        """`(slot, bias [v], seen [v])` if the line must be written before the next sampling."""
+        """Return `(slot, bias [v], seen [v])` if the row must be written before the next sampling;
+        None otherwise."""
         banned = self._banned()
         now = (len(self._tokens), banned)
         if self.held == now:
@@ -226,12 +230,12 @@ class Adjustment:
         return np.int32(self._new.slot), self._bias(banned), self._seen()
 
     def sampled(self, count: int) -> None:
-        """The device is counting so many more tokens."""
+        """Record that the device counts `count` more tokens."""
         assert self.held is not None, "a line is written before its sequence samples"
         self.held = (self.held[0] + count, self.held[1])
 
     def _banned(self) -> frozenset[int]:
-        """Tokens that may not come next, as far as that changes from step to step."""
+        """Return the tokens that are forbidden next and may be allowed in a later step."""
         output = self._tokens[self._new.prompt_len :]
         banned: set[int] = set()
         if len(output) < self._params.min_tokens:

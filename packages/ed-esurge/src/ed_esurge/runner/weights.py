@@ -1,6 +1,6 @@
-"""The arrays of the served model: its weights, which can be replaced, and the places of adapters.
+"""The arrays of the served model: its replaceable weights and the slots of adapters.
 
-Functions of the device take them as one flat list, and make the model of it again.
+Compiled functions accept the arrays as one flat list and rebuild the model from it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NewWeights = LanguageModel | nnx.State | list[Leaf]
 
 
 class Weights:
-    """See the module.
+    """The arrays of the served model.
 
     Args:
-        model: its leaves are used as they are (the caller chose the layout).
+        model: the model, in the layout that the caller chose. Its arrays are not copied.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -36,14 +36,14 @@ class Weights:
         self._places, self._treedef_of_places = jax.tree.flatten(places)
         self._like_own = abstract(leaves)
         self._asleep: list[np.ndarray] | None = None  # in host memory
-        self._finite: bool | None = None  # not known before somebody asks
+        self._finite: bool | None = None  # computed on demand
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
         """Shapes, dtypes and shardings of `leaves`."""
-        # The model without its arrays, so that weights that are replaced are freed.
+        # The model without its arrays, so that replaced weights are freed.
         self.model = self.merged(self.like)
 
     def merged(self, leaves: list[jax.Array] | list[jax.ShapeDtypeStruct]) -> LanguageModel:
-        """The model of such leaves."""
+        """Return the model with the given leaves."""
         edge = len(self._like_own)
         state = jax.tree.unflatten(self._treedef, leaves[:edge])
         places = jax.tree.unflatten(self._treedef_of_places, leaves[edge:])
@@ -51,20 +51,20 @@ class Weights:
 
     @property
     def graphdefs(self) -> tuple[object, ...]:
-        """Everything of the model besides its arrays."""
+        """The static parts of the model."""
         return self._graphdef, self._treedef, self._treedef_of_places
 
     @property
     def there(self) -> bool:
-        """Whether there are weights on the device."""
+        """Whether the weights are on the device."""
         return self._own is not None
 
     @property
     def leaves(self) -> list[jax.Array]:
-        """All arrays.
+        """All arrays: weights and adapter slots.
 
         Raises:
-            EasyDeLError: there are no weights.
+            EasyDeLError: the weights were dropped or deleted.
         """
         if self._own is None:
             raise EasyDeLError(
@@ -79,10 +79,10 @@ class Weights:
         return [*self._own, *self._places]
 
     def checked(self, new: NewWeights) -> list[Leaf]:
-        """Return the leaves of other weights of the same architecture, in the order of this one.
+        """Validate new weights and return their leaves in the order of the served model.
 
         Raises:
-            ConfigError: structure or a shape differs.
+            ConfigError: the structure or a shape differs.
         """
         if isinstance(new, nnx.Module):
             model = cast(LanguageModel, new)
@@ -102,15 +102,14 @@ class Weights:
         return leaves
 
     def replace(self, new: NewWeights, *, copy: bool = True) -> None:
-        """Serve other weights of the same architecture; adapters stay where they are.
+        """Replace the weights. Adapters do not change.
 
         Args:
-            new: a module (in any layout), a state with the leaves of this one, or such leaves.
-            copy: own the arrays, whatever becomes of the caller's; False uses them as they are
-                where type and place are the same.
+            new: a module of the same architecture in any layout, its state, or its leaves.
+            copy: whether to copy the arrays. False shares arrays with equal dtype and sharding.
 
         Raises:
-            ConfigError: structure or a shape differs.
+            ConfigError: the structure or a shape differs.
         """
         theirs = nnx.state(new) if isinstance(new, nnx.Module) else new
         own = {id(leaf) for leaf in jax.tree.leaves(theirs)}
@@ -118,10 +117,10 @@ class Weights:
 
         def place(like: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.Array:
             if not isinstance(leaf, jax.Array):
-                leaf = np.array(leaf)  # a device may read host memory in place
+                leaf = np.array(leaf)  # jax may alias host memory instead of copying
             array = jnp.asarray(leaf, like.dtype)
             shared = copy and id(array) in own
-            # A replica's part of weights that lie on the devices of all replicas is there already.
+            # Weights on the devices of all replicas already include the shards of this replica.
             array = part_on(array, like.sharding) if like.sharding is not None else array
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
@@ -130,21 +129,21 @@ class Weights:
         self._finite = None
 
     def are_finite(self) -> bool:
-        """Whether no weight is NaN or infinite; computed once for the weights that are served."""
+        """Return whether all weights are finite. The result is cached until they change."""
         if self._finite is None:
             floats = [x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
             self._finite = all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
         return self._finite
 
     def drop(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
         self._own = self._asleep = None
 
     def to_host(self) -> None:
-        """Let go of the device's memory, and keep the weights in the host's.
+        """Move the weights from device memory to host memory.
 
         Raises:
-            EasyDeLError: there are no weights, or other processes have parts of them.
+            EasyDeLError: the weights were dropped, or other processes hold shards of them.
         """
         leaves = self.leaves[: len(self._like_own)]
         if not all(leaf.is_fully_addressable for leaf in leaves):
@@ -156,31 +155,31 @@ class Weights:
         self._own = None
 
     def from_host(self) -> None:
-        """Put the weights that `to_host` keeps back on the device; nothing where it keeps none."""
+        """Move the weights of `to_host` back to the device. No effect without such weights."""
         if self._asleep is not None:
             pairs = zip(self._like_own, self._asleep, strict=True)
             self._own = [jax.device_put(leaf, like.sharding) for like, leaf in pairs]
             self._asleep = None
 
-    # ---- places of adapters
+    # ---- slots of adapters
 
     @property
     def places(self) -> list[jax.Array]:
-        """What adapters lie in; none where none are served."""
+        """Arrays of the adapter slots; empty if the engine serves no adapters."""
         return self._places
 
     def put(self, places: list[jax.Array]) -> None:
-        """Take the arrays that `with_adapter` has made of `places`."""
+        """Replace `places` by the result of `with_adapter`."""
         self._places, self._finite = places, None
 
 
 def with_adapter(
     places: list[jax.Array], place: jax.Array, values: list[jax.Array]
 ) -> list[jax.Array]:
-    """The places with an adapter in one of them; a function of the device."""
+    """Return the adapter slots with an adapter written to one slot. Runs on the device."""
     return [written(leaf, place, value) for leaf, value in zip(places, values, strict=True)]
 
 
 def abstract(tree: Tree) -> Tree:
-    """Shapes, dtypes and shardings of arrays."""
+    """Return the shapes, dtypes and shardings of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
