@@ -56,7 +56,7 @@ def test_a_broken_file_says_where(tmp_path, name, data, says):
     assert re.search(says, error_of(tmp_path / name))
 
 
-def test_a_truncated_parquet_file(tmp_path):
+def test_truncated_or_damaged_parquet_file_raises_error_with_file_name(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["text"] * 5000}), path, row_group_size=1000)
     path.write_bytes(path.read_bytes()[:-100])
@@ -68,7 +68,7 @@ def test_a_truncated_parquet_file(tmp_path):
     assert "a.parquet" in error_of(path)
 
 
-def test_lone_surrogates(jsonl):
+def test_lone_surrogates_raise_data_error(jsonl):
     path = jsonl([{"content": "half \ud800"}])
     with pytest.raises(DataError, match=r":1, content_field: .*'\\ud800' at character 5 is half"):
         list(documents(Inform(data_files=path)))

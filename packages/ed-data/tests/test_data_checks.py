@@ -38,7 +38,9 @@ def test_the_checks_import_nothing_heavy(jsonl):
         ("wanting:f", "fails with ModuleNotFoundError: No module named 'absent_here'"),
     ],
 )
-def test_functions_are_looked_up(mixture, jsonl, tmp_path, monkeypatch, name, says):
+def test_check_names_reports_functions_that_cannot_be_imported(
+    mixture, jsonl, tmp_path, monkeypatch, name, says
+):
     (tmp_path / "failing_on_import.py").write_text("raise ValueError('at line one')")
     (tmp_path / "wanting.py").write_text("import absent_here")
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,7 +118,7 @@ def test_nothing_is_tokenized_before_a_name_is_refused(mixture, jsonl, tokenizer
         ),
     ],
 )
-def test_idle_keys_are_named(options, keys):
+def test_idle_options_names_options_without_effect(options, keys):
     remarks = idle_options(Mixture(**{"informs": [JSON], **options}))
     assert [".".join(map(str, path)) for path, _ in remarks] == keys
     assert all("no effect: " in reason for _, reason in remarks)

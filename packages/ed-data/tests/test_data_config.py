@@ -82,7 +82,7 @@ def test_the_reference_block_of_the_seeds():
     assert mixture.informs[2].kind == "huggingface"
 
 
-def test_aliases():
+def test_option_aliases_resolve_to_canonical_values():
     assert Mixture(informs=[JSON], stop_strategy="longest").stop_strategy == "all_exhausted"
     assert Saving(output_path="x").path == "x"
     assert Tokenization(padding=True).padding == "longest"

@@ -68,7 +68,7 @@ def test_batches_come_before_the_cache_is_complete(mixture, tokenizer, tmp_path,
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
 
 
-def test_who_wants_everything_waits(mixture, tokenizer, aside, monkeypatch):
+def test_sequential_read_waits_for_all_document_lengths(mixture, tokenizer, aside, monkeypatch):
     monkeypatch.setattr(growing, "AHEAD", 130)
     loader = build_loader(mixture(TEXTS), tokenizer, batch_size=2)
     tokens = loader._order.tokens[0]
@@ -92,7 +92,7 @@ def test_the_last_user_ends_the_writing(mixture, tokenizer, aside):
     held_out.close()
 
 
-def test_closing_ends_the_writing(mixture, tokenizer, tmp_path, aside):
+def test_closed_loader_stops_writing_tokens_and_rejects_reads(mixture, tokenizer, tmp_path, aside):
     made = mixture(TEXTS, tokenization={"batch_size": 30})
     loader = build_loader(made, tokenizer, batch_size=2)
     loader.batch_at(0)

@@ -101,7 +101,7 @@ for step in range(4):
 
 
 @pytest.mark.nightly
-def test_two_processes(mixture, tokenizer, tmp_path):
+def test_two_processes_read_the_rows_of_their_share(mixture, tokenizer, tmp_path):
     """Each in a process of its own, over one cache."""
     import hashlib
 

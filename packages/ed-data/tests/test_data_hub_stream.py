@@ -81,7 +81,9 @@ def test_a_stream_goes_on_exactly(mixture, tokenizer, folder, monkeypatch, kind)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_report_downloads_nothing(mixture, tokenizer, folder, tmp_path, monkeypatch, kind):
+def test_streaming_report_downloads_no_files(
+    mixture, tokenizer, folder, tmp_path, monkeypatch, kind
+):
     monkeypatch.setattr(report, "STREAMED_ROWS", 50)
     made = mixture(informs=[inform_of(folder(kind), name="hub")], streaming=True)
     found = data_report(made, tokenizer, batch_size=2)

@@ -64,7 +64,9 @@ def test_an_epoch_ends_as_the_strategy_says(two, tokenizer, strategy, steps):
 
 @pytest.mark.proves("mixture.prefetch_workers", "mixture.prefetch_buffer_size")
 @pytest.mark.parametrize(("workers", "depth", "made"), [(0, 4, 1), (2, 0, 1), (2, 3, 4)])
-def test_batches_are_made_ahead(two, tokenizer, monkeypatch, workers, depth, made):
+def test_loader_prefetches_configured_number_of_batches(
+    two, tokenizer, monkeypatch, workers, depth, made
+):
     options = {"prefetch_workers": workers, "prefetch_buffer_size": depth}
     loader = build_loader(two(**options), tokenizer, batch_size=2)
     loader.batch_at(0)
@@ -100,7 +102,9 @@ def far(monkeypatch):
     "mixture.cache_expiry_seconds",
     "mixture.cache_dir",
 )
-def test_remote_files(mixture, tokenizer, tmp_path, monkeypatch, far, caplog):
+def test_remote_files_are_cached_retried_and_refetched_after_expiry(
+    mixture, tokenizer, tmp_path, monkeypatch, far, caplog
+):
     fetched, failures = far
     waited: list[float] = []
     monkeypatch.setattr(files.time, "sleep", waited.append)
@@ -139,7 +143,7 @@ def test_remote_files(mixture, tokenizer, tmp_path, monkeypatch, far, caplog):
     "mixture.tokenization.max_length",
     "mixture.tokenization",
 )
-def test_tokens_of_a_document(mixture, tokenizer):
+def test_tokenization_options_change_document_tokens(mixture, tokenizer):
     def row(**options) -> list[int]:
         batch = build_loader(mixture(["ab ab"], **options), tokenizer).batch_at(0)
         return batch["input_ids"][0][batch["segment_ids"][0] > 0].tolist()
@@ -177,7 +181,7 @@ def test_the_split_of_files_by_split(mixture, tokenizer, jsonl):
 
 
 @pytest.mark.proves("mixture.batch_size", "mixture.seed", "mixture.shuffle_buffer_size")
-def test_size_seed_and_buffer(mixture, tokenizer):
+def test_batch_size_seed_and_shuffle_buffer_take_effect(mixture, tokenizer):
     def first(**options) -> np.ndarray:
         made = mixture(pack_shuffle=False, **options)
         return build_loader(made, tokenizer).batch_at(0)["input_ids"]

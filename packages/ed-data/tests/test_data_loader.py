@@ -107,7 +107,7 @@ def test_truncation_false_splits_and_true_cuts(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.tokenization.padding")
-def test_padding_to_the_longest(mixture, tokenizer):
+def test_longest_padding_pads_batch_to_rounded_longest_row(mixture, tokenizer):
     made = mixture(["a", "b c"], pack_tokens=False, tokenization={"padding": "longest"})
     batch = build_loader(made, tokenizer, batch_size=2, seq_length=512).batch_at(0)
     assert batch["input_ids"].shape == (2, 8)
@@ -233,13 +233,13 @@ def test_resume_goes_on_in_the_middle_of_an_epoch(mixture, tokenizer, workers):
         ({"pack_seq_length": 32}, r"order\.seq_length: 64 → 32"),
     ],
 )
-def test_other_options_are_refused(mixture, tokenizer, change, says):
+def test_load_state_dict_rejects_changed_options(mixture, tokenizer, change, says):
     state = build_loader(mixture(), tokenizer, batch_size=2).state_dict()
     with pytest.raises(DataError, match=says):
         build_loader(mixture(**change), tokenizer, batch_size=2).load_state_dict(state)
 
 
-def test_other_data_is_refused(mixture, tokenizer):
+def test_load_state_dict_rejects_changed_data_or_batch_size(mixture, tokenizer):
     state = build_loader(mixture(["a", "b"]), tokenizer, batch_size=2).state_dict()
     with pytest.raises(DataError, match=r"data\.sources\.0:data"):
         build_loader(mixture(["a", "c"]), tokenizer, batch_size=2).load_state_dict(state)

@@ -90,7 +90,7 @@ def test_repeats_of_a_small_inform_are_even():
     assert set(small.values()) == {10}
 
 
-def test_epochs_and_seeds_differ():
+def test_document_order_differs_between_epochs_and_seeds():
     order = DocumentOrder([200], seed=0)
     assert epoch_of(order, 0) != epoch_of(order, 1)
     assert epoch_of(order, 0) != epoch_of(DocumentOrder([200], seed=1), 0)

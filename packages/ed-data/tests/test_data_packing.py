@@ -108,7 +108,7 @@ def test_best_fit_decreasing_fills_rows():
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_reordered_moves_whole_rows(lengths, random):
+def test_reordered_packing_moves_whole_rows(lengths, random):
     packing = pack(np.array(lengths, np.int64), 10)
     order = list(range(packing.rows))
     random.shuffle(order)

@@ -27,7 +27,7 @@ def two(mixture, jsonl):
 
 
 @pytest.mark.parametrize("how", [{}, {"streaming": True}])
-def test_figures_and_both_forms(two, tokenizer, how):
+def test_data_report_contains_figures_in_text_and_html(two, tokenizer, how):
     found = data_report(two.replace(**how), tokenizer, batch_size=2)
     first, second = found.sources
     assert (first.rows, first.documents, second.rows, second.documents) == (43, 42, 3, 2)

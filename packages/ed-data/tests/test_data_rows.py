@@ -117,13 +117,13 @@ def test_pairs_for_embeddings_and_answers_of_prompts(mixture, tokenizer):
         (STEPS, {"completions": ["a", " "], "labels": [1, 1]}, "is a list of texts, the steps"),
     ],
 )
-def test_wrong_values_are_named(mixture, tokenizer, schema, row, says):
+def test_invalid_schema_fields_raise_error_with_field_name(mixture, tokenizer, schema, row, says):
     rows = [{"prompt": "p", "completion": "c", **row}]
     with pytest.raises(DataError, match=rf"data\.jsonl:1: .*{says}"):
         build_loader(mixture(rows), tokenizer, schema=schema)
 
 
-def test_values_are_saved(mixture, tokenizer, tmp_path):
+def test_saved_rows_contain_label_values(mixture, tokenizer, tmp_path):
     rows = [{"prompt": "p", "completion": "c", "label": True}]
     made = mixture(rows, pack_tokens=False, save={"path": tmp_path / "out", "format": "json"})
     build_loader(made, tokenizer, seq_length=16, schema=LABELLED)

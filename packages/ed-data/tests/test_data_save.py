@@ -58,7 +58,7 @@ def test_documents_can_be_read_again(mixture, jsonl, tmp_path, tokenizer, option
 
 
 @pytest.mark.proves("mixture.text_target_field", "mixture.tokenization.output_field")
-def test_names_of_the_columns(mixture, jsonl, tmp_path, tokenizer):
+def test_saved_columns_use_configured_names(mixture, jsonl, tmp_path, tokenizer):
     made = mixture(
         **documents_options(jsonl, tmp_path),
         text_target_field="body",
@@ -92,7 +92,7 @@ def test_an_equal_save_is_kept_and_another_refused(mixture, tokenizer, tmp_path)
 
 
 @pytest.mark.proves("mixture.save.num_shards")
-def test_shards(mixture, tmp_path, tokenizer):
+def test_save_writes_configured_number_of_shards(mixture, tmp_path, tokenizer):
     texts = [f"text {i}" for i in range(200)]
     made = mixture(texts, pack_tokens=False, save={"path": tmp_path / "out", "num_shards": 3})
     paths = save_mixture(made)
@@ -207,7 +207,9 @@ def test_a_save_is_pushed_once(mixture, tokenizer, tmp_path, monkeypatch):
     assert [call[1] for call in Hub.calls[2:]] == ["goats", "me/goats"]
 
 
-def test_what_cannot_be_pushed(mixture, tokenizer, tmp_path, monkeypatch):
+def test_failed_hub_push_keeps_local_files_and_raises_error(
+    mixture, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [])
     monkeypatch.setattr(Hub, "error", OSError("401 Unauthorized"))

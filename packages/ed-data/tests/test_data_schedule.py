@@ -16,7 +16,7 @@ LINEAR = Schedule("linear", (0, 10, 20), ((1.0, 0.0), (0.0, 2.0), (3.0, 1.0)))
 
 
 @pytest.mark.proves("mixture.mixture_schedule.type")
-def test_weights_between_the_points():
+def test_schedule_interpolates_weights_between_points():
     def shares(schedule: Schedule, *steps: int) -> list[float]:
         return [round(schedule.parts(step)[0] / UNIT, 6) for step in steps]
 
@@ -38,7 +38,7 @@ blocks = st.lists(
 
 
 @given(blocks)
-def test_blocks_follow_their_weights(blocks):
+def test_divided_blocks_follow_weights_within_two_documents(blocks):
     """After every block each inform has its share of all so far, within about one document."""
     owed, drawn, due = [0, 0, 0], np.zeros(3), np.zeros(3)
     for size, weights in blocks:
@@ -174,7 +174,7 @@ def test_the_same_batches_on_the_fly_and_other_steps_with_other_rows(
     assert share_of_b([large.batch_at(s) for s in range(22, 27)], tokenizer) < 0.9
 
 
-def test_prompts_follow_a_schedule(scheduled, tokenizer, jsonl):
+def test_prompt_batches_follow_mixture_schedule(scheduled, tokenizer, jsonl):
     informs = [
         Inform(name=n, data_files=jsonl([{"prompt": f"{n}{i}"} for i in range(40)], f"p-{n}.jsonl"))
         for n in "ab"
@@ -208,7 +208,7 @@ POINT = {"step": 5, "weights": {"a": 1}}
         ({"mixture_schedule": {"type": "cosin", "points": [POINT]}}, "'cosine'"),
     ],
 )
-def test_schedules_that_cannot_be(options, says):
+def test_invalid_schedule_options_raise_validation_error(options, says):
     given = {"mixture_weights": {"a": 1}, "mixture_schedule": {"points": [POINT]}, **options}
     with pytest.raises(ValidationError, match=says):
         Mixture(informs=[{"data_files": "a.txt", "name": "a"}], **given)

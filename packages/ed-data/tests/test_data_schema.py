@@ -182,7 +182,7 @@ def test_a_pair_without_an_answer_is_left_out_or_named(mixture, tokenizer):
         build_loader(mixture(rows), tokenizer, schema=PREFERENCE)
 
 
-def test_saved_pairs(mixture, tokenizer, tmp_path):
+def test_saved_preference_rows_contain_pairs_and_rejected_ids(mixture, tokenizer, tmp_path):
     made = mixture(PAIRS, pack_tokens=False, save={"path": tmp_path / "out", "format": "json"})
     build_loader(made, tokenizer, seq_length=64, schema=PREFERENCE)
     line = (tmp_path / "out" / "train-00000-of-00001.jsonl").read_text().splitlines()[7]

@@ -55,13 +55,13 @@ def test_globs_are_sorted_and_lists_keep_their_order(tmp_path):
 
 
 @pytest.mark.proves("mixture.informs.num_rows")
-def test_num_rows(tmp_path):
+def test_num_rows_limits_rows_read(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     assert rows_of(data_files=tmp_path / "a.jsonl", num_rows=2) == ROWS[:2]
 
 
 @pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t")])
-def test_csv_and_tsv(tmp_path, suffix, delimiter):
+def test_csv_and_tsv_files_are_read_with_long_fields(tmp_path, suffix, delimiter):
     before = csv.field_size_limit()
     long = [*ROWS, {"text": "x" * 200_000, "id": 9}]
     with open(tmp_path / f"a{suffix}", "w", newline="") as stream:
@@ -116,7 +116,7 @@ def test_parquet_and_both_layouts_of_arrow(tmp_path):
 
 
 @pytest.mark.proves("mixture.informs.dataset_split_name", "mixture.informs.type")
-def test_hugging_face_folders(tmp_path):
+def test_hugging_face_folders_are_read_by_split(tmp_path):
     import datasets
 
     data = datasets.Dataset.from_list(ROWS)
@@ -131,7 +131,7 @@ def test_hugging_face_folders(tmp_path):
     assert "cannot load dataset" in error_of(type=f"{tmp_path}/three")
 
 
-def test_python_objects(monkeypatch):
+def test_python_objects_are_read_as_rows(monkeypatch):
     import sys
 
     module = SimpleNamespace(
@@ -229,7 +229,7 @@ def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
     ],
 )
-def test_broken_files_say_where(tmp_path, name, data, says):
+def test_broken_files_raise_error_with_location(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     assert re.search(says, error_of(data_files=tmp_path / name))
 

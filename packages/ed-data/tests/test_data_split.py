@@ -71,7 +71,7 @@ def test_other_options_leave_the_split_alone(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.eval_informs")
-def test_eval_informs(mixture, tokenizer, jsonl):
+def test_eval_informs_form_the_evaluation_split(mixture, tokenizer, jsonl):
     informs = [{"data_files": jsonl(["held one", "held two"], "held.jsonl")}]
     made = mixture(TEXTS, eval_informs=informs)
     assert list(texts(made)) == TEXTS
@@ -91,7 +91,7 @@ def test_weights_do_not_touch_evaluation(mixture, tokenizer, jsonl):
     assert not set(held) & set(texts(made))
 
 
-def test_contents_of_chat_rows(mixture):
+def test_chat_rows_yield_message_contents(mixture):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     made = mixture([{"content": chat}, {"content": "plain"}, {"content": [1, 2]}])
     assert list(contents(made)) == [chat, "plain", [1, 2]]

@@ -205,7 +205,9 @@ def test_going_on_reads_nothing_of_what_was_read(tokenizer, tmp_path_factory, mo
     ("strategy", "an_epoch"),
     [("first_exhausted", {0: 20, 1: 4}), ("all_exhausted", {0: 80, 1: 20}), ("restart", None)],
 )
-def test_weights_of_a_stream(tokenizer, tmp_path_factory, strategy, an_epoch):
+def test_stream_follows_mixture_weights_in_each_block(
+    tokenizer, tmp_path_factory, strategy, an_epoch
+):
     informs = [[[ids_of(i, 3) for i in range(20)]], [[ids_of(1000 + i, 3) for i in range(20)]]]
     mixture = made(
         tmp_path_factory,
@@ -237,7 +239,7 @@ def test_weights_of_a_stream(tokenizer, tmp_path_factory, strategy, an_epoch):
         assert [a >= b for a, b in zip(first, an_epoch.values(), strict=True)] == [True, True]
 
 
-def test_held_out_documents(tokenizer, tmp_path_factory):
+def test_streamed_evaluation_split_is_held_out_of_training(tokenizer, tmp_path_factory):
     informs = [[[ids_of(i, 3) for i in range(300)]]]
     mixture = made(tmp_path_factory, informs, {"eval_fraction": 0.2}, "jsonl")
     evaluation = build_loader(mixture, tokenizer, batch_size=7, seq_length=8, split="eval")
@@ -253,7 +255,7 @@ def test_held_out_documents(tokenizer, tmp_path_factory):
     train.close()
 
 
-def test_pairs_are_streamed_together(tokenizer, jsonl, mixture):
+def test_streaming_keeps_preference_pairs_together(tokenizer, jsonl, mixture):
     rows = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(50)]
     made = mixture(rows, streaming=True)
     loader = build_loader(made, tokenizer, batch_size=2, schema=PREFERENCE)

@@ -65,7 +65,7 @@ def test_pieces_can_be_read_alone(mixture, tokenizer):
         assert found.tolist() == whole[1][2:3] + whole[0][1:4]
 
 
-def test_options_of_the_encoder(mixture, tokenizer):
+def test_encoder_applies_special_token_and_eos_options(mixture, tokenizer):
     plain = encoder_of(tokenizer, add_special_tokens=False).encode([document("ab")], "x")[0][0]
     assert plain.tolist() == [
         *tokenizer("ab", add_special_tokens=False)["input_ids"],
@@ -95,7 +95,7 @@ def test_chat_messages_go_through_the_template(tokenizer):
     assert ids[0].tolist() == [*tokenizer("text")["input_ids"], tokenizer.eos_token_id]
 
 
-def test_loss_on_answers_only(tokenizer):
+def test_assistant_only_loss_masks_other_turns(tokenizer):
     encoder = encoder_of(tokenizer, assistant_only_loss=True)
     ids, masks, *_ = encoder.encode([document(CHAT), document("text")], "x")
     assert masks is not None

@@ -16,14 +16,14 @@ CHAT = [
 
 @given(text=st.text())
 @settings(deadline=None, max_examples=50)
-def test_every_text_comes_back(tokenizer, text):
+def test_tokenizer_round_trip_preserves_text(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
     if not any(token in text for token in tokenizer.all_special_tokens):
         assert tokenizer.decode(ids[1:]) == text
 
 
-def test_training_is_repeatable(tokenizer):
+def test_train_bpe_is_deterministic(tokenizer):
     texts = ["the cat sat on the mat " * 20, "a dog and a cat " * 30]
     first, second = (train_bpe(texts, 280).backend_tokenizer.to_str() for _ in range(2))
     assert first == second
@@ -40,13 +40,13 @@ def test_saved_tokenizer_is_loaded_by_transformers(tokenizer, tmp_path):
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
-def test_save_directory(tmp_path):
+def test_train_bpe_writes_tokenizer_and_chat_template(tmp_path):
     train_bpe(["some text"], 260, save_directory=tmp_path / "tok")
     assert (tmp_path / "tok" / "tokenizer.json").exists()
     assert (tmp_path / "tok" / "chat_template.jinja").exists()
 
 
-def test_chat_template(tokenizer):
+def test_chat_template_prompt_is_a_token_prefix_of_the_chat(tokenizer):
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert text == "<|bos|>system:\nbe kind\nuser:\nhow are you?\nassistant:\nfine<|eos|>"
     prompt = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
@@ -57,7 +57,7 @@ def test_chat_template(tokenizer):
     assert whole[: len(part)] == part
 
 
-def test_impossible_vocabularies():
+def test_train_bpe_rejects_impossible_vocabulary_and_empty_text():
     with pytest.raises(DataError, match="need 259"):
         train_bpe(["text"], 258)
     with pytest.raises(DataError, match="there is no text"):

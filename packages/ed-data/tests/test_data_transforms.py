@@ -34,7 +34,7 @@ def test_functions_and_renames_come_in_their_order(contents):
     ) == ["A0!", "A2!"]
 
 
-def test_functions_by_name(contents):
+def test_preprocessing_function_is_imported_by_name(contents):
     assert contents(content_field="answer", preprocessing_fn="builtins:str.upper") == [
         "A0",
         "A1",
@@ -45,7 +45,7 @@ def test_functions_by_name(contents):
 
 
 @pytest.mark.proves("mixture.informs.additional_fields")
-def test_additional_fields_are_kept(jsonl):
+def test_documents_keep_additional_fields(jsonl):
     inform = Inform(data_files=jsonl(ROWS), content_field="question", additional_fields=["id"])
     assert [d.extra for d in documents(inform)] == [{"id": 0}, {"id": 1}, {"id": 2}]
 

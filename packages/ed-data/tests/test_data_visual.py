@@ -50,7 +50,7 @@ def test_the_block_of_the_seeds(pictures):
 
 
 @pytest.mark.proves("mixture.informs.pixel_field")
-def test_pixels_and_bytes(tmp_path):
+def test_pixel_and_byte_fields_yield_images(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -80,7 +80,7 @@ def test_pixels_and_bytes(tmp_path):
 
 @pytest.mark.proves("mixture.image_target_field")
 @pytest.mark.parametrize("field", ["image_field", "pixel_field"])
-def test_saved_images(pictures, tmp_path, field):
+def test_saved_images_are_read_back_unchanged(pictures, tmp_path, field):
     rows = pictures / "rows.json"
     if field == "pixel_field":
         rows.write_text(json.dumps([{"image_path": PIXELS, "caption": "one"}]))
@@ -99,7 +99,9 @@ def test_saved_images(pictures, tmp_path, field):
     assert np.array_equal(next(iter(documents(again))).image, expected)
 
 
-def test_images_beside_prompts(pictures, tokenizer, tmp_path):
+def test_prompt_batches_contain_images_and_token_batches_reject_images(
+    pictures, tokenizer, tmp_path
+):
     made = Mixture(informs=[visual(pictures / "rows.json")], cache_dir=tmp_path / "cache")
     batch = build_prompts(made, tokenizer, batch_size=3).batch_at(0)
     numbers = [int(str(prompt)[-1]) for prompt in batch.prompts]
@@ -146,6 +148,6 @@ def test_rows_without_an_image_are_named(pictures, row, field, says):
         ({"type": "visul"}, "did you mean 'visual'"),
     ],
 )
-def test_options_of_visual_rows(options, says):
+def test_invalid_visual_options_raise_validation_error(options, says):
     with pytest.raises(ValidationError, match=says):
         Inform(data_files="a.json", **options)

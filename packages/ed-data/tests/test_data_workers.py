@@ -48,7 +48,9 @@ CHATS = [
         pytest.param({"pack_on_the_fly": True}, marks=pytest.mark.nightly),
     ],
 )
-def test_processes_change_nothing(mixture, tokenizer, tmp_path, monkeypatch, how):
+def test_worker_processes_produce_same_batches_and_statistics(
+    mixture, tokenizer, tmp_path, monkeypatch, how
+):
     """Tokens, order, and the count of what is left out."""
     monkeypatch.setattr(stream, "_ENCODED", 8)
     monkeypatch.setattr(stream, "WINDOW", 20)
