@@ -44,7 +44,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.xdist_group("elarge-adaptation")
-def test_adapters_from_the_file(folder: Path) -> None:
+def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
     """They alone learn; what is left serves, and what PEFT reads lies beside it."""
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "mlp"]}
     settings = adapted(folder, "adapted", lora=lora, actions=["train", GENERATE])
@@ -149,7 +149,9 @@ def test_keys_and_values_in_eight_bits(folder: Path) -> None:
         ({"quantization": {"model": {"pattern": "qproj"}}}, "quantization.model", "qproj"),
     ],
 )
-def test_what_cannot_be(folder: Path, changes: dict[str, Any], where: str, words: str) -> None:
+def test_invalid_adaptation_settings_raise_input_error(
+    folder: Path, changes: dict[str, Any], where: str, words: str
+) -> None:
     changes = json.loads(json.dumps(changes).replace("TEXTS", str(folder)))
     with pytest.raises(InputError) as error:
         run(adapted(folder, "no", **changes))

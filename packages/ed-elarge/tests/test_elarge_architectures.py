@@ -19,6 +19,6 @@ def test_every_installed_family_with_a_hugging_face_class_has_a_table() -> None:
     assert set(architectures.tables()) <= set(architectures.model_types())
 
 
-def test_older_spellings_are_known() -> None:
+def test_older_rope_fields_pass_architecture_check() -> None:
     config = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None}
     assert architectures.check(config, ()) == {}

@@ -48,7 +48,7 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, module: str) -
     assert done.stdout == ""
 
 
-def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
+def test_verbose_flag_prints_traceback(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainr: {}\n")
     done = elarge("--config", str(path), "--verbose")
@@ -57,7 +57,7 @@ def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     assert "did you mean 'trainer'?" in done.stderr
 
 
-def test_usage(tmp_path: Path) -> None:
+def test_invalid_usage_exits_with_code_two(tmp_path: Path) -> None:
     assert elarge().returncode == 2
     assert elarge("a.yaml", "--config", "b.yaml").returncode == 2
     missing = elarge(str(tmp_path / "none.yaml"))

@@ -71,7 +71,7 @@ def test_bits_per_byte_are_printed_in_place_of_perplexities() -> None:
     assert evaluation.figures(found) == {"task": metrics}, "the files keep every metric"
 
 
-def test_lm_eval_runs_them(tmp_path: Path) -> None:
+def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM

@@ -26,7 +26,7 @@ def test_every_kind_of_rows_is_a_schema() -> None:
         assert isinstance(getattr(schemas, entry.rows.upper()), schemas.Schema)
 
 
-def test_models_beside_the_learner() -> None:
+def test_methods_report_missing_and_unused_model_sections() -> None:
     assert "distillation needs the section 'teacher_model'" in problems(
         trainer__trainer_type="distillation"
     )
@@ -83,7 +83,7 @@ def test_what_generates_is_a_language_model() -> None:
     assert "trains a model for 'sequence-classification', which generates nothing" in said
 
 
-def test_prompts_are_not_packed() -> None:
+def test_prompt_methods_reject_packing() -> None:
     said = problems(trainer__trainer_type="seq_kd", teacher_model__name_or_path="org/teacher")
     assert "given prompts, which are not packed" in said
 

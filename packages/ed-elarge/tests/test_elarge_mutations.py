@@ -506,5 +506,5 @@ def test_a_part_of_the_broken_files(folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(1, PART))
-def test_every_other_broken_file(folder: Path, part: int) -> None:
+def test_remaining_mutated_files_raise_no_unexpected_error(folder: Path, part: int) -> None:
     assert not wrong(ALL[part::PART])

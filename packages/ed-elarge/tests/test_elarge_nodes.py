@@ -47,7 +47,7 @@ def test_scalars_are_yaml_1_2(text: str, expected: object) -> None:
     assert type(found["a"]) is type(expected)
 
 
-def test_nan() -> None:
+def test_yaml_nan_parses_to_nan() -> None:
     assert math.isnan(value("a: .nan")["a"])
 
 
@@ -70,7 +70,7 @@ def test_what_yaml_writes_is_read_back(data: object) -> None:
     assert value(yaml.safe_dump({"a": data}, allow_unicode=True)) == {"a": data}
 
 
-def test_places_and_merge_keys() -> None:
+def test_parsed_nodes_have_spans_and_merge_keys() -> None:
     text = "base: &b\n  x: 1\n  y: 2\nother:\n  <<: *b\n  y: 3\nlist: [1, {k: v}]\n"
     document = nodes.parse(text)
     assert document.value["other"] == {"x": 1, "y": 3}
@@ -96,7 +96,7 @@ def test_places_and_merge_keys() -> None:
         ("a: {<<: 3}\n", "f:1:9", "needs a mapping"),
     ],
 )
-def test_what_is_no_yaml(text: str, place: str, words: str) -> None:
+def test_invalid_yaml_raises_input_error_with_position(text: str, place: str, words: str) -> None:
     with pytest.raises(InputError) as error:
         nodes.parse(text, "f")
     assert str(error.value).startswith(place + ": ")

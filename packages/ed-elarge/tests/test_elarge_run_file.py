@@ -44,7 +44,7 @@ def test_examples_read_and_read_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["config", "elarge_model", "elm"])
-def test_wrappers(wrapper: str) -> None:
+def test_wrapper_section_does_not_change_run_file(wrapper: str) -> None:
     sections = {key: value for key, value in GOOD.items() if key != "actions"}
     outside = run({wrapper: sections, "actions": GOOD["actions"]})
     inside = run({wrapper: GOOD})
@@ -122,12 +122,12 @@ actions:
 
 
 @pytest.mark.parametrize("name", GUIDE)
-def test_files_of_the_guide(name: str) -> None:
+def test_guide_run_files_normalize_idempotently(name: str) -> None:
     first = normalize(nodes.parse(GUIDE[name]), require_actions=True)
     assert normalize(nodes.parse(first.to_yaml())).to_dict() == first.to_dict()
 
 
-def test_aliases_become_canonical() -> None:
+def test_aliases_normalize_to_canonical_keys() -> None:
     config = with_changes(
         model__task="causal_lm",
         loader={"dtype": "bf16"},
@@ -142,7 +142,7 @@ def test_aliases_become_canonical() -> None:
     assert found["esurge"]["hbm_utilization"] == 0.5
 
 
-def test_explicit_null_survives() -> None:
+def test_explicit_null_is_kept_by_normalization() -> None:
     found = run(with_changes(trainer__master_dtype=None)).to_dict()
     assert found["trainer"]["master_dtype"] is None
 
@@ -192,7 +192,7 @@ def test_batch_sizes_are_one_number() -> None:
     )
 
 
-def test_lengths() -> None:
+def test_conflicting_sequence_lengths_raise_input_error() -> None:
     unpacked = {"mixture__pack_tokens": False, "mixture__pack_seq_length": ...}
     assert "the length of a sequence is not given" in refuse(with_changes(**unpacked))
     assert run(with_changes(**unpacked, trainer__max_length=32))
@@ -341,7 +341,9 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("changes", "where", "words"), MISTAKES, ids=[f"{i}-{m[1]}" for i, m in enumerate(MISTAKES)]
 )
-def test_mistakes(changes: dict[str, Any], where: str, words: str) -> None:
+def test_run_file_mistakes_raise_error_with_position(
+    changes: dict[str, Any], where: str, words: str
+) -> None:
     message = refuse(with_changes(**changes))
     line = next(line for line in message.splitlines() if words in line)
     place, _, rest = line.partition(": ")
@@ -397,13 +399,13 @@ def test_an_alias_is_blamed_as_the_user_typed_it() -> None:
     assert "esurge.gpu_memory_utilization: must be less than or equal to 1, got 3" in message
 
 
-def test_empty_and_odd_files() -> None:
+def test_empty_and_non_mapping_run_files_raise_input_error() -> None:
     assert "is empty" in refuse("")
     assert "must be a mapping of sections, got list" in refuse("- 1\n")
     assert "must be a mapping of sections" in refuse("config: 3\nactions: train\n")
 
 
-def test_keys_are_not_printed(capsys, tmp_path, monkeypatch):
+def test_dry_run_does_not_print_api_keys(capsys, tmp_path, monkeypatch):
     from ed_elarge.__main__ import run_file
 
     monkeypatch.chdir(tmp_path)

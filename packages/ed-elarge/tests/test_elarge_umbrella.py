@@ -15,7 +15,7 @@ PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 @pytest.mark.proves("easydel.infra")
-def test_every_name_is_there(module: str) -> None:
+def test_umbrella_modules_export_every_name(module: str) -> None:
     loaded = importlib.import_module(module)
     for name in MODULES[module]:
         assert getattr(loaded, name) is not None
@@ -31,7 +31,7 @@ def test_what_a_package_owns_is_offered(package: str) -> None:
         assert getattr(umbrella, name) is getattr(owner, name)
 
 
-def test_importing_it_loads_nothing() -> None:
+def test_importing_easydel_does_not_import_jax_or_transformers() -> None:
     code = "import easydel, sys; print(sorted({'jax', 'flax', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
