@@ -178,7 +178,7 @@ def test_an_adapter_in_use_is_dropped_after_its_requests(llama, folders, prompts
     )
 
 
-def test_what_cannot_be_served(llama, make_llama, engine, tmp_path, prompts):
+def test_unsupported_adapters_raise_config_error(llama, make_llama, engine, tmp_path, prompts):
     def refused(spec, *said):
         model = adapted(llama, "x", spec)
         with pytest.raises(ConfigError) as error:
@@ -301,7 +301,9 @@ def test_an_engine_with_a_thread(engine, folders, merged, prompts):
     [((1, 1, 1, 4, 1), True), ((1, 2, 1, 2, 1), False)],
 )
 @pytest.mark.nightly
-def test_on_many_devices(make_llama, folders, alone, prompts, mesh, stacked, monkeypatch):
+def test_sharded_engine_produces_same_adapter_outputs(
+    make_llama, folders, alone, prompts, mesh, stacked, monkeypatch
+):
     from ed_esurge.engine import assembly as module
 
     if stacked:

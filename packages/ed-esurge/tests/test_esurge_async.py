@@ -75,7 +75,7 @@ def test_a_slow_reader_gets_everything_in_fewer_pieces(surge, prompts, engine):
         assert mine.finish_reason == "length"
 
 
-def test_abort_ends_the_stream(prompts, engine):
+def test_abort_finishes_stream_with_abort_reason(prompts, engine):
     async def abort():
         stream = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "x")
         await anext(stream)
@@ -86,7 +86,7 @@ def test_abort_ends_the_stream(prompts, engine):
     assert asyncio.run(abort())[-1].outputs[0].finish_reason == "abort"
 
 
-def test_refusals_reach_the_caller(prompts, engine):
+def test_generate_raises_config_error_for_invalid_requests(prompts, engine):
     async def twice():
         first = engine.generate(prompts[0], GREEDY.replace(max_tokens=100), "same")
         await anext(first)
@@ -102,7 +102,7 @@ def test_refusals_reach_the_caller(prompts, engine):
     assert engine.is_healthy
 
 
-def test_weights_change_between_steps(llama, make_llama, prompts, engine):
+def test_weight_update_changes_outputs_until_restored(llama, make_llama, prompts, engine):
     async def swap():
         before = await collect(engine, prompts[2], GREEDY, "before")
         await engine.update_model_weights(make_llama(seed=2))

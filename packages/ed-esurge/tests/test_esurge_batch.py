@@ -37,7 +37,7 @@ def test_every_step_has_a_shape(seqs, extra, minimum, data):
     assert len(buckets.shapes) <= 24
 
 
-def test_few_shapes():
+def test_buckets_have_few_shapes():
     buckets = Buckets(max_num_seqs=16, max_num_tokens=512, pages=8)
     sizes = [(shape.tokens, shape.seqs) for shape in buckets.shapes]
     assert sizes == [(1, 1), (4, 4), (8, 8), (16, 8), (16, 16), (64, 16), (256, 16), (512, 16)]
@@ -45,7 +45,7 @@ def test_few_shapes():
         buckets.pick(17, 17)
 
 
-def test_buffer_holds_the_plan():
+def test_batch_buffer_round_trips_step_plan():
     params = SamplingParams(logprobs=2, presence_penalty=0.5)
     decode = NewSequence("d", 1, [1, 2, 3, 4, 5, 6], 4, params, seed=2**32 - 1)
     chunk = NewSequence("c", 0, [9, 8, 7, 6, 5], 5, SamplingParams(), seed=5)

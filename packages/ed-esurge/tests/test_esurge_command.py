@@ -50,7 +50,7 @@ def test_every_option_of_the_engine_is_a_flag_with_its_text() -> None:
     assert docs["page_size"] in " ".join(parser.format_help().split())
 
 
-def test_values_of_flags() -> None:
+def test_command_flags_parse_to_typed_values() -> None:
     config = parsed("--max-model-len", "64", "--strict-context", "true", "--extra-stops", "a,b")
     assert (config.max_model_len, config.strict_context, config.extra_stops) == (
         64,
@@ -127,7 +127,9 @@ def made(directory: Path, *flags: str) -> Any:
     ],
     ids=str,
 )
-def test_flags_quantize_the_weights(directory: Path, flags: list[str], formats: set[str]) -> None:
+def test_quantization_flags_set_weight_formats(
+    directory: Path, flags: list[str], formats: set[str]
+) -> None:
     _, state = nnx.split(made(directory, *flags).loop.runner.model)
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, QArray))
     assert {leaf.format for leaf in leaves if isinstance(leaf, QArray)} == formats
@@ -156,7 +158,9 @@ def test_a_chat_template_replaces_that_of_the_tokenizer(directory: Path, tmp_pat
         tokenizer_of(values)
 
 
-def test_a_conversation(surge, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversation_keeps_messages_and_handles_commands(
+    surge, capsys: pytest.CaptureFixture[str]
+) -> None:
     talk = Conversation(surge, SamplingParams(max_tokens=4, temperature=0.0), "be kind")
     talk.take("hi")
     asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
@@ -171,7 +175,7 @@ def test_a_conversation(surge, capsys: pytest.CaptureFixture[str]) -> None:
     assert talk.system is None
 
 
-def test_chat_from_a_directory(
+def test_chat_command_serves_model_directory(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = iter(["hello", ""])
@@ -188,7 +192,7 @@ def test_chat_from_a_directory(
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_load_on_a_server(surge, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_command_reports_load_figures(surge, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--clients", "1", "3", "--requests", "4", "--prompt-words", "5", "--max-tokens", "6"]
     with background(surge) as url:
         assert main(["bench", "--url", url, "--json", *load]) == 0
@@ -202,7 +206,7 @@ def test_load_on_a_server(surge, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["ttft_p50_ms"] <= row["e2e_p50_ms"] <= row["e2e_p99_ms"]
 
 
-def test_figures() -> None:
+def test_bench_figures_compute_percentiles_and_count_errors() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (50, 90, 99)] == [2.0, 4.0, 4.0]
     good = Answer(10.0, [10.5, 10.7, 11.1], prompt_tokens=7, tokens=3)
     row = figures(1, [good, Answer(10.0, error="500")], 2.0)
@@ -226,7 +230,7 @@ def test_a_server_from_a_directory(directory: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_file_of_requests(directory: Path, tmp_path: Path) -> None:
+def test_run_batch_command_writes_one_result_per_line(directory: Path, tmp_path: Path) -> None:
     body = {"prompt": "hello", "max_tokens": 4}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n{\n")

@@ -260,7 +260,7 @@ def adjusted_greedy(plain_logits, prompt, params, count):
         {"allowed_token_ids": tuple(range(40, 60)), "frequency_penalty": 2.0},
     ],
 )
-def test_adjusted_logits(surge, plain_logits, prompts, options):
+def test_adjusted_logits_match_reference_sampling(surge, plain_logits, prompts, options):
     params = GREEDY.replace(max_tokens=6, **options)
     # Two of a kind and a plain one beside them: rows do not mix.
     outputs = surge.generate([prompts[4], prompts[0], prompts[4]], [params, GREEDY, params])
@@ -296,7 +296,7 @@ def test_bad_words_are_not_generated(surge, tokenizer):
     assert not banned.intersection(single.token_ids)
 
 
-def test_ends(surge, prompts, greedy):
+def test_stop_tokens_and_length_limits_finish_requests(surge, prompts, greedy):
     prompt, tokens = prompts[1], greedy[1]
     stop = next(t for t in tokens[3:] if tokens.index(t) == tokens.index(t) and t not in tokens[:3])
     at = tokens.index(stop)
@@ -317,7 +317,7 @@ def test_ends(surge, prompts, greedy):
     assert (out.token_ids, out.finish_reason) == ([2] * 4, "length")
 
 
-def test_stop_strings(surge):
+def test_stop_strings_truncate_output_text(surge):
     params = GREEDY.replace(max_tokens=40, skip_special_tokens=False)
     whole = surge.generate("hello", params)[0].outputs[0]
     stop = whole.text[5:8]
@@ -333,7 +333,7 @@ def test_stop_strings(surge):
     assert out.text == ""
 
 
-def test_streamed_is_unstreamed(surge):
+def test_streamed_output_equals_unstreamed_output(surge):
     params = GREEDY.replace(max_tokens=30, logprobs=1)
     whole = surge.generate("stream me", params)[0].outputs[0]
     deltas = list(surge.stream("stream me", params))

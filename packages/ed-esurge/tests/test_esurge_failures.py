@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         {"stop": ["x"] * 100_000},
     ],
 )
-def test_every_field_is_bounded(options):
+def test_sampling_params_reject_out_of_range_values(options):
     with pytest.raises(ValidationError):
         SamplingParams(**options)
 

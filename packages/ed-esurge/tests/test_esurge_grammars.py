@@ -244,7 +244,7 @@ def test_refusal_of_a_schema_names_the_path_and_the_way_out(grammars, schema, sa
         assert internal not in str(error.value)
 
 
-def test_depth_counts_along_references():
+def test_grammar_depth_limit_counts_references():
     check_schema(chain(MAX_DEPTH - 50))
     for text in (chain(MAX_DEPTH), objects(MAX_DEPTH // 3)):
         with pytest.raises(GrammarError, match="along its references"):

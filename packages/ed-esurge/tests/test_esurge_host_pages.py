@@ -144,7 +144,7 @@ def test_a_prefix_comes_back_to_the_last_bit(engine):
     assert engine.stats()["kv_cache_usage"] == 0
 
 
-def test_salts_and_other_weights(engine, make_llama):
+def test_host_page_cache_separates_salts_and_weight_versions(engine, make_llama):
     prompt, other = [7] * 49, [9] * 49
     engine.loop.scheduler.pages.forget_prefixes()
 
@@ -163,7 +163,7 @@ def test_salts_and_other_weights(engine, make_llama):
 
 
 @pytest.mark.nightly
-def test_over_several_devices(make_llama, surge):
+def test_sharded_engine_reuses_host_pages_with_same_tokens(make_llama, surge):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 250, size=49).tolist() for _ in range(3)]
     expected = [output.outputs[0].token_ids for output in surge.generate(prompts, GREEDY)]

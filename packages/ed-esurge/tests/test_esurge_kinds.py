@@ -158,7 +158,7 @@ def params_of(length: int, index: int) -> SamplingParams:
         ("window,memory,full", {"num_pages": 13, "scheduling_policy": "priority"}),
     ],
 )
-def test_states_follow_their_sequences(kinds, options):
+def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
     """Requests come, go and are preempted; each gives what it gives alone."""
     model = toy(kinds)
     engine = engine_of(model, **options)

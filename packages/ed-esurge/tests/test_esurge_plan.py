@@ -156,7 +156,7 @@ def test_a_plan_tells_what_is_new_alone(local, plans):
     assert pages == [2, 2] + [int((30 + step) % 8 == 0) for step in range(19)]
 
 
-def test_commands_are_plain_data(local, make_llama, prompts):
+def test_engine_commands_survive_pickling(local, make_llama, prompts):
     import jax
     from flax import nnx
 

@@ -128,7 +128,7 @@ def test_a_pooled_request_can_be_aborted(surge, prompts):
     assert not surge.has_unfinished_requests
 
 
-def test_vectors_for_coroutines(surge, prompts, hidden):
+def test_concurrent_embeddings_match_reference_vectors(surge, prompts, hidden):
     engine = AsyncEngine(surge)
     engine.start()
 
@@ -147,7 +147,7 @@ def test_vectors_for_coroutines(surge, prompts, hidden):
         engine.shutdown()
 
 
-def test_scoring_samples_nothing(surge, prompts):
+def test_prompt_scoring_samples_no_tokens(surge, prompts):
     scoring = SamplingParams(max_tokens=0, prompt_logprobs=1)
     sampling = scoring.replace(max_tokens=1, temperature=0)
     steps = surge.stats()["num_steps"]

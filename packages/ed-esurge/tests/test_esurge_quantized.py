@@ -13,7 +13,9 @@ BOUNDS = {"int8": 0.02, "fp8": 0.08}
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
-def test_quantized_pages(make_llama, surge, prompts, dtype, record_property):
+def test_quantized_pages_use_less_memory_within_error_bound(
+    make_llama, surge, prompts, dtype, record_property
+):
     model = make_llama(kv_cache_quantization_config={"dtype": dtype})
     plain_bytes, bytes_of_page = (page_bytes(m, 8) for m in (make_llama(), model))
     size = model.config.head_dim

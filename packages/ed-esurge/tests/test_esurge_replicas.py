@@ -340,7 +340,7 @@ def placed(router, name, prompt, known, most=16, n=1):
     return where
 
 
-def test_requests_spread_evenly():
+def test_router_spreads_requests_evenly_over_replicas():
     router = Router(4)
     assert [placed(router, str(i), 10, [0] * 4) for i in range(8)] == [0, 1, 2, 3] * 2
     for name in "04":  # the first replica has nothing to do any more

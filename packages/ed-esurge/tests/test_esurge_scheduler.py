@@ -257,7 +257,7 @@ def test_priority_goes_first_and_pushes_out_the_least_important():
     assert (len(low.output), len(high.output)) == (12, 9)
 
 
-def test_errors_name_the_numbers():
+def test_scheduler_errors_contain_the_numbers():
     with pytest.raises(ValueError, match="give at least 16 pages"):
         Scheduler(Limits(1, 8, 64), num_pages=3, page_size=4)
     with pytest.raises(ValueError, match="each needs one token"):

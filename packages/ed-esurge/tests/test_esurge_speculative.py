@@ -64,7 +64,7 @@ def test_alone_a_step_gives_several_tokens(speculating, prompts):
     assert (plain, fewer) == (16, 7)  # three chunks of the prompt, then 13 tokens in 4 steps
 
 
-def test_ends_within_proposals(speculating, surge, prompts):
+def test_requests_finish_inside_accepted_draft_tokens(speculating, surge, prompts):
     whole = surge.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
     for params in (
         GREEDY.replace(stop_token_ids=(whole[6],)),
@@ -158,7 +158,7 @@ def drafted(llama, tokenizer):
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM.replace(n=2)])
-def test_a_draft_model(drafted, surge, prompts, params):
+def test_draft_model_produces_same_tokens_in_fewer_steps(drafted, surge, prompts, params):
     same(drafted.generate(prompts, params), surge.generate(prompts, params))
     proposer, steps = drafted.loop.scheduler.proposer, drafted.stats()["num_steps"]
     same(drafted.generate(prompts[3], params), surge.generate(prompts[3], params))

@@ -41,7 +41,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("wanted", "pattern"), KINDS)
-def test_outputs_follow_their_grammar(surge, tokenizer, prompts, wanted, pattern):
+def test_structured_outputs_match_their_grammar(surge, tokenizer, prompts, wanted, pattern):
     free = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=1)
     alone = surge.generate(prompts[2], free)[0].outputs[0]
     traces = surge.stats()["num_compiled"]
@@ -104,7 +104,7 @@ def test_the_same_after_preemption_and_with_overlap(llama, tokenizer, prompts):
     assert engine.stats()["num_preemptions"] > 0
 
 
-def test_thoughts_come_first(surge, tokenizer):
+def test_grammar_constrains_tokens_only_after_reasoning(surge, tokenizer):
     after = tuple(tokenizer("n", add_special_tokens=False)["input_ids"])
     wanted = StructuredOutputs(regex="[xy]{4}", after=("n",))
     grammars = Grammars(tokenizer, 260, [tokenizer.eos_token_id])
@@ -267,7 +267,7 @@ def test_what_is_no_grammar_is_refused_at_once(surge, wanted, says):
     assert not surge.has_unfinished_requests
 
 
-def test_options_that_contradict():
+def test_contradictory_structured_options_raise_validation_error():
     with pytest.raises(ValidationError, match="give one of"):
         StructuredOutputs()
     with pytest.raises(ValidationError, match="give one of"):

@@ -45,7 +45,7 @@ def test_joined_pieces_are_the_whole_decoded(before, text, cut, slow):
     assert joined == TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
-def test_characters_come_whole():
+def test_detokenizer_emits_only_complete_characters():
     tokens = TOKENIZER("a🌍b", add_special_tokens=False)["input_ids"]
     assert pieces(Detokenizer(TOKENIZER, []), tokens) == ["a", "", "", "", "🌍", "b", ""]
 
@@ -142,7 +142,7 @@ def test_a_prompt_that_does_not_fit_is_refused_by_default():
     assert fit([1] * 8, 5, config.replace(prefer_preserve_prompt=False), 10) == ([1] * 8, 2)
 
 
-def test_what_is_thrown_away():
+def test_truncate_drops_tokens_on_the_chosen_side():
     assert truncate(list(range(6)), 3, "left") == [3, 4, 5]
     assert truncate(list(range(6)), 3, "right") == [0, 1, 2]
     assert truncate(list(range(6)), 3, "middle") == [0, 1, 5]
@@ -173,7 +173,7 @@ def intake(**options) -> Intake:
         ([1] * 60, {"max_tokens": 30, "min_tokens": 20}, "min_tokens 20 is above the 4"),
     ],
 )
-def test_impossible_requests_are_refused(prompt, params, message):
+def test_intake_rejects_impossible_requests(prompt, params, message):
     with pytest.raises(ConfigError, match=message):
         intake().prepare("a", prompt, SamplingParams(**params))
 
@@ -210,7 +210,7 @@ def test_impossible_requests_are_refused(prompt, params, message):
         {"seed": -(2**63) - 1},
     ],
 )
-def test_impossible_options_are_refused(params):
+def test_sampling_params_reject_impossible_options(params):
     with pytest.raises(ValidationError):
         SamplingParams(**params)
 

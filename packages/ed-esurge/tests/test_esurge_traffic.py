@@ -345,7 +345,7 @@ def test_pages_come_back_from_host_memory():
 @pytest.mark.nightly
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_thousand_requests(seed, pads, record_property):
+def test_scheduler_completes_hundred_thousand_random_requests(seed, pads, record_property):
     """A fourth of them for each seed, under other limits, and as many where padding costs: every
     output is right, all pages return, nobody waits for ever, and the budget is kept."""
     rng = random.Random(seed)

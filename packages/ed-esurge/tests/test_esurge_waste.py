@@ -46,7 +46,7 @@ def simulate(limits, groups, size, requests, *, caching):
         (2048, None, ((16, 8), (64, 32), (256, 32), (2048, 32))),
     ],
 )
-def test_waste_is_bounded(budget, chunk, shapes, lengths, caching):
+def test_computed_tokens_stay_within_waste_bound(budget, chunk, shapes, lengths, caching):
     rng = random.Random(0)
     size, context, seqs = 16, 512, 32
     requests = []
@@ -75,7 +75,7 @@ def test_waste_is_bounded(budget, chunk, shapes, lengths, caching):
     assert computed <= BOUND * useful, f"{computed / useful:.2f} tokens computed for a useful one"
 
 
-def test_room_is_used():
+def test_fitting_sequences_run_concurrently_without_waste():
     """Sequences that fit run at once, and a windowed group holds no more than it can need."""
     groups = {"full": PageGroup(64), "window": PageGroup(64, window=16)}
     requests = [

@@ -110,7 +110,7 @@ def test_weights_that_were_donated_are_said(make_llama, prompts):
     assert len(tokens_of(engine, prompts[0])) == 8
 
 
-def test_replaced_weights_are_freed(llama, make_llama):
+def test_weight_update_frees_replaced_weights(llama, make_llama):
     engine = eSurge(make_llama(seed=3), **OPTIONS)
     old = [weakref.ref(leaf) for leaf in engine.loop.runner.weights.leaves]
     engine.update_model_weights(llama)
@@ -118,7 +118,9 @@ def test_replaced_weights_are_freed(llama, make_llama):
     assert all(leaf() is None for leaf in old)
 
 
-def test_sleep_and_wake_up(engine, llama, make_llama, prompts, expected):
+def test_sleeping_engine_frees_memory_and_resumes_requests(
+    engine, llama, make_llama, prompts, expected
+):
     engine.update_model_weights(make_llama(seed=2))
     engine.add_request("a", prompts[3], GREEDY)
     given = [engine.step() for _ in range(5)]
@@ -142,7 +144,7 @@ def test_sleep_and_wake_up(engine, llama, make_llama, prompts, expected):
         engine.sleep(level=3)
 
 
-def test_weights_in_host_memory(engine, make_llama, prompts, expected):
+def test_weights_moved_to_host_free_device_memory(engine, make_llama, prompts, expected):
     """As on a device whose memory is not the host's."""
     engine.update_model_weights(make_llama(seed=2))
     weights = engine.loop.runner.weights

@@ -308,7 +308,7 @@ def test_scores_are_those_of_the_harness_own_model(model, adapter, tmp_path, mon
                 assert float(value) == pytest.approx(float(right), abs=1e-4)
 
 
-def test_torch_is_not_imported():
+def test_lm_eval_adapter_does_not_import_torch():
     import subprocess
     import sys
 

@@ -115,7 +115,7 @@ def test_every_format_has_its_examples():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_calls(name):
+def test_tool_calls_parse_from_every_format_at_any_chunking(name):
     text, calls = EXAMPLES[name], Calls(TOOL_FORMATS[name], TOOLS)
     whole, _ = reply(text, calls=calls)
     assert calls_of(whole) == BOTH
@@ -178,7 +178,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(VALUES, st.lists(st.integers(1, 400), max_size=12), st.booleans())
-def test_any_json_arguments(value, cuts, ascii_):
+def test_any_json_arguments_are_parsed_unchanged(value, cuts, ascii_):
     arguments = json.dumps({"tags": value}, ensure_ascii=ascii_)
     text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
     calls = Calls(TOOL_FORMATS["hermes"], TOOLS)
@@ -201,7 +201,7 @@ THOUGHTS = {name: (form.opens[0], form.closes[0]) for name, form in REASONING_FO
 
 
 @pytest.mark.parametrize("name", REASONING_FORMATS)
-def test_thoughts(name):
+def test_reasoning_parses_from_every_format_at_any_chunking(name):
     form, (open_, close) = REASONING_FORMATS[name], THOUGHTS[name]
     rest = "\n\nIt is 4 < 5.\n"
     for text, inside in (
@@ -224,7 +224,7 @@ def test_thoughts(name):
      ("glm45", "glm45"), ("minimax_m2", "minimax_m2"), ("granite", "granite"), ("olmo3", "olmo3"),
      ("deepseek_r1", "llama3_json"), ("qwen3", "pythonic")],
 )  # fmt: skip
-def test_thoughts_before_calls(thoughts, tools):
+def test_reasoning_before_tool_calls_is_separated(thoughts, tools):
     open_, close = THOUGHTS[thoughts]
     text = f"{open_}I look it up: now().{close}\n{EXAMPLES[tools]}"
     options = {"reasoning": REASONING_FORMATS[thoughts], "calls": Calls(TOOL_FORMATS[tools], TOOLS)}
@@ -237,7 +237,7 @@ def test_thoughts_before_calls(thoughts, tools):
         assert (whole.reasoning, calls_of(whole)) == ("Hm.", BOTH)
 
 
-def test_harmony_channels():
+def test_harmony_channels_separate_reasoning_and_content():
     text = (
         "<|channel|>analysis<|message|>I greet.<|end|><|start|>assistant<|channel|>final<|message|>"
         "Hello!<|return|>"
@@ -246,7 +246,7 @@ def test_harmony_channels():
     assert (whole.reasoning, whole.content) == ("I greet.", "Hello!")
 
 
-def test_names_and_signs():
+def test_formats_are_found_by_name_and_detected_from_templates():
     assert by_name(TOOL_FORMATS, "glm45", "tool_parser_name") is TOOL_FORMATS["glm45"]
     with pytest.raises(ConfigError, match=r"hermez.*did you mean 'hermes'"):
         by_name(TOOL_FORMATS, "hermez", "tool_parser_name")

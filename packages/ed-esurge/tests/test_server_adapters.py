@@ -121,7 +121,7 @@ def test_only_adapters_of_the_directory_are_read(http, folder, path, status):
     assert len(http.get("models").json()["data"]) == 1
 
 
-def test_off_unless_asked(folder):
+def test_adapter_loading_is_disabled_by_default(folder):
     with (
         background(ScriptedEngine(), lora_directory=folder) as url,
         httpx.Client(base_url=url) as http,

@@ -93,7 +93,7 @@ def test_compressed_bodies_and_foreign_forms(http):
         ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ],
 )
-def test_sizes_have_limits(http, monkeypatch, url, body, param):
+def test_oversized_fields_are_rejected_before_tokenization(http, monkeypatch, url, body, param):
     kind = type(ScriptedEngine().tokenizer)
     tokenize = kind.__call__
 
@@ -136,7 +136,7 @@ def connect(http):
 @pytest.mark.parametrize(
     ("first", "sent"), [(True, b""), (True, HALF), (False, HALF)], ids=["none", "half", "second"]
 )
-def test_a_head_must_arrive(http, first, sent):
+def test_server_closes_connection_without_complete_request_head(http, first, sent):
     with connect(http) as client:
         if not first:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -146,7 +146,7 @@ def test_a_head_must_arrive(http, first, sent):
             pass
 
 
-def test_a_body_must_arrive(http):
+def test_incomplete_request_body_returns_408(http):
     with connect(http) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -159,7 +159,7 @@ def test_a_body_must_arrive(http):
     assert b"request_timeout" in answer
 
 
-def test_foreign_hosts(http):
+def test_foreign_host_headers_return_421(http):
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
         answer = http.get("models", headers={"Host": host})
         assert refused(answer, 421).code == "host_not_allowed"
@@ -185,7 +185,7 @@ def test_too_many_requests_at_once():
         assert httpx.post(f"{url}/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_too_many_connections():
+def test_server_rejects_connections_above_limit():
     with background(ScriptedEngine(), limits=ServerLimits(max_connections=2)) as url:
         port = int(url.split(":")[2].split("/")[0])
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
@@ -198,7 +198,7 @@ def test_too_many_connections():
         assert httpx.get(f"{url}/models").status_code == 200
 
 
-def test_answers_have_a_time():
+def test_request_timeout_aborts_slow_answers():
     engine = ScriptedEngine(lambda prompt, choice: "x" * 99, delay=0.05)
     with background(engine, limits={"request_timeout": 0.3}) as url:
         refused(httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 99}), 408)

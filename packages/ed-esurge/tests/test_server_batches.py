@@ -124,7 +124,7 @@ def test_one_bad_line_stops_no_other(served):
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ],
 )
-def test_every_endpoint(served, endpoint, body):
+def test_batches_run_requests_for_every_endpoint(served, endpoint, body):
     client = client_of(served)
     done = over(client, run(client, line("a", body, endpoint), endpoint=endpoint).id)
     (row,) = rows(client, done.output_file_id)
@@ -161,7 +161,7 @@ def test_files_are_kept_listed_and_forgotten(served):
         client.files.retrieve(file.id)
 
 
-def test_limits(served):
+def test_file_and_batch_limits_are_enforced(served):
     client = client_of(served)
     with pytest.raises(openai.APIStatusError) as caught:
         put(client, "x" * 20_001)

@@ -39,7 +39,7 @@ def last_params(engine):
     return list(engine.requests.values())[-1]
 
 
-def test_completion_counts_every_token(client, engine):
+def test_completion_usage_counts_every_token(client, engine):
     answer = complete(client)
     text = f"{REPLY} 0 4"  # <s> a b c
     assert answer.choices[0].text == text
@@ -54,7 +54,7 @@ def test_completion_counts_every_token(client, engine):
     assert answer._request_id == answer.id
 
 
-def test_default_length_is_openais(client, engine):
+def test_completions_default_to_sixteen_tokens(client, engine):
     answer = client.completions.create(model="scripted", prompt="abc")
     assert answer.usage.completion_tokens == 16
     assert answer.choices[0].finish_reason == "length"
@@ -107,7 +107,7 @@ def test_joined_stream_equals_the_unstreamed_answer(client, options):
             assert scores[choice.index] == choice.logprobs.text_offset
 
 
-def test_no_usage_unless_asked(client):
+def test_stream_omits_usage_by_default(client):
     chunks = list(complete(client, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
     assert len({chunk.id for chunk in chunks}) == 1
@@ -204,7 +204,7 @@ def test_chat_takes_parts_of_text_and_its_own_answers_back(client):
     assert again.usage.prompt_tokens > first.usage.prompt_tokens
 
 
-def test_chat_stream(client):
+def test_streamed_chat_equals_unstreamed_chat(client):
     whole = chat(client, n=2)
     stream = chat(client, n=2, stream=True, stream_options={"include_usage": True})
     texts, roles, reasons, usage = ["", ""], [0, 0], [None, None], None
@@ -240,7 +240,7 @@ def test_chat_logprobs_have_exact_bytes(client):
     assert streamed == entries
 
 
-def test_tokenize_and_detokenize(client):
+def test_tokenize_and_detokenize_round_trip_text(client):
     post = client.with_options().post
     text = "aé🌍"
     answer = post("/../tokenize", cast_to=object, body={"prompt": text, "return_token_strs": True})
@@ -254,7 +254,7 @@ def test_tokenize_and_detokenize(client):
     assert rendered["count"] == len("<|user|>a\n<|assistant|>")
 
 
-def test_models(client):
+def test_models_endpoint_lists_and_retrieves_models(client):
     assert [model.id for model in client.models.list()] == ["scripted"]
     assert client.models.retrieve("scripted").max_model_len == 256
     with pytest.raises(openai.NotFoundError):

@@ -161,7 +161,7 @@ def methods(clients):
 
 
 @pytest.mark.parametrize("name", ["chat", "completions", "responses", "messages", "count"])
-def test_every_parameter(clients, name):
+def test_every_documented_parameter_is_accepted_or_rejected_by_name(clients, name):
     create, taken, least = methods(clients)[name]
     documented = set(inspect.signature(create).parameters) - OUR_OWN
     for parameter in sorted(documented):
@@ -186,7 +186,7 @@ def test_every_parameter(clients, name):
 
 
 @pytest.mark.parametrize("name", ["chat", "completions", "responses", "messages"])
-def test_all_at_once(clients, name):
+def test_all_supported_parameters_are_accepted_together(clients, name):
     create, taken, _ = methods(clients)[name]
     documented = inspect.signature(create).parameters
     create(**{parameter: value for parameter, value in taken.items() if parameter in documented})
@@ -235,7 +235,7 @@ def test_a_template_that_knows_no_effort():
         assert error.value.param == "reasoning_effort"
 
 
-def test_forms_errors_and_refusals(clients, engine):
+def test_messages_accept_output_format_tool_errors_and_refusals(clients, engine):
     ai, claude = clients
     claude.messages.create(
         model="scripted", messages=SAY, max_tokens=9, output_config=MESSAGE["output_config"]

@@ -38,7 +38,7 @@ def client(url):
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-def test_vectors_are_the_engines(client, surge, vectors):
+def test_embeddings_endpoint_returns_engine_vectors(client, surge, vectors):
     for pooling, expected in vectors.items():
         for more in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
             answer = client.embeddings.create(
@@ -55,7 +55,7 @@ def test_vectors_are_the_engines(client, surge, vectors):
     np.testing.assert_allclose(one.data[0].embedding, vectors["last"][0], atol=1e-6)
 
 
-def test_base64_and_dimensions(url, client, surge, vectors):
+def test_embeddings_support_base64_and_dimensions(url, client, surge, vectors):
     body = {"input": TEXTS[1], "encoding_format": "base64", "dimensions": 5}
     data = httpx.post(f"{url}/embeddings", json=body).json()["data"]
     got = np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4")
@@ -69,7 +69,7 @@ def test_base64_and_dimensions(url, client, surge, vectors):
         client.embeddings.create(model=surge.model_name, input="a", dimensions=10_000)
 
 
-def test_scores_are_cosines(url, vectors):
+def test_score_and_rerank_return_cosine_similarities(url, vectors):
     v = vectors["last"].astype(np.float64)
     body = {"text_1": TEXTS[0], "text_2": TEXTS}
     data = httpx.post(f"{url}/score", json=body).json()["data"]
@@ -106,7 +106,7 @@ def test_scores_are_cosines(url, vectors):
         ("rerank", {"query": "a", "documents": ["b"] * 3000}, "documents", "2048"),
     ],
 )
-def test_refusals(path, body, param, says):
+def test_invalid_pooling_requests_return_400_with_param(path, body, param, says):
     with background(ScriptedEngine()) as url:
         answer = httpx.post(f"{url}/{path}", json=body)
     assert answer.status_code == 400, answer.text
@@ -114,7 +114,7 @@ def test_refusals(path, body, param, says):
     assert says in answer.json()["error"]["message"]
 
 
-def test_a_token_is_decoded(url, surge):
+def test_decode_health_check_generates_a_token(url, surge):
     root = url.removesuffix("/v1")
     steps = surge.stats()["num_steps"]
     assert httpx.get(f"{root}/health/decode").json() == {"status": "ok"}

@@ -57,7 +57,7 @@ def refused(response, status=400):
         ),
     ],
 )
-def test_completion_refusals(http, body, param, says):
+def test_invalid_completion_requests_return_error_with_param(http, body, param, says):
     error = refused(http.post("completions", json={"prompt": "a", **body}))
     assert error["param"] == param
     assert says in error["message"]
@@ -90,7 +90,7 @@ def test_completion_refusals(http, body, param, says):
         ),
     ],
 )
-def test_chat_refusals(http, body, param, says):
+def test_invalid_chat_requests_return_error_with_param(http, body, param, says):
     error = refused(http.post("chat/completions", json={**CHAT, **body}))
     assert error["param"] == param
     assert says in error["message"]
@@ -114,7 +114,7 @@ def test_what_is_harmless_is_accepted(http):
     assert http.post("chat/completions", json={**CHAT, **body}).status_code == 200
 
 
-def test_context_length(http):
+def test_exceeded_context_length_returns_error_code(http):
     error = refused(http.post("completions", json={"prompt": "a" * 256}))
     assert error["code"] == "context_length_exceeded"
     assert "256" in error["message"]
@@ -145,7 +145,7 @@ def test_unknown_model_url_method_and_body(http):
 JSON = {"Content-Type": "application/json"}
 
 
-def test_halves_of_surrogate_pairs(http):
+def test_lone_surrogates_in_requests_are_rejected(http):
     for body in (rb'{"prompt": "a\ud800"}', rb'{"prompt": "a", "\ud800": 1}'):
         refused(http.post("completions", content=body, headers=JSON))
     body = rb'{"messages": [{"role": "user", "content": "\ud800"}]}'

@@ -36,7 +36,7 @@ def chunks(response):
 
 
 @BOTH
-def test_options_reach_the_engine(http, engine, url, body):
+def test_extension_options_reach_the_engine(http, engine, url, body):
     more = {
         "allowed_token_ids": [65, 66],
         "bad_words": ["x", "\n"],
@@ -111,7 +111,7 @@ def test_prompts_are_truncated_on_request(http, url, body):
     ],
 )
 @BOTH
-def test_refusals_name_the_field(http, url, body, more, says):
+def test_invalid_extension_options_return_error_with_field(http, url, body, more, says):
     answer = http.post(url, json={**body, **more})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -126,7 +126,7 @@ def test_a_priority_without_effect_is_refused():
         assert httpx.post(f"{url}/completions", json={**COMPLETION, "priority": 0}).is_success
 
 
-def test_head_and_allow(http):
+def test_routes_answer_head_and_send_allow_header(http):
     for path in ("/health", "/v1/models", "/metrics", "/version"):
         answer = http.head(f"/..{path}")
         assert (answer.status_code, answer.content) == (200, b"")
@@ -190,7 +190,7 @@ def http_app():
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
     ],
 )
-def test_answers_are_as_documented(http, path, body):
+def test_answers_validate_against_documented_models(http, path, body):
     models = {one.path: one.gives for one in openapi.ENDPOINTS if one.method != "DELETE"}
     model = models.get(path, answers.ModelCard)
     answer = http.get(f"/..{path}") if body is None else http.post(f"/..{path}", json=body)

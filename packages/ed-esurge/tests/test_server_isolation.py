@@ -140,7 +140,7 @@ def put_file(http, key, data=b"{}"):
 # ---- the matrix
 
 
-def test_every_route_is_classified(url):
+def test_every_route_has_an_access_class(url):
     assert routes(url) == set(ACCESS)
     declared = {f"{one.method} {one.path}": one.access for one in ENDPOINTS}
     assert declared == {name: access for name, access in ACCESS.items() if name in declared}

@@ -42,7 +42,7 @@ def test_bytes_of_tokens_join_to_the_text(tokenizer, text):
     assert b"".join(map(texts.bytes_of, tokens)).decode().removeprefix(" ") == text
 
 
-def test_texts_of_tokens():
+def test_token_texts_decode_sentencepiece_tokens():
     tokenizer = sentencepiece_like()
     texts = TokenTexts(tokenizer)
     number = tokenizer.convert_tokens_to_ids

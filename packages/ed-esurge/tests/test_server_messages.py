@@ -49,7 +49,7 @@ def plain(message):
 
 
 @pytest.mark.parametrize("name", ["call", "only", "plain", "broken"])
-def test_streamed_and_not(client, name):
+def test_streamed_message_equals_unstreamed_message(client, name):
     whole = ask(client, name, tools=TOOLS)
     AnthropicAnswer.model_validate(whole.model_dump(exclude_unset=True))
     kinds = [block.type for block in whole.content]
@@ -120,7 +120,7 @@ def test_history_and_system_reach_the_template(client, engine):
     )
 
 
-def test_why_it_ended(client):
+def test_message_stop_reason_states_why_generation_ended(client):
     assert ask(client, "plain", max_tokens=3).stop_reason == "max_tokens"
     stopped = ask(client, "plain", stop_sequences=["sunny"])
     assert stopped.content[0].text == "It is <b>"
@@ -140,7 +140,7 @@ def test_sampling_options_reach_the_engine(client, engine):
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 7)
 
 
-def test_refusals(client):
+def test_invalid_message_requests_raise_client_errors(client):
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(
             model="claude", messages=[{"role": "user", "content": "a"}], max_tokens=1
@@ -299,7 +299,7 @@ def test_a_client_that_wants_a_thread_continues_without_one(client):
     assert details == {"error_code": "thread_unsupported_request"}
 
 
-def test_unknown_betas_are_ignored(client):
+def test_unknown_beta_fields_are_ignored(client):
     answer = client.beta.messages.create(
         model="scripted",
         max_tokens=9,

@@ -29,7 +29,7 @@ def wait_for(condition, seconds=5.0):
         time.sleep(0.01)
 
 
-def test_api_keys():
+def test_server_accepts_configured_api_keys_only():
     with background(ScriptedEngine(), api_key=["first", "second"]) as url:
         for key in ("first", "second"):
             client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
@@ -111,7 +111,7 @@ def test_files_of_keys_that_are_none(tmp_path, text, says):
         read_keys(tmp_path / "none.json")
 
 
-def test_cors_only_when_asked():
+def test_cors_headers_are_sent_only_for_configured_origins():
     ask = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
     with background(ScriptedEngine(), cors_origins=["http://page.example"], api_key="k") as url:
         answer = httpx.options(f"{url}/chat/completions", headers=ask)

@@ -54,7 +54,7 @@ def plain(response):
 
 
 @pytest.mark.parametrize("name", ["call", "only", "plain", "broken"])
-def test_streamed_and_not(client, name):
+def test_streamed_response_equals_unstreamed_response(client, name):
     options = {"model": "scripted", "input": f"say {name}", "tools": TOOLS}
     whole = client.responses.create(**options)
     ResponseAnswer.model_validate(whole.model_dump(exclude_unset=True))
@@ -95,7 +95,7 @@ def test_streamed_and_not(client, name):
             assert plain(stream.get_final_response())["output"] == plain(whole)["output"]
 
 
-def test_a_chain_of_responses(client, engine):
+def test_previous_response_id_continues_the_conversation(client, engine):
     first = client.responses.create(
         model="scripted", input="say call", tools=TOOLS, instructions="Be kind."
     )
@@ -127,7 +127,7 @@ def test_a_chain_of_responses(client, engine):
     client.responses.create(model="scripted", input=[*sent, result])
 
 
-def test_what_is_kept(client):
+def test_stored_responses_can_be_retrieved_and_deleted(client):
     kept = client.responses.create(model="scripted", input="say plain")
     again = client.responses.retrieve(kept.id)
     assert again.model_dump() == kept.model_dump()
@@ -142,7 +142,7 @@ def test_what_is_kept(client):
         client.responses.retrieve(loose.id)
 
 
-def test_the_oldest_make_room():
+def test_response_store_evicts_oldest_responses():
     engine = ScriptedEngine(max_model_len=4096)
     with background(engine, limits={"max_stored_responses": 2}) as url:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -183,7 +183,7 @@ PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
         ({"input": [PICTURE]}, "input", "text only"),
     ],
 )
-def test_refusals(client, body, param, says):
+def test_invalid_response_requests_return_400_with_param(client, body, param, says):
     with pytest.raises(openai.BadRequestError) as error:
         client.post("/responses", body=body, cast_to=object)
     assert error.value.body["param"].startswith(param)

@@ -52,5 +52,5 @@ def test_no_request_is_too_much(root, path):
     ask(root, path, examples=40)
 
 
-def test_completions_stand_what_comes(root):
+def test_completions_endpoint_survives_schema_fuzzing(root):
     ask(root, "/v1/completions", examples=8)

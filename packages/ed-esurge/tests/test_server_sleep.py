@@ -27,14 +27,14 @@ def served():
         yield engines, httpx.Client(base_url=url.removesuffix("/v1")), url
 
 
-def test_off_unless_asked():
+def test_sleep_endpoints_are_disabled_by_default():
     with background(ScriptedEngine()) as url, httpx.Client(base_url=url[:-3]) as http:
         for answer in (http.post("/sleep"), http.post("/wake_up"), http.get("/is_sleeping")):
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "sleep_off")
             assert "enable_sleep_mode" in answer.json()["error"]["message"]
 
 
-def test_requests_are_told(served):
+def test_requests_to_sleeping_server_return_503(served):
     engines, http, url = served
     assert http.get("/is_sleeping").json() == {"is_sleeping": False}
     assert http.post("/sleep").json() == {"is_sleeping": True}
@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused(served, path, status, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-def test_the_real_engine(engine_behind, llama):
+def test_sleep_keeps_inflight_requests_of_real_engine(engine_behind, llama):
     engine = engine_behind
     expected = engine.generate("The cat", GREEDY)[0].outputs[0].text
     traces = engine.stats()["num_compiled"]

@@ -54,7 +54,7 @@ def json_schema(schema):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def test_response_format(client):
+def test_response_format_constrains_chat_output(client):
     for format_ in (json_schema(SCHEMA), {"type": "text"}):
         answer = ask(client, response_format=format_, n=3)
         if format_["type"] == "text":
@@ -73,7 +73,7 @@ class Answer(BaseModel):
     pair: list[bool] = Field(min_length=2, max_length=2)
 
 
-def test_the_clients_own_parser(client):
+def test_openai_client_parses_structured_answer(client):
     messages = [{"role": "user", "content": "hi"}]
     answer = client.chat.completions.parse(
         model="tiny", messages=messages, response_format=Answer, max_tokens=120
@@ -100,7 +100,7 @@ def test_the_clients_own_parser(client):
         ),
     ],
 )
-def test_guided(client, guided, pattern):
+def test_guided_options_constrain_output(client, guided, pattern):
     text = ask(client, extra_body=guided).choices[0].message.content
     assert re.fullmatch(pattern, text)
     whole = client.completions.create(model="tiny", prompt=["a", "b"], extra_body=guided, n=2)
@@ -172,7 +172,7 @@ def test_calls_that_must_be_made(client):
     assert streamed == [call.function.name, call.function.arguments]
 
 
-def test_thoughts_are_free(client, tokenizer):
+def test_structured_output_leaves_reasoning_unconstrained(client, tokenizer):
     bias = {str(tokenizer.convert_tokens_to_ids("</think>")): 4}
     answer = ask(
         client,
@@ -266,7 +266,7 @@ def scripted():
         ({"guided_regex": "a", "min_tokens": 3}, None, "drop one"),
     ],
 )
-def test_refusals(scripted, body, param, says):
+def test_invalid_structured_requests_return_400_with_param(scripted, body, param, says):
     body = {"messages": [{"role": "user", "content": "a"}], **body}
     with pytest.raises(openai.BadRequestError) as error:
         scripted.post("/chat/completions", body=body, cast_to=object)
@@ -284,7 +284,7 @@ def test_too_many_waiting_grammars_are_a_reason_to_try_again(scripted, monkeypat
     assert error.value.response.headers["Retry-After"] == "1"
 
 
-def test_deep_schemas_are_refused(scripted):
+def test_deeply_nested_schemas_are_rejected(scripted):
     schema = {"type": "object"}
     for _ in range(40):
         schema = {"type": "array", "items": schema}

@@ -85,7 +85,7 @@ WEATHER = ("weather", '{"city": "Zürich", "days": 3}')
         ("unknown", (TOOL_REPLIES["unknown"], "", [], "stop")),
     ],
 )
-def test_calls_streamed_and_not(client, name, expected):
+def test_streamed_tool_calls_equal_unstreamed_tool_calls(client, name, expected):
     assert whole(ask(client, name, tools=TOOLS)) == expected
     content, reasoning, calls, finish = joined(ask(client, name, tools=TOOLS, stream=True))
     complete = [(n, text) for n, text, _ in calls.values() if _is_json(text)]
@@ -126,7 +126,7 @@ def test_n_choices_and_logprobs_and_token_ids(client):
     assert len({call.id for c in answer.choices for call in c.message.tool_calls}) == 4
 
 
-def test_one_call_at_most(client):
+def test_parallel_tool_calls_false_returns_one_call(client):
     content, _, calls, finish = whole(ask(client, "only", tools=TOOLS, parallel_tool_calls=False))
     assert (content, calls, finish) == (None, [WEATHER], "tool_calls")
     _, _, calls, _ = joined(
@@ -150,7 +150,7 @@ def test_tool_choice_none_and_no_tools_leave_text_alone(client, engine):
         assert "<tools>" not in engine.prompts[-1]
 
 
-def test_history_reaches_the_template(client, engine):
+def test_chat_template_receives_tool_call_history(client, engine):
     call = {
         "id": "call_1",
         "type": "function",
@@ -206,7 +206,7 @@ def called(role, arguments):
         (called("assistant", "[1]"), "messages[0].tool_calls[0]", "no JSON object"),
     ],
 )
-def test_refusals(client, body, param, says):
+def test_invalid_tool_requests_return_400_with_param(client, body, param, says):
     body = {"messages": [{"role": "user", "content": "say plain"}], **body}
     with pytest.raises(openai.BadRequestError) as error:
         client.post("/chat/completions", body=body, cast_to=object)
@@ -214,7 +214,7 @@ def test_refusals(client, body, param, says):
     assert says in error.value.body["message"]
 
 
-def test_schemas_have_limits(client):
+def test_oversized_tool_schemas_are_rejected(client):
     deep: dict = {"type": "object"}
     for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -237,7 +237,7 @@ def test_special_tokens_that_are_markers_are_read_and_others_are_kept_from_clien
         assert whole(ask(client, "x"))[0] == 'Yes.weather{"city": "a"}'
 
 
-def test_options_of_the_server():
+def test_server_options_control_tool_and_reasoning_parsers():
     tokenizer = byte_tokenizer(TOOL_TEMPLATE)
     with background(NamedReplies(tokenizer=tokenizer), enable_function_calling=False) as url:
         body = {"messages": [{"role": "user", "content": "say only"}], "tools": TOOLS}

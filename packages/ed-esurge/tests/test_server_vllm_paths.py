@@ -27,7 +27,7 @@ def http(engine):
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_rerank_at_every_path(http, path):
+def test_rerank_is_served_at_every_path(http, path):
     body = {"query": "ab", "documents": ["zzz", "ab", "abc"], "top_n": 0}
     answer = Reranked.model_validate(http.post(path, json=body).json())
     assert len(answer.results) == 3
@@ -64,7 +64,7 @@ def test_ping_tells_whether_requests_are_taken(http, engine):
         engine.is_sleeping = False
 
 
-def test_load_counts_running_requests(http):
+def test_load_endpoint_counts_running_requests(http):
     assert httpx.get(f"{http.base_url}/load").json() == {"server_load": 0}
     slow = ScriptedEngine(delay=0.05)
     with background(slow) as url:
