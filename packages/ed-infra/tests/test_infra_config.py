@@ -53,7 +53,7 @@ def llama(**changes) -> LlamaConfig:
     return LlamaConfig(**fields)
 
 
-def test_fields_of_both_parents():
+def test_config_accepts_fields_of_both_parent_classes():
     config = llama(attn_mechanism="flash", attn_dtype=jnp.bfloat16, num_key_value_heads=None)
     assert config.attn_mechanism == "flash_attn2"
     assert config.attn_dtype == "bfloat16"
@@ -78,7 +78,7 @@ def test_an_unknown_keyword_is_an_error(cls: type):
         cls(atn_mechanism="ring")
 
 
-def test_other_mistakes_of_construction():
+def test_invalid_config_arguments_raise_config_error():
     with pytest.raises(ConfigError, match="'hiden_size'; did you mean 'hidden_size'"):
         llama(hiden_size=3)
     with pytest.raises(ConfigError, match=r"temperature.*GenerationConfig"):
@@ -109,7 +109,7 @@ def test_a_field_without_effect_is_said_once(caplog):
     assert operation.getMessage().startswith("operation_configs['vanilla'] has no effect")
 
 
-def test_aliases_of_fields():
+def test_field_aliases_read_and_write_the_same_field():
     config = EasyDeLBaseConfig(
         hidden_size=768,
         num_attention_heads=12,
@@ -178,7 +178,7 @@ def test_bits_are_short_for_a_quantization():
         llama(bits=5)
 
 
-def test_custom_arguments():
+def test_custom_arguments_are_saved_and_validated():
     config = llama()
     config.attach_custom_arguments(mine={"a": [1]})
     assert config.to_dict()["mine"] == {"a": [1]}

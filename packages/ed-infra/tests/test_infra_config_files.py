@@ -106,7 +106,7 @@ def test_an_unknown_key_in_our_own_section_is_an_error(folder):
         LlamaConfig.from_pretrained(folder)
 
 
-def test_remote_addresses(folder):
+def test_config_round_trips_through_remote_address(folder):
     config = LlamaConfig.from_pretrained(folder)
     config.save_pretrained("memory://infra/model")
     assert LlamaConfig.from_pretrained("memory://infra/model") == config

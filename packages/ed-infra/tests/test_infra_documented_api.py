@@ -62,7 +62,7 @@ def device(number: int, process: int, slice_index: int | None, x: int = 0) -> An
 
 @proves("create_mesh(sharding_dcn_axis_dims)", "sharding_dcn_axis_dims")
 @proves("create_mesh(process_is_granule)", "create_mesh(should_sort_granules_by_key)")
-def test_slices_and_processes(monkeypatch: pytest.MonkeyPatch):
+def test_create_mesh_groups_devices_by_slice_or_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ed_infra.mesh.Mesh", lambda array, names, axis_types: array)
     # Two slices of two processes each, two devices a process; the second slice comes first.
     devices = [device(i, i // 2, 1 - i // 4) for i in range(8)]
@@ -85,7 +85,7 @@ def test_slices_and_processes(monkeypatch: pytest.MonkeyPatch):
 
 
 @proves("create_mesh(allow_split_physical_axes)")
-def test_splitting_the_torus(monkeypatch: pytest.MonkeyPatch):
+def test_create_mesh_rejects_split_torus_when_disallowed(monkeypatch: pytest.MonkeyPatch):
     def torus(shape: Any, devices: Any, *, allow_split_physical_axes: bool) -> Any:
         if not allow_split_physical_axes:
             raise NotImplementedError("would split")
@@ -127,7 +127,7 @@ def test_the_mesh_of_a_configuration():
         (False, False, (4, 2, 1)),
     ],
 )
-def test_expert_meshes(fsdp: bool, sp: bool, shape: tuple[int, ...]):
+def test_expert_mesh_shape_follows_ep_bound_options(fsdp: bool, sp: bool, shape: tuple[int, ...]):
     config = EasyDeLBaseConfig(
         **SIZES,
         sharding_axis_dims=(1, 2, 2, 1, 2),
@@ -164,7 +164,7 @@ def test_the_call_of_the_page():
 @proves("get_basic_inv_frequencies(rotary_dim)", "get_basic_inv_frequencies(base)")
 @proves("get_basic_inv_frequencies(partial_rotary_factor)", "granted_freq_max_position_embedding")
 @proves("hidden_size", "num_attention_heads")
-def test_frequencies():
+def test_basic_frequencies_have_expected_shapes_and_values():
     config = EasyDeLBaseConfig(**SIZES, rope_theta=100.0)
     table = config.get_basic_frequencies()
     assert isinstance(table, ModuleCaches) and table.shape == (32, 16)
@@ -227,7 +227,7 @@ def test_both_forms_of_a_rotary_embedding():
 
 @proves("get_basic_causal_mask", "get_basic_causal_mask(max_length)")
 @proves("get_basic_causal_mask(dtype)", "precompute_masks", "granted_mask_max_position_embedding")
-def test_causal_masks():
+def test_basic_causal_mask_follows_config_lengths():
     config = EasyDeLBaseConfig(**SIZES)
     mask = config.get_basic_causal_mask(max_length=6, dtype=jnp.float32)
     assert isinstance(mask, ModuleCaches) and mask.dtype == jnp.float32
@@ -255,7 +255,7 @@ def test_both_forms_of_a_forgetful_mask():
 
 
 @proves("get_mask_details", "AttnMaskDetail")
-def test_mask_details():
+def test_mask_details_follow_layer_types():
     assert EasyDeLBaseConfig(**SIZES).get_mask_details() is None
     config = EasyDeLBaseConfig(**SIZES)
     config.attach_custom_arguments(

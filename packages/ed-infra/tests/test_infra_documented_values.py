@@ -104,7 +104,7 @@ def test_basics_are_checked_and_a_mesh_goes_along():
 
 @proves("EasyDeLBaseConfig(**kwargs)", "attention_mechanism", "gradient_checkpointing_policy")
 @proves("use_hardware_abstraction")
-def test_aliases_and_unknown_keywords():
+def test_config_rejects_conflicting_aliases_and_unknown_keywords():
     with pytest.raises(ConfigError, match="another name of 'attn_mechanism'"):
         EasyDeLBaseConfig(attention_mechanism="flash", attn_mechanism="ring")
     with pytest.raises(ConfigError, match="in gradient_checkpointing"):
@@ -155,7 +155,7 @@ def test_the_typed_dict_is_the_table_of_fields():
 
 @proves("EasyMethod", "EasyMethod.from_dict", "EasyMethod.from_json", "EasyMethod.replace")
 @proves("EasyMethod.to_dict", "EasyMethod.to_json")
-def test_easy_method():
+def test_easy_method_round_trips_and_rejects_unknown_fields():
     assert EasyMethod.EVAL == EasyMethod().EVAL == EasyMethod.SERVE == "serve"
     assert EasyDeLBaseConfig(easy_method=EasyMethod.CONVERT).to_dict()["easy_method"] == "convert"
     own = EasyMethod(TRAIN="fit")
@@ -184,7 +184,7 @@ def test_closed_lists_are_what_fields_take():
 
 @proves("extract_commit_hash", "extract_commit_hash(resolved_file)")
 @proves("extract_commit_hash(commit_hash)")
-def test_extract_commit_hash():
+def test_extract_commit_hash_reads_snapshot_paths():
     commit = "0123456789abcdef0123456789abcdef01234567"
     path = f"/cache/models--a--b/snapshots/{commit}/model.safetensors"
     assert extract_commit_hash(path, None) == commit
@@ -197,7 +197,7 @@ def test_extract_commit_hash():
 
 @proves("set_attrs_smartly", "set_attrs_smartly(attr_name)", "set_attrs_smartly(default)")
 @proves("set_attrs_smartly(new_attr)")
-def test_set_attrs_smartly():
+def test_set_attrs_smartly_sets_missing_and_given_attributes():
     thing = types.SimpleNamespace(there=1)
     set_attrs_smartly(thing, "there", 2, NOT_GIVEN)
     set_attrs_smartly(thing, "missing", 12, NOT_GIVEN)
@@ -216,7 +216,7 @@ def test_set_attrs_smartly():
 @proves("save_pretrained(save_directory)", "to_json_file", "to_json_file(json_file_path)")
 @proves("to_json_file(use_diff)")
 @pytest.mark.parametrize("remote", [False, True])
-def test_files(remote: bool, tmp_path: Any):
+def test_config_files_round_trip_locally_and_remotely(remote: bool, tmp_path: Any):
     place = "memory://test_infra_documented_api" if remote else str(tmp_path)
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, attn_mechanism="ring")
     config.attach_custom_arguments(my_custom_param="value", another_param=42)
@@ -242,7 +242,7 @@ def test_files(remote: bool, tmp_path: Any):
 
 @proves("from_pretrained(cache_dir)", "from_pretrained(revision)")
 @proves("from_pretrained(local_files_only)", "from_pretrained(force_download)")
-def test_the_hub_cache(tmp_path: Any):
+def test_from_pretrained_reads_revisions_from_hub_cache(tmp_path: Any):
     def put(revision: str, commit: str, **fields: Any) -> None:
         folder = tmp_path / "models--someone--tiny"
         snapshot = folder / "snapshots" / commit
@@ -279,7 +279,7 @@ def test_the_token_reaches_the_hub(monkeypatch: pytest.MonkeyPatch):
 
 @proves("from_pretrained(return_unused_kwargs)", "from_pretrained(**kwargs)")
 @proves("from_pretrained(proxies)", "from_pretrained(resume_download)")
-def test_keywords_of_from_pretrained(tmp_path: Any, caplog: pytest.LogCaptureFixture):
+def test_from_pretrained_validates_keywords(tmp_path: Any, caplog: pytest.LogCaptureFixture):
     LlamaConfig().save_pretrained(tmp_path)
     config, unused = LlamaConfig.from_pretrained(
         tmp_path, output_attentions=True, foo=False, return_unused_kwargs=True
@@ -295,7 +295,9 @@ def test_keywords_of_from_pretrained(tmp_path: Any, caplog: pytest.LogCaptureFix
 
 
 @proves("save_pretrained(push_to_hub)")
-def test_pushing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+def test_save_pretrained_pushes_local_directory_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
     pushed = []
     monkeypatch.setattr(
         transformers.PretrainedConfig,

@@ -97,7 +97,7 @@ def test_the_sources_of_classes_count(tmp_path, monkeypatch):
     assert names[0] != names[1]
 
 
-def test_settings_of_jax_count():
+def test_fingerprint_changes_with_jax_settings():
     before = name(1)
     jax.config.update("jax_default_matmul_precision", "highest")
     try:

@@ -43,7 +43,7 @@ def python(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_package_alone(record_property: Callable[[str, object], None]):
+def test_importing_ed_infra_loads_no_heavy_modules(record_property: Callable[[str, object], None]):
     seen = python("""
         before, modules, start = observe(), set(sys.modules), time.perf_counter()
         import ed_infra
@@ -63,7 +63,9 @@ def test_the_package_alone(record_property: Callable[[str, object], None]):
     )
 
 
-def test_all_of_it(record_property: Callable[[str, object], None]):
+def test_importing_every_ed_infra_module_has_no_side_effects(
+    record_property: Callable[[str, object], None],
+):
     """Every module of the package, against a process that has imported the same third parties."""
     third_parties = python("""
         import ed_infra

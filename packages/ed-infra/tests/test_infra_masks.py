@@ -42,7 +42,7 @@ def by_hand(segments, causal=True, window=None, chunk=None):
 @pytest.mark.parametrize(
     "limits", [{}, {"window": 2}, {"chunk": 2}, {"window": 3, "chunk": 2}], ids=str
 )
-def test_what_is_allowed(causal: bool, limits: dict):
+def test_allowed_mask_matches_reference(causal: bool, limits: dict):
     info = MaskInfo.from_segments(SEGMENTS, causal)
     np.testing.assert_array_equal(info.allowed(**limits), by_hand(SEGMENTS, causal, **limits))
 
@@ -68,14 +68,14 @@ def test_left_padding_equals_no_padding():
 
 @settings(max_examples=8)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 3))
-def test_offsets_of_segments(lengths: list[int], padding: int):
+def test_cu_seqlens_produce_matching_segment_ids(lengths: list[int], padding: int):
     offsets = np.cumsum([0, *lengths])
     info = MaskInfo.from_cu_seqlens(offsets, int(offsets[-1]) + padding)
     expected = np.repeat(np.arange(1, len(lengths) + 1), lengths).tolist() + [0] * padding
     assert info.q_segment_ids.tolist() == [expected]
 
 
-def test_a_bias_is_finite():
+def test_mask_bias_is_finite():
     bias = MaskInfo.from_segments(SEGMENTS).create_bias(jnp.bfloat16)
     assert bias.shape == (2, 1, 8, 8)
     assert bool(jnp.isfinite(bias).all())

@@ -92,7 +92,7 @@ def test_true_and_false_are_no_numbers(key: str, value: object, where: str):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), ".inf", "nan"])
-def test_numbers_are_finite(value: object):
+def test_number_options_reject_non_finite_values(value: object):
     for key, given in (("rate", value), ("named", {"a": value}), ("either", value)):
         with pytest.raises(pydantic.ValidationError):
             Numbers(**{key: given})
@@ -111,7 +111,7 @@ def test_numbers_are_finite(value: object):
         (options.Dropout, [0, 0.999], [1, -0.1]),
     ],
 )
-def test_numbers_with_bounds(kind: Any, allowed: list, refused: list):
+def test_bounded_number_options_reject_out_of_range_values(kind: Any, allowed: list, refused: list):
     class Bounded(Options):
         value: kind
 
@@ -156,7 +156,7 @@ def test_options_do_not_change_but_are_replaced_and_checked_again():
         (np.dtype("int8"), "int8"),
     ],
 )
-def test_dtypes_have_one_name(given: object, name: str):
+def test_dtype_spellings_resolve_to_one_name(given: object, name: str):
     assert canonical_dtype(given) == name
 
 
@@ -267,7 +267,7 @@ def test_fields_that_contradict_each_other_say_which_to_change(values: dict, fie
     assert caught.value.field == field
 
 
-def test_tasks_have_aliases():
+def test_task_aliases_resolve_to_one_task():
     for spelling in ("causal_lm", "causal-lm", "lm", "causal-language-model", "CAUSAL_LM"):
         assert canonical_task(spelling) is TaskType.CAUSAL_LM
     with pytest.raises(errors.ConfigError, match="did you mean"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_the_storage_forms():
+def test_canonical_paths_cover_all_storage_forms():
     tail = ("self_attn", "q_proj", "kernel")
     name = "model.layers.{}.self_attn.q_proj.kernel"
     stacked = paths.canonical(("model", "layers", "run_0_30_1", 0, *tail))
@@ -20,7 +20,7 @@ def test_the_storage_forms():
     assert paths.canonical(("model", "norm", "weight")) == ["model.norm.weight"]
 
 
-def test_stacked_or_not():
+def test_stacked_paths_are_recognized():
     assert paths.is_stacked(("layers", "run_2_4_2", 1, "a"))
     assert not paths.is_stacked(("layers", "layer_2", "a"))
     assert paths.parse_run("run_2_4_2") == paths.Run(2, 4, 2)

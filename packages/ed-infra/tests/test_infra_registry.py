@@ -23,7 +23,7 @@ def empty_registry(monkeypatch):
 
 
 @pytest.mark.proves("register_config", "register_module")
-def test_registered_classes_are_found(empty_registry):
+def test_registry_returns_registered_classes(empty_registry):
     @registry.register_config("toy")
     class ToyConfig(EasyDeLBaseConfig):
         model_type = "toy"
@@ -87,7 +87,7 @@ def test_the_option_tables_need_neither_jax_nor_transformers():
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_everything_starts_nothing():
+def test_importing_ed_infra_does_not_initialize_backends():
     code = (
         "import os, sys, logging\n"
         "before = dict(os.environ), list(logging.getLogger().handlers)\n"
@@ -102,7 +102,7 @@ def test_importing_everything_starts_nothing():
     assert done.returncode == 0, done.stderr
 
 
-def test_names_of_the_package():
+def test_ed_infra_exports_every_name():
     for name in ed_infra.__all__:
         assert getattr(ed_infra, name) is not None
     with pytest.raises(AttributeError, match="did you mean 'create_mesh'"):
@@ -133,11 +133,11 @@ def test_a_lone_process_joins_nothing(monkeypatch):
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
     ],
 )
-def test_launchers_are_recognized(environment: dict, several: bool):
+def test_distributed_launchers_are_recognized(environment: dict, several: bool):
     assert distributed._launched(environment) is several
 
 
-def test_messages_are_said_once(caplog):
+def test_once_logs_each_message_a_single_time(caplog):
     ed_logging.forget_said()
     logger = ed_logging.get_logger("ed_infra.test")
     with caplog.at_level(logging.WARNING, logger="easydel"):
@@ -153,7 +153,7 @@ def test_text_that_every_python_has():
 
 
 @pytest.mark.torch
-def test_a_random_torch_llama(tmp_path):
+def test_random_torch_llama_produces_logits(tmp_path):
     testing.require_torch()
     path = testing.random_hf_llama(tmp_path, max_shard_size="100KB", tie_word_embeddings=True)
     assert (path / "model.safetensors.index.json").exists()

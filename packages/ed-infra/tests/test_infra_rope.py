@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.torch
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [None, 100, 9000])
-def test_frequencies_equal_transformers(case: str, length: int | None):
+def test_rope_frequencies_match_transformers(case: str, length: int | None):
     require_torch()
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -86,7 +86,7 @@ def test_old_spellings_give_the_same():
     np.testing.assert_array_equal(rope.inv_frequencies(config)[0], expected)
 
 
-def test_parameters_by_layer_type():
+def test_rope_parameters_are_selected_by_layer_type():
     nested = {"full_attention": {"rope_theta": 10.0}, "sliding_attention": {"rope_theta": 20.0}}
     full = rope.inv_frequencies(nested, 8, layer_type="full_attention")[0]
     assert full[1] == pytest.approx(10.0 ** (-2 / 8))
@@ -94,7 +94,7 @@ def test_parameters_by_layer_type():
         rope.inv_frequencies(nested, 8, layer_type="full")
 
 
-def test_mistakes():
+def test_invalid_rope_parameters_raise_config_error():
     with pytest.raises(ConfigError, match="unknown rope_type 'lama3'; did you mean 'llama3'"):
         rope.inv_frequencies({"rope_type": "lama3"}, 8)
     with pytest.raises(ConfigError, match="'llama3' need 'factor'"):

@@ -79,7 +79,7 @@ def theirs_of(module: Any, positions: np.ndarray, *layer_type: str) -> tuple[np.
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.proves("get_basic_rope", "get_basic_rope(head_size)", "get_basic_rope(dtype)")
-def test_tables_equal_transformers(kind: str, length: int, theta: float, record_property):
+def test_rope_tables_match_transformers(kind: str, length: int, theta: float, record_property):
     require_torch()
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -141,7 +141,7 @@ def image_positions(length: int) -> np.ndarray:
 @pytest.mark.parametrize("length", [200, 6000])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.proves("get_basic_rope(is_neox_style)")
-def test_multimodal_sections(family: str, length: int):
+def test_multimodal_rope_sections_match_transformers(family: str, length: int):
     torch = require_torch()
     from transformers.models.glm4v import modeling_glm4v
     from transformers.models.qwen2_vl import modeling_qwen2_vl
@@ -180,7 +180,7 @@ def test_multimodal_sections(family: str, length: int):
     )
 
 
-def test_sections_must_add_up():
+def test_rope_sections_must_sum_to_frequency_count():
     with pytest.raises(ConfigError, match="adds up to 30, but there are 32"):
         axis_of_frequency([10, 10, 10], 32)
     assert list(axis_of_frequency([2, 1, 1], 4)) == [0, 0, 1, 2]

@@ -36,7 +36,7 @@ def test_the_first_rule_that_matches_decides():
 
 
 @pytest.mark.parametrize("pattern", [r"layers/\d+/self_attn", r"layers\.\d+\.self_attn", "3.self"])
-def test_both_separators(pattern: str):
+def test_rules_match_names_with_either_separator(pattern: str):
     assert Rules([(pattern, 1)], kind="rule").match(NAMES[1]) == (pattern, 1)
 
 
@@ -77,7 +77,7 @@ def test_a_rule_that_matches_nothing_names_the_nearest(pattern: str, hint: str):
         ([(3, 1)], r"a decay rule is a pair .* got \(3, 1\)"),
     ],
 )
-def test_what_is_no_rule(rules: list, says: str):
+def test_invalid_rules_raise_config_error(rules: list, says: str):
     with pytest.raises(ConfigError, match=says):
         Rules(rules, kind="decay rule")
 

@@ -109,7 +109,7 @@ def test_a_module_is_created_where_it_lives_with_the_values_of_one_device(config
         )
 
 
-def test_shard_and_gather(config):
+def test_shard_after_gather_restores_parameters(config):
     module = sharding.create_sharded(build(config), config)
     gathered = sharding.gather(module, config)
     assert gathered.embed.kernel.get_value().sharding.is_fully_replicated
@@ -128,7 +128,7 @@ def test_rules_match_the_canonical_path_of_a_layer(config, pattern):
     assert spec_of(specs, "embed", "kernel") == P("tp", "fsdp")
 
 
-def test_the_first_rule_decides(config):
+def test_first_matching_sharding_rule_wins(config):
     overrides = [("layers/[02]/up", P("tp")), ("layers/.*/up", P("fsdp"))]
     specs = sharding.specs(nnx.eval_shape(build(config)), config, overrides=overrides)
     assert spec_of(specs, "layers", "run_0_4_2", 0, "up", "kernel") == P(None, "tp")
@@ -146,13 +146,13 @@ def test_the_first_rule_decides(config):
         (("layers.4.up", [["fsdp", "tp"], "tp"]), ConfigError, "mesh axis 'tp' twice"),
     ],
 )
-def test_rules_that_cannot_hold(config, rule, error, says):
+def test_unsatisfiable_sharding_rules_raise_error(config, rule, error, says):
     state = nnx.eval_shape(build(config))
     with pytest.raises(error, match=says):
         sharding.specs(state, config, overrides=[rule])
 
 
-def test_rules_of_the_configuration():
+def test_config_sharding_rules_override_defaults():
     rules = [["embed.kernel", ["fsdp", None]]]
     config = EasyDeLBaseConfig(sharding_axis_dims=(1, 4, 1, 2, 1), sharding_rules=rules)
     assert spec_of(sharding.specs(nnx.eval_shape(build(config)), config), "embed", "kernel") == P(
@@ -173,13 +173,13 @@ def test_the_view_as_rules_gives_the_same_sharding(config):
     assert list(derived) == list(again)
 
 
-def test_logical_axes(config):
+def test_logical_axes_are_read_from_parameters(config):
     axes = sharding.logical_axes(nnx.eval_shape(build(config)))
     assert axes["layers", "run_0_4_2", 0, "up", "kernel"] == ("embed", "mlp")
     assert axes["scale",] is None
 
 
-def test_constrain_activations(config):
+def test_constrain_applies_sharding_to_activations(config):
     x = jnp.ones((8, 4, 16))
     axes = ("batch", "sequence", "mlp")
     y = jax.jit(lambda x: sharding.constrain(x, axes, config))(x)
