@@ -68,7 +68,7 @@ def test_window_and_chunk_edges_at_every_position(name, causal) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("limit", ["window", "chunk"])
 @pytest.mark.parametrize("name", able())
-def test_static_edges(name, limit, causal) -> None:
+def test_static_mask_limits_match_reference(name, limit, causal) -> None:
     mask = Mask.packed(SEGMENTS, causal)
     for size in LIMITS:
         only = {"window": 0, "chunk": 0, limit: size}
@@ -139,7 +139,7 @@ def test_a_far_block_is_never_visited(causal) -> None:
 
 @settings(max_examples=20)
 @given(numbers, st.booleans(), st.integers(0, 25), st.integers(0, 25))
-def test_blocks_change_nothing(seed, shuffled, window, chunk) -> None:
+def test_blockwise_attention_matches_vanilla(seed, shuffled, window, chunk) -> None:
     mask = random_mask(seed, 17, 23, causal=True, shuffled=shuffled)
     draw = np.random.default_rng(seed)
     shapes = ((2, 17, 4, 8), (2, 23, 2, 8), (2, 23, 2, 8))
@@ -180,7 +180,7 @@ def whole(draw: np.random.Generator, *shape: int, most: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", able())
-def test_scores_of_ten_thousand(name) -> None:
+def test_large_scores_do_not_overflow(name) -> None:
     """Scores of a row differ by thousands: the softmax picks one key or two, nothing overflows.
 
     Blocks keep of a row its log-sum-exp, whose resolution bounds their gradients here.
@@ -197,7 +197,7 @@ def test_scores_of_ten_thousand(name) -> None:
 
 @pytest.mark.parametrize("name", able("bias"))
 @pytest.mark.parametrize("fill", [-np.inf, np.finfo(np.float32).min])
-def test_a_bias_that_masks(name, fill) -> None:
+def test_masking_bias_matches_reference(name, fill) -> None:
     """Masks given as a bias: a key for all, and by -inf for one query all that it may see.
 
     All keys at the least finite number are alike, which no log-sum-exp can hold: it is not a mask.
@@ -213,7 +213,7 @@ def test_a_bias_that_masks(name, fill) -> None:
 
 
 @pytest.mark.parametrize("name", able("soft_cap"))
-def test_capped_to_the_limit(name) -> None:
+def test_saturated_soft_cap_has_finite_output_and_no_gradient(name) -> None:
     """Scores far beyond the cap: all weights alike, no gradient, no NaN."""
     case = cases.case_of(CELLS["causal"])
     case, expected, found = small(name, q=case.q * 1e3, k=case.k * 1e3, soft_cap=1.5)
@@ -224,7 +224,7 @@ def test_capped_to_the_limit(name) -> None:
 
 @pytest.mark.parametrize("name", able("sinks"))
 @pytest.mark.parametrize("sink", [-np.inf, -1e9, -15.0, -10.0, 50.0])
-def test_sinks_of_any_size(name, sink) -> None:
+def test_sinks_of_any_size_match_reference(name, sink) -> None:
     """Also in the gradient, where a sink takes so little that 1 less its share is 1 in float32."""
     sinks = np.full(cases.HEADS, sink, np.float32)
     case, expected, found = small(name, sinks=sinks)
@@ -235,7 +235,7 @@ def test_sinks_of_any_size(name, sink) -> None:
 
 
 @pytest.mark.parametrize("name", able())
-def test_nobody_sees_anything(name) -> None:
+def test_fully_masked_queries_produce_zeros(name) -> None:
     mask = Mask.packed(np.zeros_like(cases.SEGMENTS))
     _, _, found = small(name, mask=mask)
     assert all(not x.any() for x in found.values())
@@ -254,7 +254,7 @@ def test_large_numbers_in_half_precision(name) -> None:
 
 
 @pytest.mark.parametrize("name", able())
-def test_float16(name) -> None:
+def test_float16_attention_matches_reference(name) -> None:
     """A compiled program, which lacks float16 products with float32 sums on a CPU."""
     case = cases.case_of(CELLS["causal"])
     d_out = cases.noise(case)

@@ -90,7 +90,7 @@ def test_plain_xla_can_be_asked_for(installed) -> None:
     assert not toy.RAN
 
 
-def test_its_language_is_known(installed) -> None:
+def test_check_language_rejects_missing_native_kernels(installed) -> None:
     config = cases.config()
     check_language("attn_mechanism", "flash_attn2", "native", config)
     check_language("attn_mechanism", "auto", "native", config)

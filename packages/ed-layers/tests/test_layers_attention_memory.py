@@ -31,7 +31,7 @@ def temporary(name: str, length: int, *, gradient: bool, window: int | None = No
 @pytest.mark.parametrize(
     "gradient", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forward", "gradient"]
 )
-def test_no_array_of_scores(gradient) -> None:
+def test_blockwise_attention_allocates_no_score_matrix(gradient) -> None:
     """A program of 2048 tokens needs less than the scores of one head."""
     assert temporary("blockwise", 2048, gradient=gradient) < 2048**2 * 4
     assert temporary("vanilla", 2048, gradient=gradient) > HEADS * 2048**2 * 4

@@ -69,7 +69,7 @@ def test_any_steps_of_any_cache(kind, format, layout, mechanism):
 
 
 @pytest.mark.parametrize(("kind", "format"), [("dense", "int8"), ("window", "fp8")])
-def test_eight_bits_in_steps(kind, format, record_property):
+def test_quantized_cache_is_independent_of_step_sizes(kind, format, record_property):
     """However the tokens come, the same codes are stored and read; near to what they stand for."""
     qkv = sequence(14)
     outs = []
@@ -152,7 +152,7 @@ def test_freed_pages_serve_the_next_sequence(format, record_property):
         record_property("summary", text)
 
 
-def test_padding_tokens_write_nothing():
+def test_padding_tokens_write_no_cache_pages():
     engine = Engine([4], pages=40)
     engine.step([4], padded_to=16)
     assert np.count_nonzero(np.asarray(engine.cache.pages).any((0, 3, 4, 5))) == 4

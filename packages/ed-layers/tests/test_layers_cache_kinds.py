@@ -120,7 +120,7 @@ def test_periods_of_a_scan_find_their_layers():
         assert cases.error(found[0][layer], expected) <= BOUNDS[None]
 
 
-def test_pages_of_two_groups():
+def test_paged_cache_reads_separate_tables_per_group():
     """Windowed layers with a pool and a table of their own, and a step that has one table."""
     qkv: list[Any] = sequence(6)
     cache: Any = HybridCache.create_paged(
@@ -218,7 +218,7 @@ def latent(n: int) -> list[np.ndarray]:
         (4, "stacked", Format("int8")),
     ],
 )
-def test_latents_are_stored_once(window, layout, format, mechanism):
+def test_latent_cache_stores_keys_once(window, layout, format, mechanism):
     qkv = latent(9)
     spec = replace(LATENT, window=window, group="window" if window else "full")
     options: Any = {"batch_size": 1, "capacity": 11, "layout": layout, "format": format}
@@ -235,7 +235,7 @@ def test_latents_are_stored_once(window, layout, format, mechanism):
 
 
 @pytest.mark.parametrize("format", [None, Format("int8")])
-def test_pages_of_latents(format):
+def test_paged_latent_cache_stores_no_values(format):
     qkv: list[Any] = latent(6)
     cache = PagedCache.create([LATENT], num_pages=2, page_size=4, format=format)
     pages: Any = cache.pages
@@ -249,7 +249,7 @@ def test_pages_of_latents(format):
     assert cases.error(out, whole(qkv)) <= BOUNDS["int8" if format else None]
 
 
-def test_latents_that_cannot_be():
+def test_invalid_latent_cache_options_raise_error():
     with pytest.raises(ValueError, match="value_dim=16 is more than the head_dim=12"):
         LayerCacheSpec(1, 12, value_dim=16, values_in_keys=True)
     for create in (HybridCache.create, HybridCache.create_paged):

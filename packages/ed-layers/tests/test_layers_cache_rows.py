@@ -54,7 +54,7 @@ def test_padding_shifts_neither_chunks_nor_windows(specs, features, mechanism):
             assert not row[kept == 0].any(), "padding sees nothing"
 
 
-def test_positions_count_tokens():
+def test_cache_positions_count_only_real_tokens():
     for cache in (DenseCache.create(SPECS, batch_size=2, capacity=9), ring(rows=2)):
         first = jnp.asarray([[0, 1, 1], [1, 1, 0]])
         cache, _, positions = cache.begin(first)
@@ -149,7 +149,7 @@ def test_a_window_that_no_row_outgrows_is_kept_whole():
         WindowCache.create([NEAR], batch_size=1, capacity=3)
 
 
-def test_steps_begin_and_end():
+def test_cache_updates_require_begin_and_advance():
     cache = ring()
     kv: Any = sequence(2)[1:]
     with pytest.raises(ValueError, match=r"advance\(2\) ends a step of 2 places, but none has"):

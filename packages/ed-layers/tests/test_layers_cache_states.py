@@ -15,7 +15,7 @@ from ed_layers.cache import HybridCache, RaggedBatch, RecurrentCache, RecurrentS
 STATE = RecurrentSpec((StateSpec("conv", (3, 2)), StateSpec("ssm", (4,), "bfloat16")))
 
 
-def test_states_of_rows():
+def test_recurrent_cache_sets_states_of_one_layer():
     cache = RecurrentCache.create([STATE] * 2, batch_size=3)
     new = {"conv": jnp.ones((3, 3, 2)), "ssm": jnp.full((3, 4), 2.0)}
     cache = jax.jit(lambda cache, layer: cache.set(layer, new))(cache, jnp.int32(1))
@@ -28,7 +28,7 @@ def test_states_of_rows():
 
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
-def test_states_of_sequences(layout):
+def test_new_sequences_start_with_zero_states(layout):
     """Sequences lease states: one that begins gets zeros, and unused places touch nobody's."""
     cache = RecurrentCache.create([STATE] * 2, batch_size=4, layout=layout)
     step = ragged([3, 1, 0], [2, 1, 0], [2, 1, 0], used=2)

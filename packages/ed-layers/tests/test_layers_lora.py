@@ -118,7 +118,7 @@ def test_adapters_of_experts_are_what_they_are_merged(reference):
 
 
 @pytest.mark.parametrize("spec", [LoraSpec(dropout=0.1), LoraSpec(dora=True)])
-def test_what_experts_cannot_have(spec):
+def test_expert_adapters_reject_dropout_and_dora(spec):
     base = Experts(Parts(config(), nnx.Rngs(0)), 2, F).up_proj
     with pytest.raises(ConfigError, match="leave experts out"):
         LoRAExperts(base, spec, jax.random.key(0))

@@ -56,7 +56,7 @@ def test_leading_axes_and_the_matrix_as_it_lies(rows, dtype) -> None:
         near(y, exact(x) @ exact(w.astype(dtype)), np.full(y.shape, 10.0))
 
 
-def test_many_matrices_at_once() -> None:
+def test_vmapped_matmul_matches_exact_product() -> None:
     x, w = drawn(0, 4, 3, 8), drawn(1, 4, 8, 5)
     y, pull = jax.vjp(jax.vmap(matmul), x, w)
     near(y, exact(x) @ exact(w), np.full(y.shape, 10.0))

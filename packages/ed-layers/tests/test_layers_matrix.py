@@ -93,7 +93,7 @@ def test_slopes_on_a_ring_follow_heads_that_are_split() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("groups", [2, 1], ids=["gqa", "mqa"])
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_every_cell(name, groups, record_property) -> None:
+def test_every_attention_cell_matches_float64_reference(name, groups, record_property) -> None:
     table = {cell: measure(name, cell, groups) for cell in cases.declared(name)}
     record_property("summary", report(f"{name}, {groups} kv heads", table))
     outs = {cell: errors["out"] for cell, errors in table.items()}
@@ -109,7 +109,7 @@ def test_every_cell(name, groups, record_property) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", cases.readers("projected"))
-def test_half_precision(name, record_property) -> None:
+def test_bfloat16_attention_matches_float64_reference(name, record_property) -> None:
     """`attn_dtype: bfloat16`, against float64 on the rounded numbers."""
     errors = measure(name, "causal", 2, "bfloat16")
     record_property("summary", report(f"{name}, bfloat16", {"causal": errors}))

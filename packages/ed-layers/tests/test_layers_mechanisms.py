@@ -76,7 +76,7 @@ def run(attention: Any, given: dict[str, Any], segments: Any = SEGMENTS) -> Any:
     return out, grads
 
 
-def test_the_table_is_complete() -> None:
+def test_mechanism_table_lists_every_mechanism() -> None:
     names = set(get_args(enums.AVAILABLE_ATTENTION_MECHANISMS)) - {"auto"}
     assert set(MECHANISMS) == names
     assert {enums.MECHANISM_ALIASES[x] for x in ("flash", "splash")} <= names
@@ -102,7 +102,7 @@ SPLASH = {
         for i, name in enumerate(SPLASH)
     ],
 )
-def test_splash_is_vanilla(case: str, record_property) -> None:
+def test_splash_attention_matches_vanilla(case: str, record_property) -> None:
     out, grads = run(partial(splash_attention, interpret=True), SPLASH[case])
     expected, expected_grads = run(vanilla_attention, SPLASH[case])
     errors = worst(out, expected), worst(grads, expected_grads)
@@ -112,7 +112,7 @@ def test_splash_is_vanilla(case: str, record_property) -> None:
 
 
 @pytest.mark.nightly
-def test_splash_over_devices(record_property) -> None:
+def test_sharded_splash_attention_matches_vanilla(record_property) -> None:
     """Rows over fsdp, heads over tp, more ways than there are kv heads; interpreted."""
     split = mechanism(sharding_axis_dims=(1, 2, 1, 4, 1))
 
@@ -282,7 +282,7 @@ def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
         ("gpu", jnp.bfloat16, {"soft_cap": 3.0}, {}, "'blockwise' on gpu"),
     ],
 )
-def test_auto(
+def test_auto_mechanism_selects_expected_kernel(
     platform: str, dtype: Any, given: dict, fields: dict, expected: str, monkeypatch, caplog
 ) -> None:
     on(monkeypatch, platform)

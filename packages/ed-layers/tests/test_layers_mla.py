@@ -144,7 +144,9 @@ def in_steps(module: LatentAttention, cache: Any, steps: tuple[int, ...]) -> tup
     ],
     ids=["compressed queries", "plain queries, halves", "scaled, equal widths"],
 )
-def test_absorbed_is_expanded(fields: dict[str, Any], options: dict[str, Any]) -> None:
+def test_absorbed_attention_matches_expanded_attention(
+    fields: dict[str, Any], options: dict[str, Any]
+) -> None:
     module = layer(options, **fields)
     cache = DenseCache.create([module.latent_spec], batch_size=B, capacity=16)
     out, _ = in_steps(module, cache, (5, 1, 1, 5))
@@ -189,7 +191,7 @@ def test_a_cache_holds_the_latent_and_nothing_else() -> None:
     np.testing.assert_allclose(cache.keys[0, :, 0, :S], latents[:, :, 0], atol=1e-6)
 
 
-def test_a_cache_of_codes() -> None:
+def test_quantized_latent_cache_stays_within_error_bound() -> None:
     module = layer()
     cache = DenseCache.create(
         [module.latent_spec], batch_size=B, capacity=16, format=Format("int8")

@@ -118,7 +118,7 @@ def near(got, expected, bound=1e-5):
 
 
 @pytest.mark.parametrize(("count", "k"), [(6, 3), (40, 2), (3, 1)])
-def test_the_methods_agree(count, k):
+def test_expert_methods_produce_same_outputs_and_gradients(count, k):
     (chosen, weights), x = choices(count, k), inputs()
     upstream = jnp.asarray(np.random.default_rng(4).normal(size=(B, S, D)), jnp.float32) / 8
     bias = count == 6
@@ -369,7 +369,7 @@ LOGITS = np.log([0.1, 0.4, 0.2, 0.3])
         ({"groups": 2, "normalize": False, "bias": [0, -0.2, 0, 0]}, [3, 2], [0.3, 0.2]),
     ],
 )
-def test_routing(form, chosen, weights):
+def test_router_selects_expected_experts_and_weights(form, chosen, weights):
     got, shares = router(logits=LOGITS, **form)
     assert got == chosen
     np.testing.assert_allclose(shares, weights, rtol=1e-5)

@@ -47,7 +47,7 @@ def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:
 @built
 @settings(max_examples=15, deadline=None)
 @given(n=SIZES, i=SIZES, o=SIZES, x_dtype=DTYPES, w_dtype=DTYPES, seed=st.integers(0, 99))
-def test_products_are_exact(n, i, o, x_dtype, w_dtype, seed) -> None:
+def test_native_products_are_exact(n, i, o, x_dtype, w_dtype, seed) -> None:
     x, w = drawn(seed, n, i, dtype=x_dtype), drawn(seed + 1, i, o, dtype=w_dtype)
     for transposed in (False, True):
         y = products.product(x, jnp.array(w.T) if transposed else w, transposed=transposed)
@@ -144,7 +144,7 @@ def test_the_model_s_products_take_it_and_have_gradients() -> None:
 @built
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4", "fp8", "mxfp8"])
-def test_quantized_matrices_take_it(form, dtype, monkeypatch) -> None:
+def test_quantized_matrices_use_native_product(form, dtype, monkeypatch) -> None:
     x, w = drawn(0, 3, 256, dtype=dtype), encode(drawn(1, 256, 128), form)
     assert "ed_layers_codes" in str(jax.make_jaxpr(dot)(x, w))
     near(dot(x, w), exact(x), exact(w.dense()))
@@ -192,7 +192,7 @@ def test_activations_in_8_bits_are_exact(n, form, group, groups, o, tied, dtype,
 @built
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4", "fp8", "mxfp4"])
-def test_quantized_tables_take_it(form, activations, monkeypatch) -> None:
+def test_quantized_tables_use_native_product(form, activations, monkeypatch) -> None:
     """The head that is tied to a quantized embedding."""
     if activations and form not in ("int8", "int4"):
         pytest.skip("activations are quantized beside whole numbers")
@@ -226,7 +226,7 @@ def test_caches_of_small_floats_are_written_in_place(layered) -> None:
 
 
 @built
-def test_many_matrices_at_once() -> None:
+def test_vmapped_dot_matches_batched_matmul() -> None:
     x, w = drawn(0, 3, 2, 128), drawn(1, 3, 128, 128)
     np.testing.assert_allclose(jax.vmap(dot)(x, w), x @ w, atol=1e-4)
 
@@ -283,7 +283,7 @@ def _same_arrays() -> list[np.ndarray]:
 @built
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["base", *(name for _, name, _ in LEVELS["x86_64"][1:])])
-def test_every_level_computes_everything(name, tmp_path) -> None:
+def test_every_instruction_level_passes_value_tests(name, tmp_path) -> None:
     """The tests of values, by each level that this processor has."""
     environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
     tests = sorted(Path(__file__).parent.glob("test_layers_native*.py"))
@@ -321,7 +321,7 @@ def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, 
 
 @built
 @pytest.mark.nightly
-def test_no_sanitizer_finds_anything(tmp_path) -> None:
+def test_sanitizers_report_no_errors(tmp_path) -> None:
     program = sanitized(tmp_path / "check")
     for _, name, _ in LEVELS.get(platform.machine(), ()):
         environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}

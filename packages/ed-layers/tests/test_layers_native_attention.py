@@ -105,7 +105,9 @@ def scoring_of(rng, h, k, window, chunk, cap, sinks) -> Scoring:
     dtype=st.sampled_from(["float32", "bfloat16"]),
     seed=st.integers(0, 99),
 )
-def test_prompts_are_exact(s, t, heads, dims, causal, window, chunk, cap, sinks, dtype, seed):
+def test_native_prompt_attention_is_exact(
+    s, t, heads, dims, causal, window, chunk, cap, sinks, dtype, seed
+):
     rng = np.random.default_rng(seed)
     scoring = scoring_of(rng, heads[0], dims[0], window, chunk, cap, sinks)
     call = projected(rng, (2, s, t), heads, dims, causal, scoring, dtype, same=bool(seed % 2))

@@ -125,7 +125,7 @@ def same_bits(got, expected):
     np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
 
 
-def test_every_format_is_compared():
+def test_every_quantization_format_has_numpy_reference():
     assert set(NUMPY) == set(FORMATS)
 
 
@@ -157,7 +157,7 @@ def test_nf4_is_that_of_bitsandbytes():
     same_bits(pack(np.arange(16, dtype=np.uint8)[:, None]), w.codes[:, :1])
 
 
-def test_double_quantization():
+def test_double_quantization_compresses_scales():
     """Scales in 8 bits: blocks of 256 columns share a scale, after the mean is taken off."""
     x = np.concatenate([matrix(seed=s) for s in range(13)], axis=1)  # 520 columns: blocks of 260/2
     w, single = encode(x, "nf4", 16, double=True), encode(x, "nf4", 16)
@@ -266,7 +266,7 @@ def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations,
     np.testing.assert_allclose(dgot, dx, atol=2e-5 * np.abs(dx).max())
 
 
-def test_leading_dimensions_are_batches():
+def test_leading_dimensions_are_quantized_independently():
     x = matrix(2, 3)
     for name in FORMATS:
         whole = encode(x, name)
@@ -377,7 +377,7 @@ def test_rules_may_be_one_configuration():
         ([("", {"dtype": "mxfp4", "group_size": 16})], "mxfp4 has groups of 32, no others"),
     ],
 )
-def test_bad_rules(rules, message):
+def test_invalid_quantization_rules_raise_config_error(rules, message):
     with pytest.raises(ConfigError, match=message):
         quantize(model(), rules)
 
@@ -389,7 +389,7 @@ def test_quantizing_twice_and_dequantizing_what_is_plain():
         dequantize(model())
 
 
-def test_memory_of_live_arrays():
+def test_quantized_model_holds_expected_bytes_per_weight():
     """What the arrays of a quantized model hold on the device, by format."""
     normal = jax.nn.initializers.normal()
     linear = nnx.List(

@@ -105,7 +105,7 @@ def test_many_devices_are_as_one(name, method, dims, fields):
         nightly("standard", (1, 1, 2, 2, 2)),
     ],
 )
-def test_experts_that_simulate_learn(method, dims):
+def test_simulated_quantized_experts_have_dequantized_gradients(method, dims):
     """The products of quantized ones, and the gradients of the plain ones at the rounded values."""
 
     def gradients(spec, method, dims):

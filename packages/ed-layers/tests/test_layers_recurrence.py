@@ -73,7 +73,7 @@ def near(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
-def test_packed_rows(chunk: int) -> None:
+def test_packed_segments_match_separate_sequences(chunk: int) -> None:
     """Documents of a row, longer and shorter than a chunk, and padding before, between, after."""
     x = np.random.default_rng(0).normal(size=(2, 19, F)).astype(np.float32)
     segments = np.asarray(
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_a_sequence_alone() -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_rows_of_a_cache(chunk: int) -> None:
+def test_cached_rows_match_separate_sequences(chunk: int) -> None:
     """Prompts with padding anywhere, then more tokens, then one at a time."""
     x = np.random.default_rng(2).normal(size=(3, 16, F)).astype(np.float32)
     real = np.ones((3, 16), np.int32)
@@ -123,7 +123,7 @@ def test_rows_of_a_cache(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_sequences_of_a_server(chunk: int) -> None:
+def test_ragged_server_steps_match_separate_sequences(chunk: int) -> None:
     """Chunks of prompts and single tokens in one step, sequences that wait, and empty slots."""
     n, draw = 4, np.random.default_rng(3)
     x = draw.normal(size=(n, 24, F)).astype(np.float32)

@@ -180,7 +180,7 @@ def test_a_chunk_is_a_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_every_way(name: str) -> None:
+def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
     """Packed rows, rows of a cache and sequences of a server are sequences alone."""
     mixer, rng = made(name), np.random.default_rng(2)
     x = rng.normal(size=(4, 24, D)).astype(np.float32)
@@ -218,7 +218,7 @@ def test_every_way(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_gradients(name: str) -> None:
+def test_packed_gradients_equal_sum_of_document_gradients(name: str) -> None:
     """Of packed documents: the sum of those of each, of parameters too."""
     mixer, rng = made(name), np.random.default_rng(3)
     x = rng.normal(size=(1, 14, D)).astype(np.float32)
@@ -242,7 +242,7 @@ def test_the_slope_of_the_root_is_bounded() -> None:
     assert jax.grad(root)(0.25) == pytest.approx(1)
 
 
-def test_rates_of_lightning_attention() -> None:
+def test_lightning_rates_match_transformers() -> None:
     """Those of transformers' `MiniMaxLightningAttention.get_slope_rate`."""
     mixer = made("lightning")
     base = 1 / 2 ** (8 / H)

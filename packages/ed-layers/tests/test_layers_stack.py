@@ -68,7 +68,7 @@ def caller(stack, **options):
 
 
 @cases("remainder", "dense_first")
-def test_scanned_equals_unrolled(name):
+def test_scanned_stack_matches_unrolled_stack(name):
     scanned, unrolled = pair(name)
     assert [run.name for run in scanned.runs] == CASES[name][3]
     assert (scanned.layout, unrolled.layout) == ("stacked", "leaves")
@@ -100,7 +100,7 @@ def test_reports_are_summed_and_updates_keep_their_layer(scan):
 
 
 @cases("remainder", "dense_first")
-def test_layouts_convert_both_ways(name):
+def test_layout_conversion_round_trips_parameters(name):
     scanned, unrolled = pair(name)
     before = {k: np.asarray(v.get_value()) for k, v in nnx.to_flat_state(nnx.state(scanned))}
     scanned.to_layout("leaves")
@@ -198,5 +198,5 @@ def test_runs_cover_the_depth_in_order(kinds):
         ("", []),
     ],
 )
-def test_the_cheapest_cut(kinds, expected):
+def test_runs_of_finds_the_cheapest_partition(kinds, expected):
     assert [tuple(run) for run in runs_of(kinds)] == expected
