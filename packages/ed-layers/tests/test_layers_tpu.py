@@ -71,7 +71,7 @@ TRAINING = [
 
 
 @pytest.mark.parametrize(("name", "dims", "dtype", "mesh", "given"), TRAINING)
-def test_training_kernels(
+def test_training_kernels_compile_to_three_tpu_calls(
     name: str, dims: tuple, dtype: Any, mesh: tuple, given: dict, devices: Any
 ) -> None:
     given, b, s, h, g = dict(given), 4, 500, 8, 2
@@ -110,7 +110,7 @@ PAGED = [
 
 @pytest.mark.parametrize(("heads", "groups", "dtype", "mesh", "given"), PAGED)
 @pytest.mark.parametrize("stacked", [True, False])
-def test_ragged_paged_attention(
+def test_ragged_paged_attention_compiles_without_pool_copies(
     heads: int, groups: int, dtype: Any, mesh: tuple, given: dict, stacked: bool, devices: Any
 ) -> None:
     mechanism = mechanism_on(devices, mesh, attn_mechanism="ragged_page_attention_v3")

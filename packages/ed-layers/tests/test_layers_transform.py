@@ -60,7 +60,7 @@ def names(of):
     ],
     ids=["every layer", "one layer", "every other layer"],
 )
-def test_scanned_equals_unrolled(patterns, runs):
+def test_transformed_scanned_model_matches_unrolled_model(patterns, runs):
     scanned = transform(model(True), rules(*patterns), key=jax.random.key(7), of=Linear)
     unrolled = transform(model(False), rules(*patterns), key=jax.random.key(7), of=Linear)
     assert [run.name for run in scanned.layers.runs] == runs
@@ -87,7 +87,7 @@ def test_a_rule_for_nothing_is_an_error():
         transform(model(True), rules(r"\.q$", "quu"), of=Linear)
 
 
-def test_the_first_rule_decides():
+def test_first_matching_adapter_rule_wins():
     keep = Rules([(r"layers\.0\.q$", None), (r"\.q$", Shifted)], kind="adapter rule")
     changed = transform(model(False), keep, of=Linear)
     assert isinstance(changed.layers.layer_0.q, Linear)
