@@ -85,20 +85,20 @@ class TestShards:
     def shard(self, copy, number=2):
         return sorted(copy.glob("*.safetensors"))[number]
 
-    def test_truncated(self, copy):
+    def test_truncated_shard_raises_checkpoint_error(self, copy):
         file = self.shard(copy)
         with file.open("r+b") as stream:
             stream.truncate(file.stat().st_size - 1)
         with pytest.raises(CheckpointError, match=rf"{file.name}: tensor .* cut short"):
             load(copy)
 
-    def test_truncated_in_the_header(self, copy):
+    def test_shard_truncated_in_header_raises_checkpoint_error(self, copy):
         file = self.shard(copy)
         os.truncate(file, 5)
         with pytest.raises(CheckpointError, match=r"not a whole safetensors file \(5 bytes\)"):
             load(copy)
 
-    def test_corrupt_header(self, copy):
+    def test_corrupt_shard_header_raises_checkpoint_error(self, copy):
         file = self.shard(copy)
         data = bytearray(file.read_bytes())
         data[8:20] = b"\xff" * 12
@@ -112,7 +112,7 @@ class TestShards:
         with pytest.raises(CheckpointError, match="not a whole safetensors file"):
             load(copy)
 
-    def test_missing(self, copy):
+    def test_missing_shard_raises_checkpoint_error(self, copy):
         self.shard(copy).unlink()
         with pytest.raises(CheckpointError, match=r"of which 1 are not there: model-00003"):
             load(copy)
@@ -132,7 +132,7 @@ class TestShards:
         with pytest.raises(CheckpointError, match="names files outside its folder"):
             load(copy)
 
-    def test_giants(self, copy):
+    def test_oversized_index_and_tokenizer_are_rejected_before_reading(self, copy):
         for name, why in (
             ("model.safetensors.index.json", "that is no index"),
             ("tokenizer.json", "that is no tokenizer"),
@@ -143,7 +143,7 @@ class TestShards:
                 load(copy)
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": "ab"}'])
-    def test_a_broken_index(self, copy, text):
+    def test_broken_index_raises_checkpoint_error(self, copy, text):
         (copy / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
             load(copy)
@@ -164,7 +164,7 @@ DEEP = "[" * 200_000
 class TestNesting:
     """JSON that is nested deeper than the parser's stack."""
 
-    def test_safetensors_header(self, copy):
+    def test_deeply_nested_safetensors_header_raises_checkpoint_error(self, copy):
         file = sorted(copy.glob("*.safetensors"))[0]
         header = ('{"a": ' + DEEP).encode()
         file.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -176,12 +176,12 @@ class TestNesting:
     @pytest.mark.parametrize(
         "name", ["config.json", "tokenizer.json", "model.safetensors.index.json"]
     )
-    def test_settings(self, copy, name):
+    def test_deeply_nested_settings_raise_checkpoint_error(self, copy, name):
         (copy / name).write_text('{"model": ' + DEEP)
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
             load(copy)
 
-    def test_tokenizer_alone(self, copy):
+    def test_deeply_nested_tokenizer_raises_checkpoint_error(self, copy):
         (copy / "tokenizer.json").write_text('{"model": ' + DEEP)
         (copy / "tokenizer_config.json").write_text('{"tokenizer_class": ' + DEEP)
         with pytest.raises(CheckpointError, match="no tokenizer could be loaded"):
@@ -214,7 +214,7 @@ class TestConfigurations:
             ({"vocab_size": 10**12}, "at most 67108864 is allowed"),
         ],
     )
-    def test_contradictions(self, copy, changes, why):
+    def test_contradictory_config_raises_checkpoint_error(self, copy, changes, why):
         edit(copy / "config.json", **changes)
         with pytest.raises(CheckpointError, match=why) as error:
             load(copy)
@@ -233,7 +233,7 @@ class TestConfigurations:
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert hub.read_config(tmp_path).hidden_size == subject.fields["hidden_size"]
 
-    def test_unknown_activation(self, copy):
+    def test_unknown_activation_raises_config_error(self, copy):
         edit(copy / "config.json", hidden_act="silly")
         with pytest.raises(ConfigError, match="'silly'; did you mean 'silu'"):
             load(copy)
@@ -252,12 +252,12 @@ class TestConfigurations:
         assert "docs/adding_models.md" in str(error.value) and "near it: " in str(error.value)
 
     @pytest.mark.parametrize("text", ["[1]", '"llama"', '{"model_type": 3}', "[" * 10**5])
-    def test_no_object(self, copy, text):
+    def test_config_that_is_no_json_object_raises_checkpoint_error(self, copy, text):
         (copy / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"is not a JSON object|does not say its"):
             load(copy)
 
-    def test_a_giant(self, copy):
+    def test_oversized_config_is_rejected_before_reading(self, copy):
         with (copy / "config.json").open("wb") as stream:
             stream.truncate(2**25)
         with pytest.raises(CheckpointError, match="that is no settings file"):
@@ -272,13 +272,13 @@ class TestTokenizers:
 
     @pytest.mark.usefixtures("no_values")
     @pytest.mark.parametrize("vocab", [{"a": 0, "b": 64}, [["a", 0.0]] * 65])
-    def test_larger_than_the_vocabulary(self, copy, vocab):
+    def test_tokenizer_larger_than_vocabulary_raises_checkpoint_error(self, copy, vocab):
         self.tokenizer(copy, vocab)
         with pytest.raises(CheckpointError, match="token ids up to 64, and the model a vocab"):
             load(copy)
 
     @pytest.mark.usefixtures("no_values")
-    def test_damaged(self, copy):
+    def test_damaged_tokenizer_raises_checkpoint_error(self, copy):
         (copy / "tokenizer.json").write_text("{}")
         with pytest.raises(CheckpointError, match="is no tokenizer"):
             load(copy)
@@ -315,24 +315,24 @@ def to_pickles(directory, *, shards=False):
 
 @pytest.mark.torch
 class TestPickles:
-    def test_not_unasked(self, copy):
+    def test_pickles_are_rejected_without_allow_pickle(self, copy):
         to_pickles(copy)
         with pytest.raises(CheckpointError, match="allow_pickle=True"):
             load(copy)
 
     @pytest.mark.parametrize("shards", [False, True])
-    def test_by_consent(self, model, copy, shards):
+    def test_pickles_load_with_allow_pickle(self, model, copy, shards):
         to_pickles(copy, shards=shards)
         assert equal(load(copy, allow_pickle=True), model)
         os.remove(next(copy.glob("pytorch_model*.bin")))
         with pytest.raises(CheckpointError, match=r"are not there|no \*.safetensors"):
             load(copy, allow_pickle=True)
 
-    def test_safetensors_come_first(self, model, copy):
+    def test_safetensors_take_precedence_over_pickles(self, model, copy):
         (copy / "pytorch_model.bin").write_bytes(b"never read")
         assert equal(load(copy, allow_pickle=True), model)
 
-    def test_every_dtype_and_shape(self, tmp_path):
+    def test_pickle_reader_supports_every_dtype_and_shape(self, tmp_path):
         torch = pytest.importorskip("torch")
         content = {
             "f32": torch.arange(6.0).reshape(2, 3),
@@ -397,7 +397,7 @@ def zipped(path, data, **files):
 
 
 class TestHostilePickles:
-    def test_code_is_not_run(self, tmp_path):
+    def test_hostile_pickle_does_not_run_code(self, tmp_path):
         target = tmp_path / "ran"
         file = tmp_path / "pytorch_model.bin"
         zipped(file, pickle.dumps({"a": Evil(target)}))
@@ -419,19 +419,19 @@ class TestHostilePickles:
             b"\x80\x02K\x01Q.",  # a reference to a storage that is a number
         ],
     )
-    def test_garbage(self, tmp_path, data):
+    def test_garbage_pickle_raises_only_checkpoint_error(self, tmp_path, data):
         zipped(tmp_path / "pytorch_model.bin", data)
         with suppress(CheckpointError):
             assert not open_tensors(tmp_path, allow_pickle=True)  # the far place is harmless
 
-    def test_other_archives(self, tmp_path):
+    def test_archive_not_written_by_torch_raises_checkpoint_error(self, tmp_path):
         with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
             archive.writestr("word/document.xml", "x")
         with pytest.raises(CheckpointError, match="none that torch wrote"):
             open_tensors(tmp_path, allow_pickle=True)
 
     @pytest.mark.torch
-    def test_truncated_and_compressed(self, tmp_path):
+    def test_truncated_and_compressed_pickles_raise_checkpoint_error(self, tmp_path):
         torch = pytest.importorskip("torch")
         file = tmp_path / "pytorch_model.bin"
         torch.save({"a": torch.ones(400)}, file)
@@ -449,7 +449,7 @@ class TestHostilePickles:
 
 
 class TestWhere:
-    def test_variants(self, model, tmp_path):
+    def test_variant_selects_weight_file(self, model, tmp_path):
         model.save_pretrained(tmp_path / "m", dtype="float16")
         file = tmp_path / "m/model.safetensors"
         file.rename(tmp_path / "m/model.fp16.safetensors")
@@ -461,7 +461,7 @@ class TestWhere:
         with pytest.raises(CheckpointError, match=r"no weights of variant 'bf16' .neither model"):
             load(tmp_path / "m", variant="bf16")
 
-    def test_sharded_variants(self, model, copy):
+    def test_variant_selects_sharded_weight_files(self, model, copy):
         index = copy / "model.safetensors.index.json"
         table = json.loads(index.read_text())["weight_map"]
         for name in set(table.values()):
@@ -471,13 +471,13 @@ class TestWhere:
         index.unlink()
         assert equal(load(copy, variant="fp16"), model)
 
-    def test_subfolders(self, model, saved, tmp_path):
+    def test_subfolder_selects_model_directory(self, model, saved, tmp_path):
         shutil.copytree(saved, tmp_path / "all/inner")
         assert equal(load(tmp_path / "all", subfolder="inner"), model)
         with pytest.raises(CheckpointError, match="no subfolder 'iner'; did you mean 'inner'"):
             load(tmp_path / "all", subfolder="iner")
 
-    def test_of_the_hub(self, saved, tmp_path, monkeypatch):
+    def test_hub_download_requests_only_needed_files(self, saved, tmp_path, monkeypatch):
         """What is asked of the hub; the network is not there in tests."""
         asked = []
 

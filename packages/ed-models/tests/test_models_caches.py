@@ -54,7 +54,7 @@ def test_decode_attention_gives_the_logits_of_the_plain_forward(plain, scan_laye
 
 @pytest.mark.proves("kv_cache_quantization_config")
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
-def test_eight_bits(plain, dtype, record_property):
+def test_quantized_cache_logits_stay_within_error_bound(plain, dtype, record_property):
     """Stored in 8 bits; the same logits however the tokens come, and near to the unquantized."""
     quantized = {"kv_cache_quantization_config": {"dtype": dtype}}
     model = model_of(**quantized, scan_layers=False)

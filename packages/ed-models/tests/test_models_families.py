@@ -91,7 +91,7 @@ class OPTWithBiases(opt.OPTForCausalLM):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("row", OPTWithBiases.CONFORMANCE)
-def test_opt_with_biases(row) -> None:
+def test_opt_with_biases_passes_conformance(row) -> None:
     subject = Subject("opt", row, OPTWithBiases)
     for check in ("parity", "cache", "saved"):
         CHECKS[check](subject)
@@ -117,7 +117,7 @@ def test_each_dropout_of_a_configuration_acts_in_training_only(rate) -> None:
     np.testing.assert_allclose(logits[True], logits[False], atol=1e-5)
 
 
-def test_dropout_keeps_the_mean() -> None:
+def test_embedding_dropout_preserves_the_mean() -> None:
     config = phi.PhiConfig(**TINY, embd_pdrop=0.25, sharding_axis_dims=ONE)
     model = phi.PhiForCausalLM.create(config, seed=0).model
     ctx = Ctx(position_ids=jnp.zeros((4, 64), jnp.int32), rope={}, key=jax.random.key(0))

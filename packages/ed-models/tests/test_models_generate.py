@@ -133,7 +133,7 @@ def test_stops_when_every_row_has_ended(model, prompt, greedy):
     assert out.sequences.shape == (1, LENGTH + 4)
 
 
-def test_unrolled_says_the_same(model, prompt, greedy):
+def test_unrolled_model_generates_same_tokens(model, prompt, greedy):
     out = model.to_layout("leaves").generate(prompt, max_new_tokens=NEW)
     np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
 
@@ -172,7 +172,7 @@ def traced(monkeypatch):
     return look
 
 
-def test_lengths_share_programs(model, prompt, traced):
+def test_similar_lengths_share_compiled_programs(model, prompt, traced):
     for cut, new, first in ((3, 4, True), (5, 16, False), (LENGTH, 9, False)):
         model.generate(prompt[:, :cut], max_new_tokens=new)
         assert traced() == (int(first), first)
@@ -197,35 +197,35 @@ def test_numbers_of_sampling_share_programs(model, prompt, traced):
 
 
 class TestRefused:
-    def test_shape(self, model):
+    def test_one_dimensional_input_ids_raise_config_error(self, model):
         with pytest.raises(ConfigError, match=r"shape \[4\]; it must be \[rows, tokens\]"):
             model.generate(np.ones(4, int))
 
-    def test_mask_of_another_shape(self, model, prompt):
+    def test_attention_mask_of_other_shape_raises_config_error(self, model, prompt):
         with pytest.raises(ConfigError, match="they must be equal"):
             model.generate(prompt, attention_mask=np.ones((3, 4)))
 
-    def test_a_row_of_padding(self, model, prompt):
+    def test_fully_padded_row_raises_config_error(self, model, prompt):
         mask = np.ones_like(prompt)
         mask[1] = 0
         with pytest.raises(ConfigError, match="row 1 of input_ids is nothing but padding"):
             model.generate(prompt, attention_mask=mask)
 
-    def test_too_long(self, model, prompt):
+    def test_too_many_new_tokens_raise_config_error(self, model, prompt):
         with pytest.raises(ConfigError, match="ask for at most 36 new tokens"):
             model.generate(prompt, max_new_tokens=40)
 
     @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
-    def test_nothing_to_continue(self, model, shape):
+    def test_empty_input_ids_raise_config_error(self, model, shape):
         with pytest.raises(ConfigError, match=r"it must be \[rows, tokens\], at least one each"):
             model.generate(np.ones(shape, int))
 
-    def test_rows_of_different_lengths(self, model):
+    def test_ragged_input_ids_raise_config_error(self, model):
         with pytest.raises(ConfigError, match="different lengths; pad them on the left"):
             model.generate([[1, 2], [3]])
 
     @pytest.mark.parametrize("dtype", [float, bool, str])
-    def test_no_whole_numbers(self, model, prompt, dtype):
+    def test_non_integer_input_ids_raise_config_error(self, model, prompt, dtype):
         with pytest.raises(ConfigError, match=r"has dtype .*; token ids are whole numbers"):
             model.generate(prompt.astype(dtype))
 
@@ -237,7 +237,7 @@ class TestRefused:
         with pytest.raises(ConfigError, match=message):
             model.generate(ids)
 
-    def test_padding_may_be_anything(self, model, prompt, greedy):
+    def test_padding_ids_do_not_affect_generated_tokens(self, model, prompt, greedy):
         ids = np.pad(prompt, ((0, 0), (2, 0)), constant_values=-100)
         out = model.generate(ids, attention_mask=ids >= 0, max_new_tokens=NEW)
         np.testing.assert_array_equal(out.sequences[:, LENGTH + 2 :], greedy)

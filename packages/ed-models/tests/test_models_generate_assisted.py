@@ -111,7 +111,7 @@ def test_what_repeats_is_looked_up(model, prompt):
     assert again.steps == 2  # 1 token of the prompt, then 6 and 5
 
 
-def test_look_up():
+def test_look_up_proposes_tokens_after_matching_ngram():
     ids = jnp.asarray([[-1, -1, 5, 6, 7, 8, 6], [1, 2, 3, 1, 9, 1, 2], [-1, -1, -1, 1, 2, 3, 4]])
     np.testing.assert_array_equal(look_up(ids, 3, 2), [[7, 8, 6], [3, 1, 9], [-1, -1, -1]])
     np.testing.assert_array_equal(look_up(ids[1:2], 6, 1), [[3, 1, 9, 1, 2, -1]])
@@ -158,7 +158,7 @@ def test_rotary_factors_that_follow_length(rope, prompt):
 
 
 class TestRefused:
-    def test_another_vocabulary(self, model, prompt):
+    def test_assistant_with_other_vocabulary_raises_config_error(self, model, prompt):
         other = SimpleNamespace(config=LlamaConfig(**TINY | {"vocab_size": 50}))
         with pytest.raises(ConfigError, match="has a vocabulary of 50 tokens, the model one of 40"):
             model.generate(**prompt, assistant_model=other)
@@ -182,6 +182,6 @@ class TestRefused:
         with pytest.raises(ConfigError, match=message):
             model.generate(**prompt, **options)
 
-    def test_two_ways_to_draft(self, model, prompt):
+    def test_two_draft_sources_raise_config_error(self, model, prompt):
         with pytest.raises(ConfigError, match="are two ways to draft; choose one"):
             model.generate(**prompt, assistant_model=model, prompt_lookup_num_tokens=2)

@@ -190,7 +190,7 @@ def test_groups_end_each_for_itself(model, prompt):
     np.testing.assert_array_equal(groups.sequences[1::2], alone.sequences)
 
 
-def test_drawn_beams(endless, prompt):
+def test_sampled_beams_are_reproducible_and_row_independent(endless, prompt):
     ids = prompt[0]
     options = {"do_sample": True, "num_beams": 3, "num_return_sequences": 3, "temperature": 2.0}
     options |= {"max_new_tokens": NEW, "output_scores": True, "top_k": 30}

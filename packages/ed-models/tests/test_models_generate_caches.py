@@ -57,7 +57,7 @@ def step(cache, x):
 
 
 @pytest.mark.parametrize("specs", [[FULL], [FULL, FULL.__class__(2, 8, group="other")]])
-def test_forgotten_tokens_leave_nothing(specs):
+def test_rewound_tokens_leave_no_trace_in_cache(specs):
     """Drafts that are taken back, and other tokens in their place: as if nothing had been."""
     kind = DenseCache if len(specs) == 1 else HybridCache
     empty = kind.create(specs, batch_size=B, capacity=16)

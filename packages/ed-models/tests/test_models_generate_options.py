@@ -154,7 +154,7 @@ class TestDistributions:
         return stats.chi2.sf(statistic, pool.shape[1] - 1)
 
     @pytest.mark.parametrize("options", CHOICES)
-    def test_of_a_token(self, model, prompt, options):
+    def test_sampled_tokens_follow_processed_distribution(self, model, prompt, options):
         """The first two tokens of many rows, through `generate`."""
         rows = np.repeat(prompt[:1], 4, axis=0)
         options = {"do_sample": True, "max_new_tokens": 2, **options}
@@ -266,7 +266,7 @@ class TestStopStrings:
         out = model.generate(prompt[:1], max_new_tokens=3, stop_strings=stop, tokenizer=tokenizer)
         assert out.sequences.shape == (1, S + 1)
 
-    def test_refused(self, model, prompt, tokenizer):
+    def test_invalid_stop_strings_raise_config_error(self, model, prompt, tokenizer):
         with pytest.raises(ConfigError, match="pass the model's tokenizer"):
             model.generate(prompt, stop_strings="a")
         with pytest.raises(ConfigError, match="it must be a string, or several"):
@@ -346,7 +346,9 @@ class TestRefused:
             ({"streamer": 1}, "generate got streamer=1, which generate does not support"),
         ],
     )
-    def test_options(self, model, prompt, options, message):
+    def test_contradictory_generate_options_raise_config_error(
+        self, model, prompt, options, message
+    ):
         with pytest.raises(ConfigError, match=message):
             model.generate(prompt, **options)
 
@@ -357,7 +359,7 @@ class TestRefused:
             model.generate(rows, max_new_tokens=50, **options)
 
 
-def test_lengths_count_the_prompt(model, prompt):
+def test_length_limits_include_the_prompt(model, prompt):
     """As transformers has it: `min_length` and `max_length` include the prompt."""
     end = int(model.generate(prompt, max_new_tokens=1).sequences[0, S])
     options = {"eos_token_id": end, "max_length": S + 6}
@@ -369,7 +371,7 @@ def test_lengths_count_the_prompt(model, prompt):
 
 
 @pytest.mark.proves("prepare_inputs_for_generation")
-def test_prepare_inputs_for_generation(model, prompt):
+def test_prepare_inputs_for_generation_ignores_padding(model, prompt):
     padded = np.pad(prompt, ((0, 0), (3, 0)))
     inputs = model.prepare_inputs_for_generation(padded, 32, pad_token_id=0)
     out = model(padded, **inputs)

@@ -22,7 +22,7 @@ def resolve(generation_config=None, checkpoint=None, model_config=MODEL, **argum
     )
 
 
-def test_defaults():
+def test_default_generation_options_are_resolved():
     options = resolve()
     assert options == GenerationOptions(128, (2,), 2, False, TokenChoice())
 
@@ -41,7 +41,7 @@ def test_the_checkpoint_does_not_switch_drawing_on():
     assert resolve(None, {"do_sample": True, "temperature": 0.6}).choice == TokenChoice()
 
 
-def test_no_end_at_all():
+def test_empty_eos_token_list_disables_end_of_sequence():
     assert resolve(None, {"eos_token_id": 9}, eos_token_id=[]).eos_token_id == ()
 
 

@@ -79,7 +79,7 @@ def equal(a, b):
 
 
 @pytest.mark.proves("model.save_pretrained")
-def test_layout_is_hugging_faces(saved):
+def test_saved_directory_has_hugging_face_layout(saved):
     names = sorted(p.name for p in saved.iterdir())
     assert names[:2] == ["config.json", "generation_config.json"]
     assert names[-1] == "model.safetensors.index.json"
@@ -157,12 +157,12 @@ def test_parameters_are_converted_once_and_directly(model, copy):
 
 
 @pytest.mark.proves("AutoEasyDeLModelForCausalLM.from_pretrained(auto_shard_model)")
-def test_unsharded(saved):
+def test_unsharded_load_places_parameters_on_one_device(saved):
     model = load(saved, (1, 8, 1, 1, 1), auto_shard_model=False)
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(nnx.state(model))} == {1}
 
 
-def test_partition_rules_override(saved):
+def test_partition_rules_override_default_sharding(saved):
     rules = [("lm_head/kernel", (None, "fsdp"))]
     model = load(saved, (1, 8, 1, 1, 1), partition_rules=rules)
     kernel = model.lm_head.kernel.get_value()
@@ -172,19 +172,19 @@ def test_partition_rules_override(saved):
 
 
 @pytest.mark.proves("EasyBridgeMixin")
-def test_a_class_loads_itself(saved, model):
+def test_model_class_loads_its_own_checkpoint(saved, model):
     again = LlamaForCausalLM.from_pretrained(saved, sharding_axis_dims=ONE)
     assert equal(nnx.state(again), nnx.state(model))
 
 
-def test_unknown_options_are_errors(saved):
+def test_unknown_load_options_raise_error(saved):
     with pytest.raises(TypeError, match="dtyp"):
         load(saved, dtyp=jnp.float32)
     with pytest.raises(ConfigError, match="did you mean 'attn_mechanism'"):
         load(saved, config_kwargs={"attn_mechansim": "vanilla"})
 
 
-def test_config_only(saved):
+def test_auto_config_loads_only_configuration(saved):
     config = AutoEasyDeLConfig.from_pretrained(saved, scan_layers=False)
     assert isinstance(config, LlamaConfig)
     assert (config.hidden_size, config.scan_layers) == (16, False)
@@ -223,7 +223,7 @@ class TestBadCheckpoints:
         assert "model.norm.weight: the file has [17], the model [16]" in text
         assert "lm_head.weight: the file has [16, 64], the model [64, 16]" in text
 
-    def test_too_few_layers(self, copy):
+    def test_checkpoint_with_too_few_layers_raises_checkpoint_error(self, copy):
         content = {n: v for n, v in tensors(copy).items() if ".layers.2." not in n}
         rewrite(copy, content)
         with pytest.raises(CheckpointError, match=r"missing \(9\)"):
@@ -238,7 +238,7 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match=r"missing \(1\):\n    lm_head\.weight"):
             load(copy)
 
-    def test_tensors_of_another_kind(self, copy):
+    def test_tensors_of_other_dtype_kind_raise_checkpoint_error(self, copy):
         content = tensors(copy)
         content["model.norm.weight"] = np.ones((16,), np.int8)
         content["lm_head.weight"] = content["lm_head.weight"] > 0
@@ -256,17 +256,17 @@ class TestBadCheckpoints:
         rewrite(copy, content)
         load(copy)
 
-    def test_a_missing_file(self, copy):
+    def test_missing_file_raises_checkpoint_error(self, copy):
         next(copy.glob("model-00002*")).unlink()
         with pytest.raises(CheckpointError, match="not there: model-00002"):
             load(copy)
 
-    def test_no_configuration(self, copy):
+    def test_missing_configuration_raises_checkpoint_error(self, copy):
         (copy / "config.json").unlink()
         with pytest.raises(CheckpointError, match=r"has no config\.json"):
             load(copy)
 
-    def test_broken_configuration(self, copy):
+    def test_broken_configuration_raises_checkpoint_error(self, copy):
         (copy / "config.json").write_text("{")
         with pytest.raises(CheckpointError, match="is not a JSON object"):
             load(copy)
@@ -274,7 +274,7 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match='does not say its "model_type"'):
             load(copy)
 
-    def test_unknown_model_type(self, copy):
+    def test_unknown_model_type_raises_registry_error(self, copy):
         (copy / "config.json").write_text('{"model_type": "lama"}')
         with pytest.raises(RegistryError, match="did you mean 'llama'"):
             load(copy)
@@ -351,7 +351,7 @@ def test_a_body_that_was_saved_alone(model, copy):
 
 
 class TestDtypes:
-    def test_short_names(self, saved, tmp_path):
+    def test_short_dtype_names_are_accepted(self, saved, tmp_path):
         model = load(saved, dtype="fp32", param_dtype="bf16")
         assert model.dtype == jnp.float32
         assert model.lm_head.kernel.get_value().dtype == jnp.bfloat16
@@ -367,7 +367,9 @@ class TestDtypes:
             ("int8", "is int8; it must be a floating"),
         ],
     )
-    def test_bad_names(self, model, saved, tmp_path, option, name, message):
+    def test_invalid_dtype_names_raise_config_error(
+        self, model, saved, tmp_path, option, name, message
+    ):
         with pytest.raises(ConfigError, match=message):
             load(saved, **{option: name})
         with pytest.raises(ConfigError, match=message):
@@ -394,18 +396,18 @@ class TestGenerationSettings:
         assert str(error.value).startswith(f"{path} cannot be used: ")
         assert why in str(error.value)
 
-    def test_a_model_needs_none(self, copy):
+    def test_missing_generation_config_loads_as_none(self, copy):
         (copy / "generation_config.json").unlink()
         assert load(copy).generation_json is None
 
 
 class TestWhere:
-    def test_no_such_directory(self, tmp_path):
+    def test_missing_directory_raises_checkpoint_error(self, tmp_path):
         for name in (tmp_path / "absent", "./absent", "~/absent"):
             with pytest.raises(CheckpointError, match="is not there; give the directory"):
                 hub.resolve(name)
 
-    def test_a_file(self, saved):
+    def test_file_instead_of_directory_raises_checkpoint_error(self, saved):
         with pytest.raises(CheckpointError, match="is a file; give the directory"):
             hub.resolve(saved / "config.json")
 
@@ -417,7 +419,7 @@ class TestWhere:
         with pytest.raises(CheckpointError, match="neither a directory here nor a repository"):
             hub.resolve("a/b/c")
 
-    def test_from_the_cache(self, saved, tmp_path):
+    def test_model_loads_from_local_hub_cache(self, saved, tmp_path):
         repo = tmp_path / "models--org--tiny"
         shutil.copytree(saved, repo / "snapshots" / "abc")
         (repo / "refs").mkdir()
@@ -465,7 +467,7 @@ class TestSaving:
         with pytest.raises(CheckpointError, match="is a file"):
             model.save_pretrained(tmp_path / "x")
 
-    def test_generation_settings_survive(self, copy, tmp_path):
+    def test_generation_settings_are_saved_unchanged(self, copy, tmp_path):
         text = '{"eos_token_id": [5, 6], "temperature": 0.6, "do_sample": true}'
         (copy / "generation_config.json").write_text(text)
         load(copy).save_pretrained(tmp_path / "again")

@@ -136,7 +136,7 @@ REMAT = {
         ]
     ],
 )
-def test_the_program_changes(program: Any, base: dict, changes: dict):
+def test_option_changes_the_compiled_program(program: Any, base: dict, changes: dict):
     plain = before(program, tuple(base.items()))
     if changes.get("backend"):
         with pytest.raises(ConfigError, match="backend 'tpu' is not available here"):
@@ -188,7 +188,7 @@ def test_the_rules_of_a_configuration_are_those_of_its_model():
 
 
 @proves("get_partition_rules", "sharding_axis_dims", "sharding_axis_names", "partition_axis")
-def test_where_parameters_live():
+def test_sharding_options_place_parameters():
     from ed_infra.axes import PartitionAxis
     from ed_infra.sharding import specs
 
@@ -224,7 +224,7 @@ def test_where_parameters_live():
 
 
 @proves("use_sharded_kv_caching", "kv_cache_sharding_sequence_axis_name", "sequence_axis_name")
-def test_where_the_cache_lives():
+def test_cache_sharding_options_place_the_cache():
     def cache_spec(**changes: Any) -> Any:
         model = LlamaForCausalLM.create(config(**{**SPLIT, **changes}))
         return tuple(model.init_cache(B, 32).keys.sharding.spec)
@@ -311,7 +311,7 @@ def test_a_model_shows_its_parts():
 
 
 @proves("AutoEasyDeLModelForCausalLM.from_pretrained(dtype)", "push_to_hub")
-def test_files_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_files_load_in_dtype_and_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = LlamaForCausalLM.create(config())
     model.save_pretrained(tmp_path)
     for dtype in (jnp.float32, jnp.bfloat16):

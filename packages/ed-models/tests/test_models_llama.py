@@ -47,7 +47,7 @@ def either(request, model):
     return model.to_layout(request.param)
 
 
-def test_scanned_equals_unrolled(model, plain):
+def test_scanned_llama_matches_unrolled_llama(model, plain):
     unrolled = LlamaForCausalLM.create(config(scan_layers=False), seed=1)
     assert (model.layout, unrolled.layout) == ("stacked", "leaves")
     np.testing.assert_allclose(forward(unrolled, input_ids=IDS).logits, plain, atol=1e-5)
@@ -128,7 +128,7 @@ def test_a_packed_row_equals_its_documents_apart(model):
         np.testing.assert_allclose(packed[row, at], alone, atol=1e-5)
 
 
-def test_left_padding_changes_nothing(model, plain):
+def test_left_padding_does_not_change_logits(model, plain):
     padded = np.pad(IDS, ((0, 0), (5, 0)))
     mask = np.pad(np.ones_like(IDS), ((0, 0), (5, 0)))
     out = forward(model, input_ids=padded, attention_mask=mask)

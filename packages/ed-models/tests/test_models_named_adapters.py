@@ -73,7 +73,7 @@ def test_one_computes_and_the_others_wait(base):
     np.testing.assert_array_equal(logits(none), logits(base))
 
 
-def test_names(base, tmp_path):
+def test_adapters_are_added_selected_and_deleted_by_name(base, tmp_path):
     model = two(base)
     with pytest.raises(ConfigError, match=r"named 'first'.*delete_adapter"):
         model.apply_lora(FIRST, name="first")
@@ -93,7 +93,7 @@ def test_names(base, tmp_path):
     np.testing.assert_allclose(logits(loaded), logits(model), atol=1e-6)
 
 
-def test_merging_and_back(base):
+def test_unmerge_adapter_restores_merged_weights(base):
     model = two(base)
     merged = model.merge_adapter()
     assert not merged.lora_is_enabled
@@ -125,7 +125,7 @@ def test_merging_and_back(base):
     assert model.unwrap_lora_to_layers().adapter_names == ()
 
 
-def test_adapters_for_another_model(base, tmp_path):
+def test_adapter_of_other_model_raises_error(base, tmp_path):
     """The names and shapes that do not fit are listed."""
     save_adapter(learned(base.apply_lora(FIRST), 1), tmp_path)
     with pytest.raises(CheckpointError, match=r"another model[\s\S]*do not fit \[o, i\] = \["):

@@ -188,7 +188,7 @@ def test_one_scale_for_a_tensor_and_scales_that_are_exponents(
 
 
 @pytest.mark.torch
-def test_unpacks_as_transformers_does(fp8: SimpleNamespace, mxfp4: SimpleNamespace) -> None:
+def test_unpacked_tensors_match_transformers(fp8: SimpleNamespace, mxfp4: SimpleNamespace) -> None:
     torch = require_torch()
     from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
@@ -237,7 +237,9 @@ def broken(kind: str, made: SimpleNamespace, folder: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "kind", ["another method", "another method, nearly", "no scale", "no codes", "another grid"]
 )
-def test_says_what_is_wrong(kind: str, fp8: SimpleNamespace, tmp_path: Path) -> None:
+def test_invalid_packed_checkpoint_raises_checkpoint_error(
+    kind: str, fp8: SimpleNamespace, tmp_path: Path
+) -> None:
     folder, message = broken(kind, fp8, tmp_path / "broken")
     with pytest.raises(CheckpointError, match=message):
         load(folder)

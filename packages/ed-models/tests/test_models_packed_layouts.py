@@ -345,7 +345,7 @@ def test_a_model_loads_as_its_numbers_in_float32_would(
     assert model.config.quantization_config is None
 
 
-def test_experts_have_codes_each(tmp_path: Path) -> None:
+def test_packed_experts_load_like_plain_experts(tmp_path: Path) -> None:
     fields = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
     Qwen3MoeForCausalLM.create(config, seed=0).save_pretrained(tmp_path / "made")
@@ -355,7 +355,7 @@ def test_experts_have_codes_each(tmp_path: Path) -> None:
     assert_same(load(packed, (1, 1, 2, 2, 1)), load(plain))
 
 
-def test_unpacked_and_quantized_anew(saved: Path, tmp_path: Path) -> None:
+def test_packed_checkpoint_can_be_requantized_on_load(saved: Path, tmp_path: Path) -> None:
     packed, plain = write_pair(saved, tmp_path, "awq")
     spec = {"dtype": "int8"}
     model = load(packed, quantization_config=spec, apply_quantization=True)
@@ -532,7 +532,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_says_what_is_wrong(mistake: str, tmp_path: Path) -> None:
+def test_invalid_packed_layout_raises_checkpoint_error(mistake: str, tmp_path: Path) -> None:
     kind, change, message = MISTAKES[mistake]
     settings, make = KINDS[kind]
     packed, _ = make(np.random.default_rng(0), 40, 96)

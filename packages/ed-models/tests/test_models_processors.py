@@ -99,7 +99,7 @@ def theirs(kind, arguments, ids, logits, **options):
 
 
 @pytest.mark.parametrize(("name", "value", "kind", "arguments", "shape"), CASES)
-def test_is_transformers_own(name, value, kind, arguments, shape):
+def test_logits_processors_match_transformers(name, value, kind, arguments, shape):
     ids = IDS[:, -shape.get("t", T) :]
     logits = spoilt(LOGITS) if "spoilt" in shape else LOGITS
     expected = theirs(kind, arguments, ids, logits)
@@ -107,7 +107,7 @@ def test_is_transformers_own(name, value, kind, arguments, shape):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_every_option_is_compared():
+def test_every_processor_option_has_a_comparison():
     """What transformers does not have has tests of its own below."""
     own = {"presence_penalty", "frequency_penalty", "logits_processor"}
     assert {case[0] for case in CASES} | own == set(PROCESSORS)
@@ -176,7 +176,7 @@ def test_presence_and_frequency_count_what_was_generated():
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
-def test_padding_is_no_token():
+def test_processors_ignore_left_padding():
     """Rows that are padded on the left are processed as they are alone."""
     options = {
         "no_repeat_ngram_size": 2,
@@ -190,7 +190,7 @@ def test_padding_is_no_token():
     np.testing.assert_array_equal(processed(LOGITS, rows_of(padded, new=2), **options), alone)
 
 
-def test_functions_of_the_caller():
+def test_custom_logits_processors_are_applied_in_order():
     def shift(input_ids, scores):
         assert input_ids.shape == (B, T)
         return scores.at[:, 0].set(jnp.where(input_ids[:, -1] > 2, -jnp.inf, scores[:, 0]))
@@ -231,7 +231,7 @@ def test_functions_of_the_caller():
         ("renormalize_logits", 1, "is 1; it must be True or False"),
     ],
 )
-def test_values_that_cannot_be(name, value, message):
+def test_invalid_processor_values_raise_config_error(name, value, message):
     with pytest.raises(ConfigError, match=message):
         TokenChoice(do_sample=True, **{name: value})
 

@@ -53,7 +53,7 @@ def logits(model):
 @pytest.mark.parametrize(
     "kind", ["lora", "embedding", "experts", pytest.param("dora", marks=pytest.mark.nightly)]
 )
-def test_over_a_quantized_base(kind, tmp_path):
+def test_adapter_over_quantized_base_matches_dequantized_base(kind, tmp_path):
     quantized = build(kind == "experts").quantize({"dtype": "nf4", "pattern": r"^(?!.*lm_head)"})
     model = learned(quantized.apply_lora(SPECS[kind]))
     # The same numbers as over plain matrices of the values that the codes stand for.
@@ -105,7 +105,7 @@ def test_gradients_are_those_over_plain_matrices():
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
-def test_merging_and_back():
+def test_unmerge_adapter_restores_quantized_base():
     quantized = build().quantize({"dtype": "int8"})
     model = learned(quantized.apply_lora(SPECS["lora"]))
     with pytest.raises(ConfigError, match="dequantize=True"):

@@ -31,7 +31,7 @@ def formats(model):
 
 
 @pytest.mark.proves("quantization_config", "bits")
-def test_the_configuration_says_how():
+def test_config_options_select_quantization():
     by_config = build(quantization_config={"dtype": "int8", "group_size": 8}).quantize()
     assert formats(by_config)["model.layers.1.mlp.up_proj.kernel"] == ("int8", 8)
     assert "lm_head.kernel" not in formats(by_config), "the pattern leaves head and embedding out"
@@ -43,7 +43,7 @@ def test_the_configuration_says_how():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embedding_and_head(tied):
+def test_quantized_embedding_and_head_match_dequantized_model(tied):
     model = build(tie_word_embeddings=tied).quantize(EVERYTHING)
     assert model.is_quantized
     assert formats(model)["model.embed_tokens.embedding"][0] == "int8"
@@ -96,7 +96,7 @@ def test_the_matrices_of_a_scanned_model_are_decoded_layer_by_layer():
     assert "f32[8,64,512]" not in text
 
 
-def test_what_is_refused():
+def test_invalid_quantize_calls_raise_config_error():
     quantized = build().quantize({"dtype": "int8"})
     with pytest.raises(ConfigError, match="quantized again"):
         quantized.quantize({"dtype": "nf4"})

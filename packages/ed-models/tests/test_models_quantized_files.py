@@ -159,7 +159,7 @@ def absorbed() -> nnx.Module:
     ],
     ids=["experts", "part of a fused tensor", "latent attention", "tied head", "plain tied head"],
 )
-def test_families(make: Any, spec: Any, tmp_path: Path) -> None:
+def test_quantized_families_round_trip_through_files(make: Any, spec: Any, tmp_path: Path) -> None:
     model = make()
     model.save_pretrained(tmp_path / "plain")
     expected = model.quantize(spec)
@@ -219,7 +219,7 @@ def test_a_head_of_its_own_that_is_called_tied(plain: Path, tmp_path: Path) -> N
     assert_same(model, load(plain).quantize(spec))
 
 
-def test_configured_and_not_applied(plain: Path) -> None:
+def test_quantization_config_alone_does_not_quantize(plain: Path) -> None:
     model = load(plain, quantization_config={"dtype": "nf4"})
     assert not model.is_quantized
     assert model.config.quantization_config == EasyDeLQuantizationConfig("nf4")
@@ -228,7 +228,7 @@ def test_configured_and_not_applied(plain: Path) -> None:
     assert_same(applied, load(plain).quantize({"dtype": "int8"}))
 
 
-def test_says_what_is_wrong(plain: Path, tmp_path: Path) -> None:
+def test_invalid_quantized_files_raise_error(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="apply_quantization=True without a quantization_config"):
         load(plain, apply_quantization=True)
     with pytest.raises(ConfigError, match="q_prj"):
@@ -270,7 +270,7 @@ def test_simulated_as_it_is_read(scan_layers: bool, plain: Path, tmp_path: Path)
     assert_same(load(tmp_path), load(plain, config_kwargs=fields))
 
 
-def test_torch_gets_no_codes(plain: Path) -> None:
+def test_to_torch_rejects_quantized_model(plain: Path) -> None:
     model = load(plain, quantization_config={"dtype": "int8"}, apply_quantization=True)
     with pytest.raises(ConfigError, match="call dequantize first"):
         model.to_torch()

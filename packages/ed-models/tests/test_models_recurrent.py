@@ -38,7 +38,7 @@ def tiny(model_type: str) -> Any:
         ),
     ],
 )
-def test_names_of_published_checkpoints(
+def test_published_and_transformers_tensor_names_are_both_read(
     model_type: str, written: str, published: str, tmp_path: Path
 ) -> None:
     """transformers writes names that the authors' files have not; both are read."""

@@ -63,7 +63,7 @@ def test_names_of_other_families_are_refused():
         names(**only("attn_weights", attn_mechanism="blockwise"))
 
 
-def test_serving_needs_no_target():
+def test_serving_does_not_require_remat_target():
     names(**only("moe_output", easy_method="serve"))
 
 

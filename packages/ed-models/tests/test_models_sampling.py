@@ -72,7 +72,7 @@ def test_nucleus_is_the_fewest_likeliest_that_reach_top_p(top_p):
         assert set(np.flatnonzero(kept)) == set(order[before < top_p])
 
 
-def test_draws_follow_the_distribution():
+def test_draws_follow_softmax_distribution():
     got = draws(TokenChoice(do_sample=True, temperature=0.7), n=4000)
     want = np.asarray(jax.nn.softmax(LOGITS / 0.7))
     for row in range(3):
@@ -159,7 +159,7 @@ def test_values_out_of_range_are_named(name, value):
         TokenChoice(**{name: value})
 
 
-def test_seeds_share_no_rows():
+def test_row_keys_differ_between_seeds_and_rows():
     keys = [set(map(tuple, np.asarray(jax.random.key_data(row_keys(s, 8))))) for s in range(4)]
     assert len(set.union(*keys)) == 4 * 8
     # The key of a row does not depend on how many there are.

@@ -140,7 +140,7 @@ class TestClassifiers:
         ],
     )
     @pytest.mark.torch
-    def test_losses_are_hugging_faces(self, labels, count, problem):
+    def test_classifier_losses_match_transformers(self, labels, count, problem):
         torch = pytest.importorskip("torch")
         from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
@@ -157,7 +157,7 @@ class TestClassifiers:
         np.testing.assert_allclose(float(out.loss), float(want), rtol=1e-6)
         assert rows == 3
 
-    def test_an_unknown_problem(self):
+    def test_unknown_problem_type_raises_config_error(self):
         config = LlamaConfig(**SHAPE, **ONE)
         config.problem_type = "ranking"
         classifier = AutoEasyDeLModelForSequenceClassification.from_config(config)
@@ -179,7 +179,7 @@ class TestRewards:
         with pytest.raises(ConfigError, match="no one last token"):
             reward(twice, segment_ids=segments)
 
-    def test_one_label(self, saved, tmp_path):
+    def test_reward_model_has_one_label(self, saved, tmp_path):
         reward = AutoEasyDeLModelForReward.from_pretrained(saved, **ONE)
         assert reward(IDS, attention_mask=MASK).logits.shape == (3, 1)
         reward.save_pretrained(tmp_path / "reward")
@@ -222,7 +222,7 @@ class TestEmbedders:
     @pytest.mark.parametrize(
         "mode", ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
     )
-    def test_modes(self, hidden, tmp_path, mode, normalize):
+    def test_pooling_modes_match_reference(self, hidden, tmp_path, mode, normalize):
         want = reference(hidden, mode)
         if normalize:
             want /= np.linalg.norm(want, axis=1, keepdims=True)
@@ -281,7 +281,7 @@ class TestEmbedders:
             hub.from_pretrained(tmp_path / "m", task="auto-bind", **ONE), LlamaForCausalLM
         )
 
-    def test_wrong_modes(self, saved, tmp_path):
+    def test_invalid_pooling_modes_raise_error(self, saved, tmp_path):
         with pytest.raises(ConfigError, match="unknown pooling mode 'maen'; did you mean 'mean'"):
             AutoEasyDeLModelForEmbedding.from_pretrained(saved, pooling_mode="maen")
         directory = shutil.copytree(saved, tmp_path / "m")
@@ -322,7 +322,7 @@ class TestAutoBind:
             hub.from_pretrained(directory, task="auto-bind")
 
 
-def test_the_registry_derives_tasks():
+def test_registry_derives_task_classes():
     tasks = registry.tasks_of("gpt2")
     assert len(tasks) == len(set(tasks)) == 4 and TaskType.EMBEDDING in tasks
     made = registry.get_module("sequence-classification", "gpt2")
@@ -334,7 +334,7 @@ def test_the_registry_derives_tasks():
 
 @pytest.mark.torch
 class TestToTorch:
-    def test_equal_logits(self, model):
+    def test_to_torch_model_produces_equal_logits(self, model):
         torch = pytest.importorskip("torch")
         theirs = model.to_torch()
         assert type(theirs).__name__ == "LlamaForCausalLM"
@@ -342,7 +342,7 @@ class TestToTorch:
             want = theirs(torch.tensor(IDS, dtype=torch.long)).logits.numpy()
         np.testing.assert_allclose(model(IDS).logits, want, atol=1e-5)
 
-    def test_other_tasks_and_dtypes(self, saved):
+    def test_to_torch_keeps_task_and_dtype(self, saved):
         torch = pytest.importorskip("torch")
         kinds = {
             AutoEasyDeLModel: "LlamaModel",
@@ -353,14 +353,14 @@ class TestToTorch:
             theirs = auto.from_pretrained(saved, param_dtype=jnp.bfloat16, **ONE).to_torch()
             assert type(theirs).__name__ == name and theirs.dtype == torch.bfloat16
 
-    def test_without_torch(self, model, monkeypatch):
+    def test_to_torch_requires_torch(self, model, monkeypatch):
         from ed_models import bridge
 
         monkeypatch.setattr(bridge, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="to_torch needs torch, which is not installed"):
             model.to_torch()
 
-    def test_without_a_counterpart(self, monkeypatch):
+    def test_to_torch_rejects_model_without_counterpart(self, monkeypatch):
         pytest.importorskip("torch")
 
         class Own(LlamaForCausalLM):
@@ -373,7 +373,7 @@ class TestToTorch:
 
 
 @pytest.mark.parametrize("auto", [AutoEasyDeLModelForCausalLM, AutoEasyDeLModelForReward])
-def test_sharded_like_one_device(saved, auto):
+def test_sharded_load_equals_single_device_load(saved, auto):
     one = auto.from_pretrained(saved, **ONE)
     many = auto.from_pretrained(saved, sharding_axis_dims=(1, 4, 1, 2, 1))
     for a, b in zip(

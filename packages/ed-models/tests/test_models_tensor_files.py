@@ -50,7 +50,7 @@ def test_the_library_reads_what_we_wrote(tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n in DTYPES if not n.startswith(("F4", "F6"))])
-def test_every_dtype_round_trips(tmp_path, name):
+def test_every_dtype_round_trips_through_files(tmp_path, name):
     codes = np.arange(DTYPES[name].itemsize * 12, dtype=np.uint8) % 2
     tensor = codes.view(DTYPES[name]).reshape(3, 4)
     write_tensors(tmp_path, specs({"x": tensor}), {"x": tensor}.__getitem__)
@@ -60,7 +60,7 @@ def test_every_dtype_round_trips(tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
-def test_packed_floats_are_unpacked(tmp_path, name, bits):
+def test_packed_floats_are_unpacked_on_read(tmp_path, name, bits):
     codes = np.arange(8, dtype=np.uint8) + 1
     packed = sum(int(c) << (bits * i) for i, c in enumerate(codes)).to_bytes(bits, "little")
     raw_file(tmp_path / "model.safetensors", {"x": (name, [2, 4], packed)})
@@ -103,7 +103,7 @@ def test_a_tensor_larger_than_a_shard_gets_its_own():
     assert [*plan_shards(sizes, 16).values()] == [["a"], ["b"], ["c"]]
 
 
-def test_sizes():
+def test_parse_size_accepts_units_and_rejects_invalid_sizes():
     assert [parse_size(s) for s in (7, "5GB", "1.5 mb", "1GiB")] == [7, 5 * 10**9, 1500000, 2**30]
     for bad in ("big", "5 parsecs", 0, "-1GB"):
         with pytest.raises(ConfigError, match="max_shard_size"):
@@ -122,7 +122,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 
 
 class TestDamage:
-    def test_cut_short(self, tmp_path):
+    def test_truncated_file_raises_checkpoint_error(self, tmp_path):
         path = tmp_path / "model.safetensors"
         save_file({"x": np.zeros((64,), np.float32)}, path)
         path.write_bytes(path.read_bytes()[:-9])
@@ -130,18 +130,18 @@ class TestDamage:
             TensorFiles.open(tmp_path)
 
     @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64])
-    def test_not_safetensors(self, tmp_path, content):
+    def test_non_safetensors_file_raises_checkpoint_error(self, tmp_path, content):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="not a whole safetensors file"):
             TensorFiles.open(tmp_path)
 
-    def test_broken_header(self, tmp_path):
+    def test_broken_header_raises_checkpoint_error(self, tmp_path):
         path = tmp_path / "model.safetensors"
         path.write_bytes(struct.pack("<Q", 4) + b"{..}")
         with pytest.raises(CheckpointError, match="header is damaged"):
             read_header(path)
 
-    def test_wrong_shape(self, tmp_path):
+    def test_shape_that_does_not_fit_bytes_raises_checkpoint_error(self, tmp_path):
         raw_file(tmp_path / "model.safetensors", {"x": ("F32", [3], b"12345678")})
         with pytest.raises(CheckpointError, match="does not fit its bytes"):
             TensorFiles.open(tmp_path)
@@ -159,7 +159,7 @@ class TestDamage:
             ([8, 20], [3], "'y' and 'x' overlap|'x' and 'y' overlap"),
         ],
     )
-    def test_offsets_that_cannot_be(self, tmp_path, offsets, shape, message):
+    def test_impossible_offsets_raise_checkpoint_error(self, tmp_path, offsets, shape, message):
         header = {
             "x": {"dtype": "F32", "shape": shape, "data_offsets": offsets},
             "y": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
@@ -178,7 +178,7 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
             TensorFiles.open(tmp_path)
 
-    def test_unknown_dtype(self, tmp_path):
+    def test_unknown_tensor_dtype_raises_checkpoint_error(self, tmp_path):
         raw_file(tmp_path / "model.safetensors", {"x": ("F99", [2], b"12345678")})
         with pytest.raises(CheckpointError, match="unknown safetensors dtype 'F99'"):
             TensorFiles.open(tmp_path)
@@ -199,12 +199,12 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=r"1 tensors are not in the files .* ghost"):
             TensorFiles.open(tmp_path)
 
-    def test_pickles_are_refused(self, tmp_path):
+    def test_pickle_files_raise_checkpoint_error(self, tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(b"x")
         with pytest.raises(CheckpointError, match="a pickle can run code"):
             TensorFiles.open(tmp_path)
 
-    def test_no_weights_at_all(self, tmp_path):
+    def test_directory_without_weights_raises_checkpoint_error(self, tmp_path):
         with pytest.raises(CheckpointError, match=r"no \*\.safetensors file"):
             TensorFiles.open(tmp_path)
 

@@ -339,7 +339,7 @@ class TestNames:
         names = self.names({"model": "mlp", "mlp": "model"})
         assert names[3] == "mlp.layers.0.model.up_proj.weight"
 
-    def test_whole_parts_only(self):
+    def test_renames_apply_only_to_whole_name_parts(self):
         assert self.names({"mode": "x", "head": "y", "layer": "z"}) == self.names({})
 
     def test_fused_rules_are_renamed_too(self):
@@ -356,14 +356,14 @@ class TestNames:
         got = load(weights, {"model.norm.weight": stored}, "model.norm.weight", [range(D)])
         np.testing.assert_array_equal(got, stored)
 
-    def test_ignored_tensors(self):
+    def test_ignored_tensors_are_recognized_by_pattern(self):
         weights = WeightMap((ignore("mtp.{path}"), *STANDARD), DECODER)
         assert weights.ignores("mtp.layers.0.norm.weight")
         assert weights.ignores("model.layers.3.attn.masked_bias")
         assert not weights.ignores("model.mtp.norm.weight")
 
 
-def test_fused_needs_no_biases():
+def test_fused_layout_works_without_biases():
     shapes = {n: s for n, s in attention().items() if "kernel" in n}
     assert WeightMap(fused(QKV, "qkv"), shapes).hf_shapes == {"a.qkv.weight": ((H + 2 * G) * K, D)}
 
@@ -377,12 +377,12 @@ class TestRefused:
         with pytest.raises(ConfigError, match="asks for 'num_heads', which the configuration lack"):
             WeightMap(fused(QKV, "qkv", groups="num_heads"), attention(), CONFIG)
 
-    def test_shapes_that_differ_elsewhere(self):
+    def test_split_rejects_shapes_that_differ_in_other_dimensions(self):
         rules = (Rule(("{p}.a", "{p}.b"), "{p}.c", split(0, equal)),)
         with pytest.raises(ConfigError, match=r"cannot lie in 'm.c', one after another"):
             WeightMap(rules, {"m.a": (2, 3), "m.b": (2, 4)})
 
-    def test_experts_of_different_number(self):
+    def test_stack_rejects_different_expert_counts(self):
         rules = (Rule(GATE_UP, "{p}.{expert}.w", stack(then=split(0))),)
         with pytest.raises(ConfigError, match="leading dimensions of different size"):
             WeightMap(rules, {"m.gate.kernel": (2, D, F), "m.up.kernel": (3, D, F)})
