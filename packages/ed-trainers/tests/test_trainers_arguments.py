@@ -23,7 +23,7 @@ from ed_trainers.methods import trainer_class
 from pydantic import ValidationError
 
 
-def test_defaults_are_easydels():
+def test_training_argument_defaults_match_easydel():
     base = TrainingArguments()
     assert (base.learning_rate, base.num_train_epochs, base.total_batch_size) == (5e-5, 10, 32)
     assert (base.optimizer, base.scheduler, base.weight_decay) == ("adamw", "none", 0.01)
@@ -133,7 +133,7 @@ def test_a_mistake_is_an_error_at_its_key(given, where, words):
         ("1d", 86400.0),
     ],
 )
-def test_durations(text, seconds):
+def test_time_limits_parse_from_durations(text, seconds):
     assert SFTArguments(training_time_limit=text).training_time_limit == seconds
 
 
@@ -145,7 +145,7 @@ def test_what_is_none_by_default_may_be_given_as_none():
     assert SFTArguments(**unset) == SFTArguments()
 
 
-def test_spellings_become_canonical():
+def test_argument_spellings_resolve_to_canonical_values():
     # PyYAML reads 2e-5 as a string.
     arguments = SFTArguments(learning_rate="2e-5", tx_mu_dtype="bf16", master_dtype="fp32")
     assert (arguments.learning_rate, arguments.tx_mu_dtype) == (2e-5, "bfloat16")
@@ -153,7 +153,7 @@ def test_spellings_become_canonical():
     assert SFTArguments(extra_optimizer_kwargs={"b2": 0.95}).optimizer_kwargs == {"b2": 0.95}
 
 
-def test_registry_names_every_method():
+def test_registry_lists_every_training_method():
     assert arguments_class("sft") is SFTArguments
     for name, cls in ARGUMENTS.items():
         assert cls().trainer_type == name

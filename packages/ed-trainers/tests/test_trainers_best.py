@@ -91,7 +91,7 @@ def test_a_run_ends_with_the_best(toy, tmp_path, capsys, greater):
     assert int(again.state.step) == best
 
 
-def test_which_figure_is_better():
+def test_best_checkpoint_score_respects_metric_direction():
     def score(metric, greater=None, **row):
         return Best(SFTArguments(**best, metric_for_best_model=metric, greater_is_better=greater))
 
@@ -119,7 +119,7 @@ def test_a_figure_that_is_not_there_is_named(toy, tmp_path):
         ({"use_ema": False}, "no effect without ema_decay"),
     ],
 )
-def test_contradictions_are_errors(given, message):
+def test_contradictory_arguments_raise_error(given, message):
     with pytest.raises((ValidationError, ConfigError), match=message):
         SFTArguments(**given)
 
@@ -131,7 +131,7 @@ def test_without_an_eval_dataset_nothing_is_best(toy):
 
 
 @pytest.mark.parametrize("how", ["signal", "callback"])
-def test_a_checkpoint_on_demand(toy, tmp_path, how):
+def test_signal_or_callback_saves_checkpoint_on_demand(toy, tmp_path, how):
     class Ask(Callback):
         def on_log(self, trainer, row):
             if row["step"] == 4 and how == "signal":
@@ -147,7 +147,7 @@ def test_a_checkpoint_on_demand(toy, tmp_path, how):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_all_stay_without_limits(tmp_path):
+def test_retention_keeps_newest_and_best_checkpoints(tmp_path):
     class Info:
         def __init__(self, step):
             self.step = step

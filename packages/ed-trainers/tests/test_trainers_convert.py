@@ -86,7 +86,7 @@ def test_a_model_becomes_a_saved_state_and_a_model_again(tmp_path):
     np.testing.assert_allclose(again(ids).logits, whole(ids).logits, atol=1e-5)
 
 
-def test_a_saved_state_too(tmp_path):
+def test_convert_accepts_saved_state(tmp_path):
     EasyDeLState.create(model=model()).save_state(tmp_path / "s")
     ids = np.arange(6)[None]
     np.testing.assert_allclose(model_of(tmp_path / "s")(ids).logits, model()(ids).logits, atol=1e-6)

@@ -153,7 +153,7 @@ def test_damage_to_the_checksums_themselves_is_damage(toy, tmp_path, act):
     assert restored(toy, tmp_path)[0] == 1
 
 
-def test_another_format_is_refused(toy, tmp_path):
+def test_checkpoint_of_other_format_raises_checkpoint_error(toy, tmp_path):
     written(toy, tmp_path, steps=(1,))
     metadata = next((tmp_path / "1/run").rglob("metadata"))
     metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "format": 99}))

@@ -55,14 +55,14 @@ def test_a_mesh_equals_one_device(step, batch, dims):
     near_reports(many_report, report)
 
 
-def test_packed_equals_apart(step, batch):
+def test_packed_dpo_step_matches_separate_rows(step, batch):
     moved, report = step(batch)
     alone, alone_report = step(apart(batch))
     near(alone, moved)
     near_reports(alone_report, report)
 
 
-def test_chunks_equal_the_whole(step, batch):
+def test_chunked_dpo_loss_matches_unchunked_loss(step, batch):
     near(step(batch, lmhead_chunksize=7)[0], step(batch, lmhead_chunksize=4096)[0])
 
 
@@ -115,7 +115,7 @@ def test_the_learner_is_its_own_reference(toy, batch):
     assert report["rewards/margins"] == 0
 
 
-def test_without_a_reference(toy, batch):
+def test_reference_free_dpo_rejects_reference_model(toy, batch):
     _, report = one_step("dpo", toy.model(), batch, reference_free=True)
     scaled = 0.1 * report["logps/chosen"]
     assert report["rewards/chosen"] == pytest.approx(scaled, rel=1e-5)

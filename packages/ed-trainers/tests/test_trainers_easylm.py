@@ -92,7 +92,7 @@ def test_there_and_back_nothing_changes(saved, stream, tmp_path):
     assert json.loads((back / "config.json").read_text()) == CONFIG
 
 
-def test_the_stream_is_easylms(saved, stream):
+def test_easylm_stream_has_easylm_layout(saved, stream):
     tree = restored(stream)
     assert tree[("transformer", "h", "1", "feed_forward", "w2", "kernel")].shape == (24, 16)
     assert tree[("transformer", "h", "0", "attention", "wk", "kernel")].shape == (16, 8)
@@ -139,7 +139,7 @@ def test_checkpoints_become_streams_and_two_are_compared(saved, stream, tmp_path
     assert one.name == "transformer.ln_f.kernel" and one.largest == pytest.approx(0.5)
 
 
-def test_tied_heads_and_bfloat16(tmp_path):
+def test_tied_bfloat16_model_round_trips_through_easylm(tmp_path):
     written(tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True)
     stream = convert(tmp_path / "tied", tmp_path / "stream", easylm=True)
     kernel = Stream(stream).read("lm_head/kernel")

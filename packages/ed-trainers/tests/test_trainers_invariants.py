@@ -113,7 +113,7 @@ def same(left, right, tolerance=2e-5):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
-def test_scanned_equals_unrolled(step, method):
+def test_scanned_step_matches_unrolled_step(step, method):
     moved, report = step(method, llama(method))
     other, other_report = step(method, llama(method, scan=False))
     same(other, moved)
@@ -147,7 +147,7 @@ def test_any_number_of_microbatches_is_one_step(step, method):
 @pytest.mark.parametrize(
     "method", [n for n, e in METHODS.items() if "lmhead_chunksize" in e.arguments.model_fields]
 )
-def test_chunks_equal_the_whole(step, method):
+def test_chunked_loss_step_matches_unchunked_step(step, method):
     moved, report = step(method, llama(method))
     other, other_report = step(method, llama(method), lmhead_chunksize=7)
     same(other, moved)

@@ -113,7 +113,7 @@ def test_a_reference_that_follows_the_learner_survives_kills(tmp_path, monkeypat
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("extra", [(), ("--lora",), ("--dpo",)], ids=["sft", "lora", "dpo"])
-def test_killed_twenty_times(tmp_path, monkeypatch, extra):
+def test_run_killed_twenty_times_equals_uninterrupted_run(tmp_path, monkeypatch, extra):
     """At random and in each phase of a checkpoint."""
     monkeypatch.setenv("XLA_FLAGS", "")
     killed, chance = tmp_path / "killed", random.Random(7)

@@ -267,7 +267,7 @@ def test_other_runs_are_refused_and_can_be_moved_aside(toy, tmp_path, capsys):
     assert [r["step"] for r in exact(tmp_path) if "loss" in r] == [1, 2]
 
 
-def test_bad_input_is_explained(toy, tmp_path):
+def test_invalid_trainer_input_raises_config_error(toy, tmp_path):
     with pytest.raises(ConfigError, match="batches of 4 sequences, but total_batch_size is 8"):
         trainer(toy, tmp_path, loader=toy.loader(rows=4)).train()
     with pytest.raises(ConfigError, match="there is no train_dataset"):

@@ -74,7 +74,7 @@ def reference(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("reference"))
 
 
-def test_only_adapters_learn(reference):
+def test_lora_training_updates_only_adapters(reference):
     losses, before, state = reference
     assert losses[-1] < losses[0]
     names = {str(path[-1]) for path, _ in nnx.to_flat_state(state.graphstate)}
@@ -107,7 +107,7 @@ def test_meshes_and_storage_do_not_matter(tmp_path, reference, config):
     [LoraSpec(rank=2, dora=True), LoraSpec(rank=2, dropout=0.2), LoraSpec(targets="embed|q_proj")],
     ids=["dora", "dropout", "embedding"],
 )
-def test_other_adapters_learn(tmp_path, spec):
+def test_dora_dropout_and_embedding_adapters_reduce_loss(tmp_path, spec):
     losses, _, _ = trained(tmp_path, spec=spec)
     assert losses[-1] < losses[0]
 
@@ -121,7 +121,7 @@ def test_other_adapters_learn(tmp_path, spec):
     ],
     ids=["one device", "mesh", "dpo"],
 )
-def test_over_a_quantized_base(tmp_path, given):
+def test_lora_training_keeps_quantized_base_unchanged(tmp_path, given):
     """The codes stay as they are to the bit, and what is saved is the adapter alone."""
     losses, before, state = trained(
         tmp_path, quantized={"dtype": "nf4", "group_size": 16}, do_last_save=True, **given

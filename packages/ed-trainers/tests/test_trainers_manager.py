@@ -133,7 +133,7 @@ def test_storage_of_layers_and_kind_of_file_do_not_matter(tmp_path):
     assert "lm_head.weight" in changed
 
 
-def test_the_command(tmp_path):
+def test_compare_command_reports_differences(tmp_path):
     def run(*paths):
         command = [sys.executable, "-m", "ed_trainers.compare", *map(str, paths)]
         done = subprocess.run(command, capture_output=True, text=True)

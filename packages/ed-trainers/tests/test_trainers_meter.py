@@ -32,7 +32,7 @@ def clock(monkeypatch):
     return go
 
 
-def test_seconds_are_told_apart(clock):
+def test_meter_separates_waiting_compile_and_productive_seconds(clock):
     meter = Meter()
     clock(4.0)
     meter.ready()
@@ -91,7 +91,7 @@ def llama(**given):
 
 
 @pytest.mark.proves("peak_flops_per_device")
-def test_the_formula_is_palms():
+def test_utilization_follows_palm_flops_formula():
     model = llama()
     layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
     matrices = 3 * layer + 16 * 32
@@ -219,7 +219,7 @@ def test_a_slow_sink_delays_nobody(monkeypatch):
     assert [row["step"] for row in slow.rows] == list(range(31)) and slow.closed
 
 
-def test_flush_hands_everything_over():
+def test_flush_writes_all_buffered_rows():
     sink = Buffered(Slow(), print)
     sink.restart([])
     sink.write({"step": 1})

@@ -142,7 +142,7 @@ def test_every_mesh_equals_one_device(step, batches, method, dims):
 
 
 @pytest.mark.parametrize("method", [name for name in GIVEN if name != "kto"])
-def test_packed_equals_apart(step, batches, method):
+def test_packed_method_step_matches_separate_rows(step, batches, method):
     rows = METHODS[method].rows
     batch = batches[rows]
     moved, report = step(method, batch)
@@ -161,13 +161,13 @@ def test_packed_equals_apart_without_what_goes_round_in_a_row(step, batches):
 @pytest.mark.parametrize(
     "method", [n for n in GIVEN if "lmhead_chunksize" in METHODS[n].arguments.model_fields]
 )
-def test_chunks_equal_the_whole(step, batches, method):
+def test_chunked_method_loss_matches_unchunked_loss(step, batches, method):
     batch = batches[METHODS[method].rows]
     near(step(method, batch, lmhead_chunksize=7)[0], step(method, batch)[0], 2e-5)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "distillation"])
-def test_full_logits_are_nowhere(toy, batches, method):
+def test_chunked_loss_never_materializes_full_logits(toy, batches, method):
     """No array of the whole step's tokens times the vocabulary, forwards and backwards."""
     entry = METHODS[method]
     frozen = {name: toy.model(seed=5) for name in (*entry.needs, *entry.may_read)}

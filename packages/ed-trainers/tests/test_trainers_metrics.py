@@ -30,7 +30,7 @@ def events(directory: Path) -> list[tuple[str, int, float]]:
     return found
 
 
-def test_floats_come_back_exactly(tmp_path):
+def test_logged_floats_round_trip_exactly(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", active=True)
     log.restart(0)
     losses = np.random.default_rng(0).normal(size=100).astype(np.float32)
@@ -40,7 +40,7 @@ def test_floats_come_back_exactly(tmp_path):
     np.testing.assert_array_equal(back, losses)
 
 
-def test_not_finite_is_json(tmp_path):
+def test_non_finite_metrics_are_written_as_json_null(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", active=True)
     log.restart(0)
     log.write(row(1, float("nan")))
@@ -73,7 +73,7 @@ def test_restart_cuts_rows_beyond_the_checkpoint_and_a_torn_line(tmp_path):
     assert [(s, v) for tag, s, v in events(board) if tag == "eval/loss"] == [(4, 2.0)]
 
 
-def test_inactive_writes_nothing(tmp_path):
+def test_inactive_log_writes_no_files(tmp_path):
     log = MetricsLog(
         tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tensorboard")], active=False
     )

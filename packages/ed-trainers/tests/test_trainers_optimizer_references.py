@@ -195,12 +195,12 @@ def decayed_by_hand(optimizer, torch):
     return optimizer
 
 
-def test_adamw_is_torchs():
+def test_adamw_matches_torch():
     run = torch_loop(lambda torch, p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1))
     against("adamw", run, 2e-5)
 
 
-def test_sgd_is_torchs():
+def test_sgd_matches_torch():
     def make(torch, p):
         optimizer = torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True)
         return decayed_by_hand(optimizer, torch)
@@ -208,7 +208,7 @@ def test_sgd_is_torchs():
     against("sgd", torch_loop(make), optimizer_kwargs=SETTINGS["sgd"])
 
 
-def test_rmsprop_is_torchs():
+def test_rmsprop_matches_torch():
     def make(torch, p):
         optimizer = torch.optim.RMSprop(p, lr=0.02, alpha=0.9, eps=1e-8, momentum=0.9)
         return decayed_by_hand(optimizer, torch)
@@ -216,7 +216,7 @@ def test_rmsprop_is_torchs():
     against("rmsprop", torch_loop(make), 2e-5, optimizer_kwargs=SETTINGS["rmsprop"])
 
 
-def test_adafactor_is_transformers():
+def test_adafactor_matches_transformers():
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
 
@@ -231,7 +231,7 @@ def test_adafactor_is_transformers():
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_muon_is_torchs(adjust, monkeypatch):
+def test_muon_matches_torch(adjust, monkeypatch):
     torch = pytest.importorskip("torch")
     # torch iterates in bfloat16; ours is float32.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
@@ -257,7 +257,7 @@ def test_muon_leaves_embeddings_and_the_head_to_adamw():
     np.testing.assert_array_equal(muon["lm_head"]["kernel"], adamw["lm_head"]["kernel"])
 
 
-def test_lion_is_the_papers():
+def test_lion_matches_paper_formula():
     def run(array):
         p, m = array.astype(np.float64), np.zeros_like(array, np.float64)
         for i in range(STEPS):
@@ -318,7 +318,7 @@ def test_schedule_free_is_the_papers():
     against("schedule_free_adamw", run, 2e-5, warmup_steps=warmup)
 
 
-def test_schedule_free_is_optaxs():
+def test_schedule_free_adamw_matches_optax():
     # optax keeps y as its parameters and computes x from it.
     array = jnp.asarray(single(1, "wide"))
     tx = optax.contrib.schedule_free_adamw(0.02, weight_decay=0.1)
@@ -334,7 +334,7 @@ def test_schedule_free_is_optaxs():
 # --- eight bits ---
 
 
-def test_levels_are_the_papers():
+def test_quantization_levels_match_the_paper():
     # Table and figure 4 of the paper: powers of ten, and linear fractions within each.
     signed, unsigned = levels(signed=True), levels(signed=False)
     assert signed.shape == unsigned.shape == (256,)

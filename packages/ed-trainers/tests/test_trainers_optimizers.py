@@ -46,7 +46,7 @@ def rates(total, **given):
     return [float(schedule(i)) for i in range(total)]
 
 
-def test_schedules():
+def test_learning_rate_schedules_match_reference_values():
     flat = rates(4, learning_rate=1.0, warmup_steps=2)
     np.testing.assert_allclose(flat, [0.5, 1, 1, 1])
     linear = rates(6, learning_rate=1.0, learning_rate_end=0.2, scheduler="linear", warmup_steps=2)

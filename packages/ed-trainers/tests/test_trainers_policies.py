@@ -90,7 +90,7 @@ def test_every_mesh_and_accumulation_equals_one_device(toy, method, dims, accumu
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
-def test_chunks_equal_the_whole(toy, method):
+def test_chunked_policy_loss_matches_unchunked_loss(toy, method):
     near(step(method, toy, lmhead_chunksize=7)[0], step(method, toy)[0], 2e-5)
 
 
@@ -190,7 +190,7 @@ class Words:
 
 
 @pytest.mark.proves("lmbda", "seq_kd")
-def test_who_completes_the_prompts(toy, tmp_path):
+def test_gkd_options_select_source_of_completions(toy, tmp_path):
     frozen = {"teacher": toy(seed=5)}
 
     def run(**given):
@@ -261,7 +261,7 @@ def test_a_judge_compares_both_completions(toy, tmp_path, monkeypatch):
 
 
 @pytest.mark.proves("missing_eos_penalty")
-def test_cut_completions_lose_points(toy, tmp_path):
+def test_truncated_completions_lose_missing_eos_penalty(toy, tmp_path):
     def one(completion_ids):
         return [1.0] * len(completion_ids)
 
@@ -340,7 +340,7 @@ def test_options_that_contradict_each_other():
     assert dict(arguments_class("ppo")(beta=0, kl_estimator="k3").idle())["kl_estimator"]
 
 
-def test_ppo_wants_a_model(toy, tmp_path):
+def test_ppo_requires_a_model_instead_of_a_state(toy, tmp_path):
     run = online("ppo", toy(), tmp_path)
     with pytest.raises(ConfigError, match="give the model, not a state"):
         online("ppo", run._first_state(), tmp_path, rewards=(even,))

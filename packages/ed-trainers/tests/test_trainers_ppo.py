@@ -51,7 +51,7 @@ def test_the_last_token_of_each_answer():
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
-def test_whitening(shift_mean):
+def test_whitening_normalizes_weighted_values(shift_mean):
     values, here = 3 * numbers(2) + 1, WEIGHTS > 0
     own = values[here]
     wanted = np.zeros_like(values)

@@ -77,7 +77,7 @@ def checked(method, run, output, rows, before):
     assert (directory / "adapter" / FILE).is_file() == (method == "ppo")
 
 
-def test_ppo_learns_over_codes(tmp_path):
+def test_ppo_trains_over_quantized_base(tmp_path):
     model = learner()
     before = frozen_bytes(model)
     checked("ppo", *trained("ppo", tmp_path, model, rollout="the toy's"), before)
@@ -85,7 +85,7 @@ def test_ppo_learns_over_codes(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", GIVEN)
-def test_each_learns_over_codes(tmp_path, method):
+def test_every_given_method_trains_over_quantized_base(tmp_path, method):
     model = learner()
     before = frozen_bytes(model)
     checked(method, *trained(method, tmp_path, model), before)

@@ -145,7 +145,7 @@ def test_without_masters_another_dtype_is_refused(tmp_path):
 
 
 @pytest.mark.nightly
-def test_other_depths_are_refused(tmp_path):
+def test_checkpoint_of_other_depth_raises_checkpoint_error(tmp_path):
     train(tmp_path, 2)
     arguments = SFTArguments(save_directory=str(tmp_path), total_batch_size=8, learning_rate=1e-2)
     config = LlamaConfig(

@@ -59,13 +59,13 @@ def test_what_the_run_left_is_shown_as_text(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_no_metrics_no_report(tmp_path: Path) -> None:
+def test_report_without_metrics_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no metrics"):
         write_report(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_a_browser_draws_it(tmp_path: Path) -> None:
+def test_browser_renders_report_charts(tmp_path: Path) -> None:
     page = write_report(a_run(tmp_path / "run"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     said = subprocess.run(

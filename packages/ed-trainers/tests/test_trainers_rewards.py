@@ -59,7 +59,7 @@ def test_an_entry_point_gives_a_function(monkeypatch):
         Rewards(["of_a_packag"])
 
 
-def test_names_that_lead_nowhere():
+def test_unknown_reward_functions_raise_config_error():
     for entry, said in [
         ("exactt", "did you mean 'exact'"),
         ("no_such_module:f", "cannot be imported: there is no module .* or module:function"),
@@ -108,7 +108,7 @@ def check(rule, text, answer=None, **settings):
     return RULES[rule]([text], answer=[answer], **settings)[0]
 
 
-def test_rules():
+def test_reward_rules_score_completions():
     assert check("exact", " Paris\n", "Paris") == 1 and check("exact", "paris", "Paris") == 0
     assert check("exact", "paris", "Paris", ignore_case=True) == 1
     assert check("exact", "anything", None) is None
@@ -147,11 +147,11 @@ def test_rules():
         ("9" * 300, "9", 0),
     ],
 )
-def test_answers_of_mathematics(text, answer, right):
+def test_math_answer_rule_compares_values(text, answer, right):
     assert check("math_answer", text, answer) == right
 
 
-def test_parts_of_answers():
+def test_answer_parsers_return_none_without_a_value():
     assert last_number("-3 and +1.5e3") == 1500
     assert last_number("x") is None and value_of("three") is None and value_of("1/2/3") is None
     assert stated_answer(r"\boxed{open") is None

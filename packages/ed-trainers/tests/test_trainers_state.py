@@ -74,7 +74,7 @@ def test_save_and_load_onto_another_mesh(toy, tmp_path):
         state.save_state(tmp_path / "s")
 
 
-def test_save_without_optimizer(toy, tmp_path):
+def test_state_saves_without_optimizer(toy, tmp_path):
     state = EasyDeLState.create(model=toy.model(), tx=optax.adamw(1e-1), init_opt_state=True)
     state.save_state(tmp_path / "s", save_optimizer=False)
     other = EasyDeLState.create(model=toy.model(seed=1))
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_named(toy, tmp_path):
         state.load_state(tmp_path / "nothing")
 
 
-def test_contradictions_are_errors(toy):
+def test_contradictory_state_arguments_raise_config_error(toy):
     model = toy.model()
     with pytest.raises(ConfigError, match="either model, or graphdef"):
         EasyDeLState.create()

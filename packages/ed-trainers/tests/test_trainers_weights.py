@@ -123,7 +123,7 @@ def test_a_rollout_reads_the_weights_before_each_step(toy, tmp_path):
             weights.model  # noqa: B018
 
 
-def test_sampling_changes_no_number(toy, tmp_path):
+def test_sampling_does_not_change_training_metrics(toy, tmp_path):
     plain = trainer(toy, tmp_path / "plain").train()
     run = trainer(toy, tmp_path / "sampled", kind=SelfTaught)
     run.sampler = Sampler()
