@@ -69,7 +69,7 @@ def test_every_module_is_looked_at() -> None:
     assert set().union(*(package.submodules() for package in packages())) <= seen
 
 
-def test_contracts_hold() -> None:
+def test_import_contracts_hold_between_packages() -> None:
     result = lint_imports()
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in result.stdout

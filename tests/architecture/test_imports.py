@@ -86,7 +86,9 @@ def test_the_scheduler_runs_without_jax() -> None:
     assert not loaded_after(*core) & {"jax", "jaxlib", "flax", "transformers"}
 
 
-def test_imports_change_nothing(record_property: Callable[[str, object], None]) -> None:
+def test_importing_all_modules_does_not_change_the_process(
+    record_property: Callable[[str, object], None],
+) -> None:
     """Import every module; compare the process with one where only third parties were imported."""
     ours = tuple(MODULES)
     modules = [name for p in packages() for name in p.submodules() if "__main__" not in name]

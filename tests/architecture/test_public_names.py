@@ -32,7 +32,7 @@ def told_to_type_checkers(init: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_public_names(module: str) -> None:
+def test_public_names_are_documented_and_exported(module: str) -> None:
     package = importlib.import_module(module)
     assert package.__all__, "a package says what is public"
     assert sorted(set(package.__all__)) == sorted(package.__all__)

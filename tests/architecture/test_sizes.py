@@ -45,7 +45,9 @@ def report(sizes: dict[str, int]) -> str:
     return "\n".join([heading, *(f"  {sizes[file]} {file}" for file in reversed(over))])
 
 
-def test_sizes(record_property: Callable[[str, object], None]) -> None:
+def test_source_files_stay_within_size_limits(
+    record_property: Callable[[str, object], None],
+) -> None:
     sizes = {name(file): lines(file) for file in sources()}
     record_property("summary", report(sizes))
     unexplained = {f: n for f, n in sizes.items() if n > NEEDS_A_REASON and f not in REASONS}
@@ -55,7 +57,7 @@ def test_sizes(record_property: Callable[[str, object], None]) -> None:
     assert not stale, "these files no longer need their reason"
 
 
-def test_a_family_is_short(record_property: Callable[[str, object], None]) -> None:
+def test_model_family_files_stay_short(record_property: Callable[[str, object], None]) -> None:
     folder = ROOT / "packages/ed-models/src/ed_models/families"
     sizes = {f.stem: lines(f) for f in folder.glob("*.py") if f.stem != "__init__"}
     longest = max(sizes, key=lambda family: sizes[family])

@@ -60,7 +60,7 @@ def imported(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_the_workspace_fits_together() -> None:
+def test_workspace_metadata_is_consistent() -> None:
     assert check_workspace.problems() == []
 
 
@@ -104,7 +104,7 @@ def workspace(tmp_path: Path) -> Path:
         ("uv.lock", '\nname = "numpy"', '\nname = "torch"', "uv.lock holds torch"),
     ],
 )
-def test_a_fault_is_noticed(
+def test_workspace_check_reports_injected_faults(
     workspace: Path, file: str, pattern: str, replacement: str, complaint: str
 ) -> None:
     path = workspace / file

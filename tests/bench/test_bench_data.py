@@ -18,20 +18,22 @@ def check(found: data.Large) -> None:
 
 
 @pytest.mark.nightly
-def test_a_stream_of_rows(tmp_path: Path) -> None:
+def test_large_parquet_stream_stays_within_limits(tmp_path: Path) -> None:
     check(data.large(tmp_path, 40_000, files=2))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_ten_million_rows(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_ten_million_row_stream_stays_within_limits(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     found = data.large(tmp_path, 10_000_000)
     record_property("summary", f"ten million rows of parquet: {found}")
     check(found)
 
 
 @pytest.mark.nightly
-def test_the_contenders_run(tmp_path: Path) -> None:
+def test_data_benchmark_contenders_run(tmp_path: Path) -> None:
     """On a few documents: the figures are for a quiet machine."""
     corpus = data.Corpus.make(tmp_path, 300, chats=False)
     rates = data.tokenizing(corpus, [None], rounds=1)

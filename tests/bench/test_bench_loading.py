@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_gigabytes(dtype: str, record_property: Callable[[str, object], None]) -> None:
+def test_two_gigabyte_load_stays_within_memory_limit(
+    dtype: str, record_property: Callable[[str, object], None]
+) -> None:
     result = loading.measure(2.0, dtype, rounds=1)
     record_property("summary", "loading\n" + loading.show([result]))
     assert result.size > 1.8e9

@@ -30,7 +30,7 @@ def test_arrivals_are_those_of_text() -> None:
             sse.read([(0.1, wrong)])
 
 
-def test_load_reads_whole_streams() -> None:
+def test_serve_benchmark_load_reads_whole_streams() -> None:
     with background(ScriptedEngine(lambda prompt, choice: "eight letters")) as url:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         bodies = [{"prompt": "ab", "max_tokens": 8, **options} for _ in range(4)]

@@ -77,7 +77,7 @@ def test_scores_are_the_same_after_either_rotation(checkpoint: Path) -> None:
     np.testing.assert_array_equal(after["blk.0.ffn_down.weight"], down)
 
 
-def test_sizes_tokens_and_dtypes(checkpoint: Path) -> None:
+def test_converted_gguf_has_sizes_tokens_and_dtypes(checkpoint: Path) -> None:
     reader, tensors = read(checkpoint, "bf16")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["llama.block_count"] == 1

@@ -45,7 +45,7 @@ def rows() -> list[Any]:
 
 
 @pytest.mark.parametrize(("subject", "check"), rows())
-def test_family(
+def test_model_family_passes_conformance_check(
     subject: Subject, check: str, record_property: Callable[[str, object], None]
 ) -> None:
     error = CHECKS[check](subject)

@@ -50,7 +50,7 @@ def quantized(subject: Subject) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("subject", rows(fast=True))
-def test_quantized_family(subject: Subject) -> None:
+def test_quantized_family_passes_conformance_check(subject: Subject) -> None:
     quantized(subject)
 
 

@@ -67,7 +67,9 @@ def compare(subject: Subject, outputs: list[RequestOutput]) -> float:
 @pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", subjects())
-def test_sixty_four_prompts(subject: Subject, record_property: Any) -> None:
+def test_serving_options_produce_same_tokens_for_64_prompts(
+    subject: Subject, record_property: Any
+) -> None:
     rng = np.random.default_rng(11)
     vocab = subject.fields["vocab_size"]
     common = rng.integers(3, vocab, 9).tolist()

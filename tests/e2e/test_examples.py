@@ -83,7 +83,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly) if n in NIGHTLY else n for n in LEARNED]
 )
-def test_it_runs_and_learns(
+def test_example_runs_and_reaches_expected_metric(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

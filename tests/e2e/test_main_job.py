@@ -78,7 +78,7 @@ def heldout(run):
     return [next(iter(json.loads(line).values())) for line in path.read_text().splitlines()]
 
 
-def test_the_model_has_learned(run, record_property):
+def test_quickstart_model_learns_beyond_token_statistics(run, record_property):
     directory, printed = run
     record_property("summary", "quickstart: " + " | ".join(printed.split("\n")[-30:]))
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -84,7 +84,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         *(pytest.param(client, ["scripted", "tiny"], marks=NIGHTLY) for client in CLIENTS),
     ],
 )
-def test_documented_flows(
+def test_official_clients_complete_documented_flows(
     client: str,
     kinds: list[str],
     start: Callable[[str], str],

@@ -235,7 +235,7 @@ def test_tools_are_offered_called_and_answered(open_tab) -> None:
 
 
 @needs_chromium
-def test_a_schema_is_sent(open_tab) -> None:
+def test_playground_sends_schema_with_request(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: '{"rivers": []}')
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))

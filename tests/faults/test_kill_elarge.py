@@ -181,7 +181,7 @@ def test_killed_three_times_and_while_saving(run, tmp_path, record_property):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("run", "times"), [("grpo", 20), ("ppo", 6)], indirect=["run"])
-def test_killed_many_times(run, times, tmp_path, record_property):
+def test_killed_online_run_equals_uninterrupted_run(run, times, tmp_path, record_property):
     """Every second kill comes while a checkpoint is written, the others after a random step."""
     text, uninterrupted = run
     chance, kills = random.Random(time.time_ns()), []

@@ -218,7 +218,7 @@ def at_rest(url: str) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts pages of /proc")
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
-def test_clients_of_every_kind(server: Server, count: int, record_property) -> None:
+def test_server_survives_clients_of_every_kind(server: Server, count: int, record_property) -> None:
     process, url = server
     expected = {}
     for prompt in PROMPTS:
@@ -278,7 +278,7 @@ def test_a_server_under_every_attack_answers_all_other_clients(
         )
 
 
-def test_sigterm_under_load(server: Server) -> None:
+def test_sigterm_lets_running_streams_finish(server: Server) -> None:
     """Streams that run come to their end, and so does the process."""
     process, url = server
 

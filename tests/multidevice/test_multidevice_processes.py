@@ -23,7 +23,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("dims", "exact"), MESHES)
-def test_two_processes_equal_one(
+def test_two_processes_compute_same_values_as_one(
     tmp_path: Path, dims: tuple[int, int, int, int, int], exact: tuple[str, ...]
 ) -> None:
     command = ["-m", "tests.multidevice.several_processes", str(tmp_path), *map(str, dims)]

@@ -171,7 +171,7 @@ USUAL = {
         for dims in MESHES
     ],
 )
-def test_equals_one_device(case: str, dims: Dims) -> None:
+def test_ring_attention_matches_single_device_attention(case: str, dims: Dims) -> None:
     inputs, mask_info, features = CASES[case]
     call = Call("ring", dims, inputs, mask_info, **features)
     want = Call("vanilla", ONE, inputs, mask_info, **features).run()
@@ -197,7 +197,7 @@ def test_a_segment_never_sees_another() -> None:
         assert np.abs(x - after[name])[~other].max() > 1e-3, name
 
 
-def test_only_permutes_are_used() -> None:
+def test_ring_attention_uses_only_collective_permutes() -> None:
     assert on_four(True).collectives == on_four(False).collectives == {"collective-permute"}
 
 
@@ -284,7 +284,7 @@ def test_a_llama_has_the_logits_and_gradients_of_vanilla_on_one_device(dims: Dim
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("softmax", "bound"), [("float32", 0.02), ("bfloat16", 0.1)])
-def test_half_precision(softmax: str, bound: float) -> None:
+def test_bfloat16_ring_attention_stays_within_error_bound(softmax: str, bound: float) -> None:
     inputs = {n: x.astype(jnp.bfloat16) for n, x in inputs_of(more="sinks").items()}
     fields = {"attn_softmax_dtype": softmax, "blocksize_q": 8, "blocksize_k": 8}
     got = Call("ring", (1, 1, 1, 1, 4), inputs, packed(), config=fields).run()
@@ -299,7 +299,7 @@ def test_half_precision(softmax: str, bound: float) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"decode_attn_mechanism": "ring"}, {"use_sharded_kv_caching": True}], ids=str
 )
-def test_generate_says_the_same(fields: dict[str, Any]) -> None:
+def test_ring_attention_generates_same_tokens(fields: dict[str, Any]) -> None:
     ids = np.random.default_rng(0).integers(3, 252, (2, 24)).astype(np.int32)
     mask = np.ones_like(ids)
     mask[0, :5] = 0

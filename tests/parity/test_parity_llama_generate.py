@@ -58,7 +58,7 @@ def assert_same(got, want, reference):
 @pytest.mark.parametrize(
     ("case", "scan_layers"), [("untied", True), ("tied", False)], ids=["untied", "tied"]
 )
-def test_greedy(references, case, scan_layers):
+def test_greedy_tokens_match_torch(references, case, scan_layers):
     reference = references(case)
     want = torch_greedy(reference, eos_token_id=None)
     assert want.shape[1] == reference.ids.shape[1] + NEW
@@ -66,7 +66,7 @@ def test_greedy(references, case, scan_layers):
     assert_same(got, want, reference)
 
 
-def test_greedy_on_eight_devices(references):
+def test_greedy_tokens_on_eight_devices_match_torch(references):
     reference = references("untied")
     want = torch_greedy(reference, eos_token_id=None)
     got = ours(reference, scan_layers=True, dims=(1, 2, 1, 4, 1), eos_token_id=[])
@@ -82,7 +82,7 @@ def test_rows_end_where_torch_ends_them(references):
     assert_same(got, want, reference)
 
 
-def test_repetition_penalty(references):
+def test_repetition_penalty_tokens_match_torch(references):
     # Torch penalises padding tokens too; a batch without padding is what can be compared.
     reference = references("untied")
     rows = [0, 2]

@@ -41,7 +41,7 @@ def difference(got, reference):
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("case", list(llama_cases.CASES))
-def test_one_device(references, record_property, case, scan_layers):
+def test_single_device_logits_match_torch(references, record_property, case, scan_layers):
     reference = references(case)
     model = load(reference.directory, scan_layers=scan_layers)
     assert model.config.mesh.size == 1
@@ -51,7 +51,7 @@ def test_one_device(references, record_property, case, scan_layers):
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=lambda dims: "x".join(map(str, dims)))
-def test_eight_devices(references, record_property, dims):
+def test_eight_device_logits_match_torch(references, record_property, dims):
     reference = references("untied")
     model = load(reference.directory, dims)
     assert model.config.mesh.size == 8

@@ -25,7 +25,7 @@ FIRST = {
 }
 
 
-def test_every_method_is_compared() -> None:
+def test_every_method_has_a_parity_comparison() -> None:
     assert {*FIRST.values()} == {*METHODS}
 
 

@@ -65,7 +65,7 @@ def logits_of(torch_model: Any, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_ours_in_peft(family: str, tmp_path: Path) -> None:
+def test_saved_adapter_produces_same_logits_in_peft(family: str, tmp_path: Path) -> None:
     subject, (spec, _) = subject_of(family), CASES[family]
     model = trained(subject.model, spec)
     ours = our_logits(model, subject.ids)
@@ -89,7 +89,7 @@ def test_ours_in_peft(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_pefts_in_ours(family: str, tmp_path: Path) -> None:
+def test_peft_adapter_produces_same_logits_when_loaded(family: str, tmp_path: Path) -> None:
     import torch
 
     subject, (spec, targets) = subject_of(family), CASES[family]

@@ -108,7 +108,7 @@ def in_peft(subject: Subject, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("subject", rows(torch=False))
-def test_saved_and_read_again(subject: Subject, tmp_path: Path) -> None:
+def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_path: Path) -> None:
     model = trained(subject.model, without(HOMELESS, subject))
     ids = subject.ids[:2]
     expected = our_logits(model, ids)

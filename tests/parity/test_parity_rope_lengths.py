@@ -93,7 +93,7 @@ def continued(model, prompt: np.ndarray) -> np.ndarray:
     return np.asarray(tokens)
 
 
-def test_forward(pair):
+def test_forward_logits_match_torch_across_rope_lengths(pair):
     model, ours = pair
     ids, mask = padded(prompts())
     got = np.asarray(forward(ours, input_ids=ids, attention_mask=mask).logits)
@@ -117,7 +117,7 @@ def test_packed_documents_have_factors_of_their_own(pair):
         np.testing.assert_allclose(part, theirs(model, prompt)[0], atol=TOLERANCE)
 
 
-def test_cached_decode(pair):
+def test_cached_decode_logits_match_torch_across_rope_lengths(pair):
     model, ours = pair
     for prompt in prompts():
         following = np.random.default_rng(1).integers(3, 256, NEW).astype(np.int32)
@@ -132,7 +132,7 @@ def test_cached_decode(pair):
             np.testing.assert_allclose(np.asarray(out.logits)[0], expected, atol=TOLERANCE)
 
 
-def test_generate(pair):
+def test_generated_tokens_match_torch_across_rope_lengths(pair):
     model, ours = pair
     ids, mask = padded(prompts())
     made = ours.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=[])
@@ -147,7 +147,7 @@ def test_generate(pair):
         pytest.param(16, id="in chunks"),
     ],
 )
-def test_engine(pair, budget):
+def test_engine_tokens_match_torch_across_rope_lengths(pair, budget):
     """Prompts of all lengths share steps; a small budget computes the longest in chunks."""
     model, ours = pair
     params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)

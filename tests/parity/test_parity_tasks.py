@@ -107,7 +107,7 @@ CLASSIFIED = [
 
 
 @pytest.mark.parametrize("model_type", CLASSIFIED)
-def test_classification(model_type: str, tmp_path) -> None:
+def test_sequence_classifier_matches_transformers(model_type: str, tmp_path) -> None:
     task = TaskType.SEQUENCE_CLASSIFICATION
     if model_type not in first_of_each() or torch_class(task, model_type) is None:
         pytest.skip("transformers has no such class")
@@ -134,7 +134,7 @@ def test_classification(model_type: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("model_type", CLASSIFIED)
-def test_a_body_alone(model_type: str, tmp_path) -> None:
+def test_base_model_matches_transformers(model_type: str, tmp_path) -> None:
     if model_type not in first_of_each() or torch_class(TaskType.BASE_MODULE, model_type) is None:
         pytest.skip("transformers has no such class")
     ours, theirs, subject = both(TaskType.BASE_MODULE, model_type, tmp_path / "theirs")

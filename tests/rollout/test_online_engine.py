@@ -142,7 +142,7 @@ def test_every_mesh_samples_and_learns_what_one_device_does(on_one_device, tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["grpo", "rloo", "rlvr"])
-def test_scanned_equals_unrolled(tmp_path, method):
+def test_online_training_with_scanned_model_matches_unrolled_model(tmp_path, method):
     outputs = []
     for scan in (True, False):
         model = LlamaForCausalLM.create(config(scan_layers=scan), seed=0)

@@ -88,7 +88,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return folder, [folder / "src", install(home / "site", folder)]
 
 
-def test_every_block_is_followed() -> None:
+def test_adding_models_page_has_only_followed_blocks() -> None:
     found = blocks(PAGE)
     assert found and all(b.skip == HERE for b in found)
 
@@ -110,7 +110,7 @@ def test_a_package_of_ones_own(mine: tuple[Path, list[Path]]) -> None:
 
 
 @pytest.mark.nightly
-def test_it_passes_the_suite(mine: tuple[Path, list[Path]]) -> None:
+def test_new_model_passes_conformance_suite(mine: tuple[Path, list[Path]]) -> None:
     folder, path = mine
     (command,) = [c for c in commands() if "pytest ../my-models" in c]
     done = run(f"{command} -q", folder.parent / "clone", path)
@@ -160,7 +160,7 @@ def test_it_trains_from_yaml_and_is_served(mine: tuple[Path, list[Path]], tmp_pa
 
 
 @pytest.mark.nightly
-def test_a_family_in_here(tmp_path: Path) -> None:
+def test_new_family_in_repository_passes_cache_check(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     for part in ("tools", "docs", "packages/ed-models"):
         ignored = shutil.ignore_patterns("__pycache__", "tests")
@@ -191,7 +191,7 @@ def test_a_family_in_here(tmp_path: Path) -> None:
         (["my_model", "--package", "{}"], "is not empty and has no pyproject.toml"),
     ],
 )
-def test_wrong_names(
+def test_new_model_command_rejects_invalid_names(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "full"

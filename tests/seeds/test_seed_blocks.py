@@ -69,7 +69,7 @@ class Hub:
         return "done"
 
 
-def test_the_overview(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overview_blocks_run_as_documented(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     *imports, composed, inspected, hub = blocks(HERE / "infra_overview.md")
     names: dict[str, Any] = {"jnp": jnp}
@@ -163,7 +163,7 @@ def heading(block: Block) -> str:
     return "_".join(words)
 
 
-def test_the_configuration_guide(folder: Path) -> None:
+def test_configuration_guide_blocks_run_as_documented(folder: Path) -> None:
     page = {heading(block): block for block in blocks(HERE / "base_config.md")}
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "PartitionSpec": PartitionSpec}
     names |= {"LlamaConfig": LlamaConfig, "batch_size": 4, "seq_len": 64}

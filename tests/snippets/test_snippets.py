@@ -60,7 +60,7 @@ def reader(tmp_path: Path, quickstart_model: Path) -> Path:
 
 
 @pytest.mark.parametrize("chosen", list(cases()))
-def test_block(chosen: list[Block], reader: Path) -> None:
+def test_documentation_block_runs_without_error(chosen: list[Block], reader: Path) -> None:
     language = chosen[0].language
     if language == "yaml":
         validate(chosen[0], reader)
