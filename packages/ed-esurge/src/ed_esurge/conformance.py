@@ -1,4 +1,4 @@
-"""What the engine must do with every family: the check of `ed_models.conformance` that needs one.
+"""Conformance check of a model family with the engine, in addition to `ed_models.conformance`.
 
 @pytest.mark.parametrize("subject", subjects("my_model"), ids=str)
 def test_engine(subject: Subject) -> None:
@@ -17,11 +17,11 @@ NEW = 12
 
 
 def engine(subject: Subject) -> float:
-    """Prompts in chunks, in steps that they share, with preemption: the tokens of `generate`."""
+    """Check that chunked, batched and preempted prompts produce the tokens of `generate`."""
     model = subject.model
     prompts = [row[pad:].tolist() for row, pad in zip(subject.ids, PAD, strict=True)]
     greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    # Two sequences fit into the pages at their full length, so that others are preempted.
+    # The pages hold only two sequences of full length, so that others are preempted.
     serving = eSurge(
         model,
         max_num_seqs=4,
@@ -37,7 +37,7 @@ def engine(subject: Subject) -> float:
         alone = model.generate([prompt], max_new_tokens=NEW, eos_token_id=[]).sequences[0]
         got, expected = output.outputs[0].token_ids, alone[len(prompt) :].tolist()
         assert got == expected, f"after {len(prompt)} tokens {got} is not {expected}"
-    # Pages behind a window are freed, and states take none: then nobody needs to wait.
+    # Pages behind a window are freed, and states use none: then no sequence is preempted.
     waited = serving.stats()["num_preemptions"] > 0 or None not in windows_of(model).values()
     assert waited, "the pages held all sequences"
     return 0.0

@@ -1,4 +1,4 @@
-"""Which part of a prompt, and how many new tokens, fit the context: the options' policy."""
+"""Fitting of prompts and `max_tokens` to the context."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from ed_esurge.config import EngineConfig
 def fit(
     prompt: list[int], max_tokens: int | None, config: EngineConfig, max_model_len: int
 ) -> tuple[list[int], int]:
-    """Cut the prompt and lower `max_tokens` until both fit the context, as the options say.
+    """Truncate the prompt and reduce `max_tokens` according to the options, so that both fit.
 
     Args:
         prompt: token ids.
-        max_tokens: asked for; None is "as many as fit", 0 needs no room beside the prompt.
-        config: the policy.
-        max_model_len: the context, prompt and completion together.
+        max_tokens: requested number of tokens; None is the free part of the context, 0 needs no
+            room after the prompt.
+        config: the engine's options.
+        max_model_len: maximum length of prompt plus completion.
 
     Returns:
-        the prompt to use, and the number of tokens to generate: at least 1, or 0 as asked.
+        the prompt to use, and the number of tokens to generate: at least 1, or 0 if requested.
 
     Raises:
-        ConfigError: it does not fit, and the options forbid to change what does not.
+        ConfigError: the request does not fit, and the options forbid the required change.
     """
     if not prompt:
         raise ConfigError("the prompt has no tokens: give at least one")
@@ -55,7 +56,7 @@ def fit(
 
 
 def truncate(prompt: list[int], length: int, mode: str) -> list[int]:
-    """Throw away the left, the right or the middle of a prompt."""
+    """Remove the left, the right or the middle part of a prompt."""
     if mode == "left":
         return prompt[-length:]
     if mode == "right":

@@ -1,10 +1,10 @@
 """lm-evaluation-harness over the engine: `lm_eval.simple_evaluate(model=eSurgeLM(engine), ...)`.
 
-Scores follow lm-eval's own Hugging Face backend wherever the engine leaves a choice: the boundary
-between context and continuation, special tokens, the prefix of an empty context, disjoint windows
-of rolling likelihoods. A score that differs is then a difference of models, not of adapters.
+Scores follow the Hugging Face backend of lm-eval in every detail: the boundary between context and
+continuation, special tokens, the prefix of an empty context, disjoint windows of rolling
+likelihoods. A different score therefore indicates a difference of the models, not of this adapter.
 
-Needs the extra `ed-esurge[lm-eval]`. Imports no torch.
+Requires the extra `ed-esurge[lm-eval]`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from ed_esurge.engine import eSurge
 
-# (context, continuation) texts to cache by, context tokens, continuation tokens
+# (context, continuation) texts as cache key, context tokens, continuation tokens
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 
-# Keywords of tasks in Hugging Face's words that cannot change what the engine gives.
+# Hugging Face generation keywords of tasks that do not affect the engine's output.
 _IGNORED = frozenset({"do_sample", "use_cache", "pad_token_id", "cache_implementation"})
 
 
@@ -43,16 +43,16 @@ class eSurgeLM(TemplateLM):
 
     Args:
         engine: an `eSurge` with a tokenizer.
-        max_gen_toks: tokens to generate where a task does not say.
-        add_bos_token: whether texts begin with the tokenizer's special tokens; None leaves it to
-            the tokenizer, as the Hugging Face backend does.
-        prefix_token_id: what an empty context is replaced with; None: BOS, else EOS.
-        batch_size: requests handed to the engine at once, which schedules them as it sees fit: it
-            bounds host memory and sets how often progress shows, not results. None: four times
-            the sequences that run together.
+        max_gen_toks: default number of tokens to generate.
+        add_bos_token: whether texts begin with the tokenizer's special tokens; None uses the
+            default of the tokenizer, as the Hugging Face backend does.
+        prefix_token_id: token that replaces an empty context; None: BOS, else EOS.
+        batch_size: number of requests per call of the engine. It limits host memory and sets the
+            granularity of the progress bar, and does not affect the results. None: four times
+            `max_num_seqs`.
 
     Raises:
-        ConfigError: the engine has no tokenizer, or that has neither BOS nor EOS.
+        ConfigError: the engine has no tokenizer, or the tokenizer has neither BOS nor EOS.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class eSurgeLM(TemplateLM):
             )
         self._prefix_token_id = prefix
 
-    # ---- what the harness asks about the model
+    # ---- properties of the model
 
     @property
     def eot_token_id(self) -> int:
@@ -90,22 +90,22 @@ class eSurgeLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token that replaces an empty context."""
         return self._prefix_token_id
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model sees before a token that is scored.
+        """Maximum number of tokens before a scored token: `max_model_len - 2`.
 
-        The engine's prompt holds the scored tokens too, so one fewer than the context. And one
-        fewer than that: windows of rolling likelihoods, and with them published figures, are those
-        of engines that cannot score without room for a token to generate.
+        One token is subtracted because the engine's prompt includes the scored token. A second one
+        is subtracted because published results use the rolling windows of engines that need room
+        for a generated token.
         """
         return self.engine.max_model_len - 2
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the key under which the harness caches requests."""
+        """Name of the tokenizer in the cache keys of the harness."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     # ---- text and tokens
@@ -113,7 +113,7 @@ class eSurgeLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids; special tokens as asked, else as the model's options say, but never twice."""
+        """Return the token ids of a text. Special tokens are added as requested, but not twice."""
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
             prefix = self.tokenizer.decode([self.prefix_token_id])
@@ -124,13 +124,13 @@ class eSurgeLM(TemplateLM):
         return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the text that the model was trained on.
+        """Render a conversation with the chat template of the tokenizer.
 
         Raises:
             ConfigError: the tokenizer has no template.
@@ -152,7 +152,7 @@ class eSurgeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Sum of the continuation's log-probabilities, and whether it is the greedy one."""
+        """Return the total log-probability of each continuation, and whether it is greedy."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         prompts, lengths = [], []
         for _key, context, continuation in requests:
@@ -164,7 +164,7 @@ class eSurgeLM(TemplateLM):
             prompts.append((context + continuation)[-(self.max_length + 1) :])
             lengths.append(len(continuation))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(prompts)
-        # Longest first: the time left is never underestimated, and equal prefixes lie together.
+        # Longest first: the remaining time is not underestimated, and equal prefixes are adjacent.
         order = sorted(
             range(len(prompts)), key=lambda place: (-len(prompts[place]), prompts[place])
         )
@@ -194,7 +194,8 @@ class eSurgeLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of whole texts: each token once, in windows of `max_length`."""
+        """Return the log-likelihood of texts. Each token is scored once, in windows of
+        `max_length`."""
         windows: list[Scored] = []
         owners: list[int] = []
         for place, request in enumerate(requests):
@@ -219,7 +220,7 @@ class eSurgeLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations, each cut at the first of its stop strings."""
+        """Return the continuations, each truncated at its first stop string."""
         prompts, options = [], []
         for request in requests:
             context, keywords = cast("tuple[str, dict[str, Any]]", request.args)
@@ -249,10 +250,10 @@ class eSurgeLM(TemplateLM):
         return texts
 
     def _sampling(self, keywords: dict[str, Any]) -> SamplingParams:
-        """A task's generation keywords as the engine's options.
+        """Convert the generation keywords of a task to sampling options.
 
         Raises:
-            ConfigError: a keyword that the engine does not have.
+            ConfigError: the engine does not support a keyword.
         """
         options: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
         if options.pop("num_beams", 1) != 1:
@@ -267,12 +268,12 @@ class eSurgeLM(TemplateLM):
         eos = self.tokenizer.decode([self.eot_token_id]) if self.eot_token_id is not None else ""
         if eos and eos not in stops:
             stops.append(eos)
-        # As in the Hugging Face backend: tasks may look for markup in the text.
+        # As in the Hugging Face backend: tasks may search for markup in the text.
         temperature = 1.0 if keywords.get("do_sample") else 0.0
         options = {"skip_special_tokens": False, "temperature": temperature, **options}
         return SamplingParams(max_tokens=length, stop=tuple(stops), **options)
 
 
 def _progress(what: str, total: int, disable: bool) -> tqdm[NoReturn]:
-    """A bar with the time left; silent where stderr is no terminal."""
+    """Create a progress bar. It is disabled if stderr is not a terminal."""
     return tqdm(total=total, desc=what, disable=True if disable else None)

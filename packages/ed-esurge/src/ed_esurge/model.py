@@ -1,4 +1,4 @@
-"""What the engine needs of a model, and what it reads off one."""
+"""Properties of models that the engine uses, and conversions of models for the engine."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ logger = get_logger(__name__)
 
 
 def platform_of(model: LanguageModel) -> str:
-    """Where the model lies: cpu, gpu or tpu."""
+    """Return the platform of the model's devices: cpu, gpu or tpu."""
     return model.config.mesh.devices.flat[0].platform
 
 
 def served_model(model: LanguageModel) -> LanguageModel:
-    """The model as the engine wants it: on a CPU unrolled, which steps up to six times faster."""
+    """Return the model for serving: on a CPU with unrolled layers, up to six times faster per
+    step."""
     if platform_of(model) == "cpu" and model.layout != "leaves":
         return model.to_layout("leaves")
     return model
 
 
 def with_places(model: LanguageModel, config: EngineConfig) -> LanguageModel:
-    """The model with places for adapters, where some can be loaded.
+    """Return the model with adapter slots, if `max_loras` is positive.
 
     Raises:
         ConfigError: see `ed_models.adapter_slots.with_slots`.
@@ -48,20 +49,20 @@ def with_places(model: LanguageModel, config: EngineConfig) -> LanguageModel:
 
 
 def windows_of(model: LanguageModel) -> dict[str, int | None]:
-    """Group of layers with keys and values -> the window that they see; None = all tokens."""
+    """Return group of attention layers -> attention window; None = unlimited."""
     _, groups = grouped(model.cache_specs())
     first = {group: specs[0] for group, specs in groups.items()}
     return {name: spec.window for name, spec in first.items() if isinstance(spec, LayerCacheSpec)}
 
 
 def is_recurrent(model: LanguageModel) -> bool:
-    """Whether some layer keeps a state, which pages do not restore."""
+    """Return whether a layer is recurrent. Pages do not restore recurrent states."""
     _, groups = grouped(model.cache_specs())
     return len(groups) > len(windows_of(model))
 
 
 def model_name(model: LanguageModel) -> str:
-    """What the model calls itself: the last part of where it came from, or its type."""
+    """Return the name of a model: the last part of its source, or its model type."""
     origin = getattr(model.config, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
     return PurePath(origin).name or str(model.config.model_type)
 
@@ -69,9 +70,9 @@ def model_name(model: LanguageModel) -> str:
 def eos_token_ids(
     model: LanguageModel, tokenizer: Tokenizer | None, extra: Sequence[int]
 ) -> frozenset[int]:
-    """Every token that ends a text: the checkpoint's, the config's, the tokenizer's, the user's.
+    """Return the end-of-sequence tokens of checkpoint, config, tokenizer and user.
 
-    Ids beyond the vocabulary are left out, because no step can sample them.
+    Ids outside the vocabulary are omitted, because no step can sample them.
     """
     stored = json.loads(getattr(model, "generation_json", None) or "{}")
     sources = (
@@ -96,14 +97,15 @@ def eos_token_ids(
 def drafting(
     config: EngineConfig, draft: LanguageModel | None, model: LanguageModel
 ) -> LanguageModel | None:
-    """The model that proposes tokens, as the engine wants it; None where none does.
+    """Return the draft model for serving, or None without one.
 
     Args:
-        draft: the user's own; None = as `speculative_config` says.
-        model: the served one: a draft model that is loaded gets its dtypes and its mesh.
+        config: the engine's options.
+        draft: the user's draft model; None = the model of `speculative_config`.
+        model: the served model. A loaded draft model receives its dtypes and mesh.
 
     Raises:
-        ConfigError: the method and the draft model do not fit together.
+        ConfigError: the method is not compatible with the draft model.
     """
     wanted = config.speculative_config
     asked = wanted is not None and wanted.method == "draft_model"

@@ -1,8 +1,8 @@
-"""Conversations through a chat template: what users write is text, whatever it looks like.
+"""Chat templates that never convert user text to special tokens.
 
-A template writes special tokens (`<|im_end|>`) as text, and so can a user. Before it runs, each
-special token in the user's texts gets a mark, by which it is told from the template's own
-afterwards: only these become special tokens.
+Both the template and a user can write a special token (`<|im_end|>`) as text. Before rendering,
+each special token in the user's texts is marked. After rendering, only unmarked occurrences, which
+the template has written, become special tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ed_infra.errors import ConfigError
 
 from ed_esurge.tokenizer import Tokenizer
 
-# Unicode's noncharacters: no text has a use for them.
+# Noncharacters of Unicode, which do not occur in regular text.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-# What a text holds that looks like a mark. A number of more digits is no number of a mark.
+# Text that resembles a mark. The number of a mark has a limited number of digits.
 _MARKED = re.compile(f"{OPEN}([0-9]{{1,9}})\\.")
 
 
@@ -28,10 +28,10 @@ class ChatTemplate:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        source: Jinja text instead of the tokenizer's own template.
+        source: Jinja text that replaces the template of the tokenizer.
 
     Raises:
-        ConfigError: there is no tokenizer, or no template.
+        ConfigError: the tokenizer or the template is missing.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
@@ -45,17 +45,17 @@ class ChatTemplate:
         self.tokenizer, self.source = tokenizer, source
 
     def token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation; see `render`."""
+        """Return the token ids of a conversation; see `render`."""
         return self.encode(*self.render(messages, **options))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> tuple[str, re.Pattern[str]]:
-        """The text of a conversation, and a pattern of the marked characters in it.
+        """Return the text of a conversation and a pattern that matches its marked characters.
 
         Args:
-            messages: `{"role": …, "content": …}`.
-            options: for `apply_chat_template` (`tools`, variables of the template, …).
+            messages: list of `{"role": …, "content": …}`.
+            options: options of `apply_chat_template` (`tools`, variables of the template, …).
         """
         said = "".join(texts_in((messages, options)))
         taken = {int(number) for number in _MARKED.findall(said)}
@@ -79,20 +79,21 @@ class ChatTemplate:
         return text, re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
 
     def reads_parts(self) -> bool:
-        """Whether the template wants a message's content as a list of parts, and cannot read it
-        as text."""
+        """Return whether the template requires the content of a message as a list of parts and does
+        not accept text."""
         probe = "probe-of-content"
 
         def shown(content: object) -> bool:
             try:
                 return probe in self.render([{"role": "user", "content": content}])[0]
-            except Exception:  # whatever a template may do
+            except Exception:  # templates may raise any exception
                 return False
 
         return not shown(probe) and shown([{"type": "text", "text": probe}])
 
     def encode(self, text: str, marks: re.Pattern[str]) -> list[int]:
-        """Token ids of a rendered conversation: marked characters are part of no special token."""
+        """Return the token ids of a rendered conversation. Marked characters never form a special
+        token."""
 
         def plain(piece: str) -> str:
             return marks.sub(lambda hit: chr(int(hit[1], 16)), piece)
@@ -102,7 +103,7 @@ class ChatTemplate:
         whole = list(self.tokenizer(plain(text), add_special_tokens=False)["input_ids"])
         if [token for token in whole if token in self._special_ids] == expected:
             return whole
-        # Text between the template's special tokens, each piece by itself.
+        # Encode each piece of text between the template's special tokens separately.
         ids: list[int] = []
         at = 0
         for hit, token in zip(places, expected, strict=True):
@@ -126,8 +127,8 @@ class ChatTemplate:
 
     @cached_property
     def _text_only(self) -> Any:
-        """A copy of the Rust tokenizer to which special tokens are text. (The flag of the original
-        is shared by all threads.)"""
+        """A copy of the Rust tokenizer that encodes special tokens as text. A copy is required,
+        because all threads share the flag of the original."""
         original: Any = getattr(self.tokenizer, "_tokenizer", None)
         if original is None:
             return None
@@ -147,7 +148,7 @@ class ChatTemplate:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in nested lists and mappings."""
+    """Yield every string in nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

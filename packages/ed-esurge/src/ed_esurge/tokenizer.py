@@ -1,8 +1,8 @@
-"""Text in, text out: encoding prompts, incremental detokenization, stop strings.
+"""Tokenization of prompts, incremental detokenization and stop strings.
 
-Tokens become text piece by piece: a token may end in the middle of a character, and a stop string
-may begin in one piece and end in another. The pieces, joined, are the text of all tokens decoded
-at once.
+Tokens are detokenized incrementally. A token may end in the middle of a character, and a stop
+string may begin in one piece of text and end in another. The concatenated pieces equal the text of
+all tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from ed_infra.errors import ConfigError
 from tokenizers.decoders import DecodeStream
 
-# Tokens of context before new ones, so that word spaces and byte sequences come out right.
+# Number of context tokens before new tokens, for correct spaces and byte sequences.
 CONTEXT = 8
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a Hugging Face tokenizer."""
+    """The interface of a Hugging Face tokenizer that the engine uses."""
 
     bos_token_id: Any  # an id, or None
     eos_token_id: Any
@@ -27,25 +27,25 @@ class Tokenizer(Protocol):
     name_or_path: Any
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
-        """A mapping with `input_ids`."""
+        """Return a mapping with `input_ids`."""
         ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """Text of token ids."""
+        """Return the text of token ids."""
         ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """A conversation as text."""
+        """Return a conversation as text."""
         ...
 
 
 class Detokenizer:
-    """Turns the tokens of one completion into text, as they come.
+    """Detokenizes one completion incrementally.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        prompt: token ids before the completion; their text does not come out.
-        skip_special_tokens: leave special tokens out of the text.
+        prompt: token ids before the completion; the output excludes their text.
+        skip_special_tokens: whether to omit special tokens from the text.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Detokenizer:
         self._stream = self._new_stream() if self._rust is not None else None
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Append a token and return the new text; "" while a character is incomplete."""
         self._ids.append(token)
         piece = self._step(token) if self._stream is not None else self._whole_characters()
         if piece:
@@ -67,7 +67,7 @@ class Detokenizer:
         return piece or ""
 
     def flush(self) -> str:
-        """The text of tokens that are still held back: an incomplete character, as `�`."""
+        """Return the text of the pending tokens: an incomplete character, as `�`."""
         if self._done == len(self._ids):
             return ""
         piece = self._rest()
@@ -81,7 +81,7 @@ class Detokenizer:
         except Exception as error:  # the tokenizers library raises bare Exception
             if "Invalid prefix" not in str(error):
                 raise
-            # Some decoders change earlier text when more tokens come: start afresh from here.
+            # Some decoders change earlier text after more tokens: restart from here.
             piece = self._whole_characters()
             self._done = len(self._ids) if piece else self._done
             self._stream = self._new_stream()
@@ -109,11 +109,11 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Looks for stop strings in a stream of text, and holds back what might begin one.
+    """Searches a stream of text for stop strings, and withholds text that may begin one.
 
     Args:
-        stops: strings, none empty.
-        include: let the found string through.
+        stops: non-empty stop strings.
+        include: whether the output includes the matched stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -123,10 +123,13 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, check: bool = True) -> str:
-        """Text that can go out now. After a match (`found`), nothing more comes.
+        """Append text and return the text that can be delivered.
+
+        After a match (`found`), the result is empty.
 
         Args:
-            check: False lets this text through whatever is in it (`min_tokens`).
+            text: the new text.
+            check: whether to search for stop strings; False before `min_tokens`.
         """
         if self.found is not None:
             return ""
@@ -150,13 +153,13 @@ class StopStrings:
         return out
 
     def flush(self) -> str:
-        """The text that was held back and began no stop string."""
+        """Return the withheld text at the end of the stream."""
         out, self._held = self._held, ""
         return out
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` (and is not all of it)."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -164,7 +167,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     if tokenizer is None:
         raise ConfigError(
             "the engine has no tokenizer: pass one to eSurge(model, tokenizer), or pass token ids"
@@ -173,9 +176,9 @@ def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool =
 
 
 def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of words, with and without a space before them (as in vLLM)."""
+    """Return the token sequences of words, with and without a leading space (as in vLLM)."""
     bare = [word.lstrip(" ") for word in words]
-    # Of spaces alone nothing else remains; other white space ("\n") is the word itself.
+    # A word of spaces only would become empty; other white space ("\n") is the word itself.
     pairs = [(w, " " + w) if w else (word,) for w, word in zip(bare, words, strict=True)]
     texts = [text for pair in pairs for text in pair]
     known = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]

@@ -1,4 +1,5 @@
-"""From sampled tokens to deltas of a request: text, stop strings, log-probabilities, vectors."""
+"""Conversion of sampled tokens to deltas of a request: text, stop strings, log-probabilities,
+vectors."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from ed_esurge.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
 class Transcript:
-    """What users see of one sequence that samples.
+    """Creates the deltas of one sampling sequence.
 
     Args:
         request: the sequence.
-        params: how it samples.
-        index: which of the `n` completions it is.
-        tokenizer: None gives no text.
-        stops: stop strings, the engine's own included.
+        params: sampling options.
+        index: index of the completion, 0 … n-1.
+        tokenizer: tokenizer of the output; None produces no text.
+        stops: stop strings, including those of the engine.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Transcript:
         self._count = 0
 
     def take(self, scores: Sequence[TokenScores]) -> CompletionOutput:
-        """The delta of the next tokens; `finish_reason` is set if the last of them ends it.
+        """Return the delta of the next tokens, with `finish_reason` if they end the completion.
 
-        No token at all ends a sequence that samples none.
+        An empty list ends a sequence that samples no tokens.
         """
         request, params = self.request, self.params
         out = CompletionOutput(self.index)
@@ -65,7 +66,7 @@ class Transcript:
             out.logprobs = []
         for one in scores:
             self._count += 1
-            # With overlapped execution the request may already have more tokens than these.
+            # With overlapped execution the request may already have later tokens.
             last = request.finish_reason is not None and self._count == len(request.output)
             out.token_ids.append(one.token)
             if self._detokenizer is not None:
@@ -84,7 +85,7 @@ class Transcript:
         return out
 
     def _write(self, out: CompletionOutput, token: int, last: bool) -> None:
-        """Add a token's text to a delta: not that of the token that ended the sequence."""
+        """Append the text of a token to a delta, except for the token that ended the sequence."""
         assert self._detokenizer is not None, "only sequences with text are written"
         check = self._count >= self.params.min_tokens
         ended_by_it = last and self.request.finish_reason == "stop"
@@ -95,7 +96,7 @@ class Transcript:
             out.text += self._stops.flush()
 
     def end(self, reason: FinishReason) -> CompletionOutput:
-        """The delta that ends it from outside: with "abort" the text that was held back."""
+        """Return the delta of an aborted or failed sequence, for "abort" with the withheld text."""
         out = CompletionOutput(self.index, finish_reason=reason)
         aborted = reason == "abort"
         if aborted and self._detokenizer is not None and self._stops.found is None:
@@ -108,15 +109,15 @@ class Transcript:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A user's request that has not ended: `n` transcripts of one prompt, or one pooled sequence.
+    """An unfinished user request: `n` transcripts of one prompt, or one pooled sequence.
 
     Attributes:
-        add: what was asked.
-        sequences: what the scheduler moves, by id.
-        transcripts: by the id of their sequence; none where a vector is wanted.
-        prompt_logprobs: filled position by position; handed out with the first delta. None when
-            not asked for.
-        held: kept as long as the request is open.
+        add: the command that queued the request.
+        sequences: sequences of the request by id.
+        transcripts: transcripts by sequence id; empty for a pooled request.
+        prompt_logprobs: log-probabilities of the prompt, filled by position and delivered with the
+            first delta. None when not requested.
+        held: object to keep alive while the request is open.
     """
 
     add: Add
@@ -134,18 +135,20 @@ class OpenRequest:
     def of(
         cls, add: Add, arrival: int, seeds: Sequence[int], tokenizer: Tokenizer | None
     ) -> OpenRequest:
-        """Make the sequences of a request.
+        """Create the sequences of a request.
 
         Args:
-            arrival: number of its first sequence in order of arrival.
-            seeds: of each sequence.
+            add: the command that queues the request.
+            arrival: arrival number of the first sequence.
+            seeds: seed of each sequence.
+            tokenizer: tokenizer of the output; None produces no text.
         """
         sequences: dict[str, Request] = {}
         transcripts: dict[str, Transcript] = {}
         for index, seed in enumerate(seeds):
             params = add.params
             if index and isinstance(params, SamplingParams):
-                # One of n computes the prompt's log-probabilities; the others share its pages.
+                # One of n sequences scores the prompt; the others share its pages.
                 params = params.replace(prompt_logprobs=None)
             request = Request(
                 f"{add.request_id}#{index}",
@@ -179,12 +182,12 @@ class OpenRequest:
         return bool(transcripts) and all(t.finish_reason is not None for t in transcripts)
 
     def mark_scheduled(self) -> None:
-        """Note that a step with a sequence of this request begins."""
+        """Record the time of the first step with a sequence of this request."""
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = time.monotonic()
 
     def take_prompt(self, start: int, scores: Sequence[TokenScores]) -> None:
-        """Note the log-probabilities of the prompt tokens after positions `start` …"""
+        """Store the log-probabilities of the prompt tokens after positions `start` …"""
         assert self.prompt_logprobs is not None, "only requests that asked are scored"
         for position, one in enumerate(scores, start + 1):
             # The last position predicts the first generated token.
@@ -192,11 +195,11 @@ class OpenRequest:
                 self.prompt_logprobs[position] = position_logprobs(one, self.prompt_tokenizer)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The delta that ends it from outside.
+        """Return the last delta of an aborted or failed request.
 
         Args:
             reason: "abort" or "error".
-            error: what went wrong.
+            error: error message.
         """
         running = [t for t in self.transcripts.values() if t.finish_reason is None]
         ended = [transcript.end(reason) for transcript in running]
@@ -208,14 +211,14 @@ class OpenRequest:
         return output
 
     def pooled(self, vector: np.ndarray) -> RequestOutput:
-        """The one output of a request for a vector."""
+        """Return the only output of a pooled request."""
         self.closed = True
         output = self.delta([CompletionOutput(0, finish_reason="stop")])
         output.pooled = vector
         return output
 
     def delta(self, outputs: list[CompletionOutput]) -> RequestOutput:
-        """Wrap the completions that changed."""
+        """Return a delta with the completions that changed."""
         now = time.monotonic()
         metrics = self.metrics
         new = sum([len(out.token_ids) for out in outputs])
@@ -244,7 +247,7 @@ class OpenRequest:
 
 
 def position_logprobs(scores: TokenScores, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """The chosen token first, then the alternatives by rank."""
+    """Return the log-probabilities of a position: the sampled token, then alternatives by rank."""
     entries = {scores.token: Logprob(scores.logprob, scores.rank)}
     for rank, (token, logprob) in enumerate(scores.top, 1):
         entries.setdefault(token, Logprob(logprob, rank))

@@ -1,7 +1,7 @@
-"""From a `StepPlan` to one flat buffer of numbers, and back to named arrays on the device.
+"""Packing of a `StepPlan` into one flat buffer, and unpacking on the device.
 
-A step has some twenty small inputs. Each costs a transfer of its own, so they travel as one int32
-array (floats by their bits) and are sliced apart inside the jitted step, where that is free.
+A step has about twenty small inputs. Separate transfers are expensive, so the inputs are sent as
+one int32 array (floats as their bits). The jitted step slices the array, which is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ed_esurge.runner.buckets import Shape
 from ed_esurge.runner.sampler import SamplerRows
 from ed_esurge.runner.slots import FLOATS, OF_SAMPLING, OF_SEQUENCE, Slots
 
-# Numbers of a row that change with every step; those of its slot follow.
+# Numbers of a row that change with every step. The numbers of its slot follow.
 OF_ROW = ("kv_lens", "logits_at")
 
 
@@ -29,9 +29,9 @@ class StepInput:
 
     Attributes:
         token_ids: [1, T].
-        ragged: which token belongs where.
+        ragged: assignment of the tokens to sequences and pages.
         logits_at: flat index of each sequence's last token; [n].
-        rows: how each sequence samples.
+        rows: sampling options of each row.
     """
 
     token_ids: jax.Array
@@ -41,7 +41,7 @@ class StepInput:
 
 
 class Fields:
-    """Where each array lies in the buffer of a shape.
+    """Offsets of the arrays in the buffer of a shape.
 
     Args:
         groups: names of the page groups.
@@ -66,11 +66,11 @@ class Fields:
             self.size = self.ranges[name].stop
 
     def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
-        """One array of a host buffer."""
+        """Return a view of one array of a host buffer."""
         return buffer[self.ranges[name]].reshape(self.shapes[name])
 
     def unpack(self, buffer: jax.Array) -> StepInput:
-        """Take the buffer apart; called inside the jitted step."""
+        """Unpack the buffer. Called inside the jitted step."""
         part = {
             name: jax.lax.slice(buffer, (at.start,), (at.stop,)).reshape(self.shapes[name])
             for name, at in self.ranges.items()
@@ -100,10 +100,11 @@ class BatchBuilder:
     """Fills buffers.
 
     Args:
-        slots: what is known of the sequences.
-        apart: every token has a row on the device, as if it were decoded.
-        page_size: tokens of a page.
-        num_pages: pages of each group's pool; the slot after the last page is nowhere.
+        slots: tables of the sequences.
+        apart: whether every token has a separate row on the device, as in decoding.
+        page_size: number of tokens in a page.
+        num_pages: number of pages of each group's pool. The slot after the last page is out of
+            range, so that writes to it are dropped.
     """
 
     def __init__(
@@ -116,25 +117,25 @@ class BatchBuilder:
         self._decodes: dict[tuple[Shape, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def fields(self, shape: Shape) -> Fields:
-        """The layout of a shape's buffer."""
+        """Return the layout of a shape's buffer."""
         if shape not in self._fields:
             self._fields[shape] = Fields(shape, tuple(self.nowhere))
         return self._fields[shape]
 
     def empty(self, shape: Shape) -> np.ndarray:
-        """The buffer of a step without sequences (to compile with)."""
+        """Return the buffer of a step without sequences, for compilation."""
         return self.build(StepPlan(0, ()), shape)[0]
 
     def build(self, plan: StepPlan, shape: Shape) -> tuple[np.ndarray, Sequence[int]]:
-        """Write a plan into a new buffer (a device may still be reading the last one).
+        """Write a plan into a new buffer. The device may still read the previous buffer.
 
         Args:
-            plan: the rows, in any order; `Slots.start` and `Slots.grow` have seen them.
-            shape: at least as large as the plan.
+            plan: the rows, in any order; `Slots.start` and `Slots.grow` have processed them.
+            shape: a shape that fits the plan.
 
         Returns:
-            int32 [fields(shape).size]; and for each row of the plan the row on the device in which
-            it samples first.
+            int32 [fields(shape).size], and for each row of the plan the index of its first sampled
+            row on the device.
         """
         fields, known = self.fields(shape), self._slots
         planned, places = plan.rows, range(len(plan.rows))
@@ -146,7 +147,7 @@ class BatchBuilder:
         starts = np.array([row.start for row in planned], np.int32)
         lengths: int | np.ndarray = 1
         if tokens == count:
-            # Which token is whose is the same in every step of so many sequences.
+            # The assignment of tokens to rows is the same in every decode step of this size.
             if (shape, count) not in self._decodes:
                 frame = self._frame(fields, np.ones(count, np.int32))
                 self._decodes[shape, count] = frame, np.arange(count)
@@ -181,8 +182,11 @@ class BatchBuilder:
         return buffer, places
 
     def _separate(self, planned: Sequence[PlanRow]) -> tuple[list[PlanRow], list[int]]:
-        """A row for each token, where a row has proposals or all tokens are apart; and the places
-        of the first of each that samples."""
+        """Split rows with proposals, or all rows if `apart`, into one row per token.
+
+        Returns:
+            the rows, and for each row of the plan the index of its first sampled row.
+        """
         lines: list[PlanRow] = []
         places: list[int] = []
         for row in planned:
@@ -198,7 +202,7 @@ class BatchBuilder:
         return lines, places
 
     def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:
-        """The beginning of a buffer, as far as the lengths of the rows decide it."""
+        """Return the part of a buffer that depends only on the lengths of the rows."""
         frame = np.zeros(fields.ranges["page_table"].start, np.int32)
         ends, count = lengths.cumsum(dtype=np.int32), len(lengths)
         total = int(ends[-1]) if count else 0

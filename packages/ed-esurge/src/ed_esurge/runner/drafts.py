@@ -1,8 +1,8 @@
-"""Proposals by a small model of the same vocabulary, which keeps pages of its own.
+"""Proposals by a small model with the same vocabulary and a separate page pool.
 
-It follows the plans of the served model: a page of its pool has the number, and so the sequence and
-the prefix, of the page there. It samples with the noise of the same seed and position, so that two
-models that agree on the odds agree on the token.
+The draft model follows the plans of the served model. Pages with equal numbers in the two pools
+belong to the same sequence and prefix. The draft model samples with the noise of the same seed and
+position, so that two models with equal probabilities sample the same token.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ed_esurge.core.request import Request, Status
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.sampling import SamplingParams
 
-#: The group whose pages the draft model's have the numbers of.
+#: The group of the served model that shares page numbers with the draft model.
 GROUP = "full"
 
 
 class DraftModel(Proposer):
-    """See the module.
+    """Proposes tokens of a draft model.
 
     Args:
-        runner: of the draft model; slots, pages and shapes are those of the served model.
-        most: proposals for a sequence in one step.
-        token_budget: most tokens of a step.
+        runner: runner of the draft model, with the slots, pages and shapes of the served model.
+        most: maximum number of proposals for a sequence in one step.
+        token_budget: maximum number of tokens in one step.
     """
 
     def __init__(self, runner: ModelRunner, most: int, token_budget: int) -> None:
@@ -51,9 +51,9 @@ class DraftModel(Proposer):
             table.pop(request.request_id, None)
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
-        """Compute the tokens of a step, too, and draft what may follow."""
+        """Compute the tokens of a step with the draft model, and draft the next tokens."""
         begun = {new.request_id: new for new in plan.started}
-        # While somebody waits nothing is proposed (`Scheduler.schedule`).
+        # `Scheduler.schedule` proposes nothing while requests wait.
         waits = any(request.status is Status.WAITING for request in requests.values())
         rows: list[PlanRow] = []
         budget = self._budget
@@ -105,12 +105,12 @@ class DraftModel(Proposer):
             plan = StepPlan(plan.step, tuple(rows))
 
     def _take_confirmed(self, request: Request) -> int:
-        """How many tokens of a request are computed, with the drafts that came true."""
+        """Return the number of computed tokens of a request, including accepted drafts."""
         name = request.request_id
         computed = self._computed[name]
         length, tokens = self._drafts.pop(name, (0, []))
         if length == computed:
-            # The last of them was drawn, but not computed.
+            # The last draft was sampled, but not computed.
             for token in tokens[:-1]:
                 if computed >= request.num_tokens - 1:
                     break
@@ -121,7 +121,7 @@ class DraftModel(Proposer):
         return computed
 
     def _room(self, request: Request) -> int:
-        """Tokens that the pages of a request hold."""
+        """Return the number of tokens that fit into the pages of a request."""
         return len(request.pages[GROUP]) * self.runner.page_size
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
@@ -138,7 +138,7 @@ class DraftModel(Proposer):
 
 
 def _plain(new: NewSequence) -> NewSequence:
-    """A sequence without what the draft model does not know: grammars, adapters, adjustments."""
+    """Return a sequence without grammar, adapter and adjustments, which the draft model ignores."""
     params = new.params
     if isinstance(params, SamplingParams):
         kept = ("temperature", "top_k", "top_p", "min_p")

@@ -1,6 +1,6 @@
-"""The functions of the device: a step of each shape and what goes with it, made once.
+"""The compiled functions: a step of each shape and its companions, created once.
 
-They take flat leaves, and donate the pages. Legend: T flat tokens, n rows, m slots.
+They accept flat leaves and donate the pages. Legend: T flat tokens, n rows, m slots.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ PLACE: Name = ("place", 0)
 
 
 class Functions:
-    """Finds a function by its name, and makes it where it is not there yet.
+    """Table of compiled functions by name. Missing functions are created on access.
 
     Args:
-        weights: of the model.
-        memory: what the functions read and replace; need not be allocated yet.
-        builder: makes the inputs of a step.
-        guides: of structured outputs.
-        buckets: the shapes.
-        max_logprobs: alternatives that a step returns.
-        ahead_of_time: call compiled executables, which take exactly one shape; False: call through
-            `jax.jit`.
+        weights: weights of the model.
+        memory: arrays that the functions read and replace; need not be allocated.
+        builder: creates the inputs of a step.
+        guides: grammars of structured outputs.
+        buckets: shapes of the steps.
+        max_logprobs: number of alternatives that a step returns.
+        ahead_of_time: whether to call compiled executables, which accept exactly one shape. False
+            calls through `jax.jit`.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Functions:
         ahead_of_time: bool,
     ) -> None:
         self.num_traces = 0
-        """How often a function of the device was traced: constant once everything is compiled."""
+        """Number of traces, which is constant after all functions are compiled."""
         self._weights, self._memory, self._builder = weights, memory, builder
         self._guides, self._buckets = guides, buckets
         self.max_logprobs, self._ahead_of_time = max_logprobs, ahead_of_time
         self._made: dict[Name, Callable[..., Any]] = {}
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
-        # Functions of an earlier process are loaded while memory is made.
+        # Functions of an earlier process are loaded while memory is allocated.
         self._kept = self._programs()
         self._loading = self._kept.loading(self.missing()) if self._kept else None
 
@@ -77,7 +77,7 @@ class Functions:
         return self._made[name]
 
     def missing(self) -> list[Name]:
-        """Every function that is not there yet, those that are needed first in front."""
+        """Names of the missing functions, in the order in which they are needed."""
         buckets = self._buckets
         first = buckets.prefill[0]
         names: list[Name] = [first, *(shape for shape in buckets.shapes if shape != first)]
@@ -87,7 +87,7 @@ class Functions:
         return [name for name in names if name not in self._made]
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
-        """Compile every function that serving can need, and show how many are ready."""
+        """Compile all functions for serving and update the progress bar."""
         names = self.missing()
         progress.reset(len(names))
         if not self._ahead_of_time:
@@ -95,10 +95,10 @@ class Functions:
                 self._warm(name)
                 progress.update()
             return
-        if self._loading is not None:  # each is there when a step first wants it
+        if self._loading is not None:  # each function is loaded before its first use
             progress.update(len(names))
             return
-        # XLA compiles without holding the interpreter; tracing does not profit from threads.
+        # XLA releases the GIL while it compiles. Tracing does not benefit from threads.
         count, kept = max(1, min(4, os.cpu_count() or 1)), self._kept
         with compiled_afresh() if kept else nullcontext(), ThreadPoolExecutor(count) as threads:
             pending = {threads.submit(self._lower(name).compile): name for name in names}
@@ -114,7 +114,7 @@ class Functions:
             self[name]
 
     def workspace_bytes(self) -> int:
-        """Device memory that the largest step needs besides weights, pages and state."""
+        """Return the bytes that the largest step needs in addition to weights, pages and state."""
         compiled = self._lower(self._buckets.shapes[-1]).compile()
         analysis = compiled.memory_analysis()
         if analysis is None:
@@ -122,7 +122,7 @@ class Functions:
         return int(analysis.temp_size_in_bytes)
 
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """That function; `num_traces` counts how often it is traced."""
+        """Wrap a function so that `num_traces` counts its traces."""
 
         def counted(*args: Any) -> Any:
             self.num_traces += 1
@@ -130,10 +130,10 @@ class Functions:
 
         return counted
 
-    # ---- those of an earlier process
+    # ---- functions of an earlier process
 
     def _programs(self) -> Programs[Name] | None:
-        """What an earlier process has compiled, or a later one will want."""
+        """Return the files of compiled functions that processes share."""
         if not self._ahead_of_time:
             return None
         memory, weights = self._memory, self._weights
@@ -142,7 +142,7 @@ class Functions:
         return Programs.of(weights.model, *parts)
 
     def _loaded(self, name: Name) -> Callable[..., Any] | None:
-        """The function of an earlier process; None where there is none."""
+        """Return the function of an earlier process, or None."""
         if self._loading is None or name not in self._loading:
             return None
         try:
@@ -152,7 +152,7 @@ class Functions:
                 self._kept.give_up(error)
             return None
 
-    # ---- new ones
+    # ---- new functions
 
     def _make(self, name: Name) -> Callable[..., Any]:
         return self._lower(name).compile() if self._ahead_of_time else self._jitted(name)
@@ -164,7 +164,7 @@ class Functions:
         return lowered
 
     def _jitted(self, name: Name) -> Any:
-        """The function of that name."""
+        """Return the function with a name."""
         everywhere = self._memory.everywhere
         if name == PUT:
             return jax.jit(self.traced(SamplerState.put), donate_argnums=0)
@@ -172,7 +172,7 @@ class Functions:
             kept = [leaf.sharding for leaf in self._weights.places]
             return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
         if isinstance(name, Shape):
-            # Outputs are sharded like the inputs that they become, or the next step would differ.
+            # Outputs that become inputs keep their sharding, so that the next step is not retraced.
             memory = self._memory
             kept = jax.tree.map(lambda x: x.sharding, (memory.cache, memory.state))
             return jax.jit(
@@ -212,10 +212,10 @@ class Functions:
 
         return of_prompt
 
-    # ---- their arguments
+    # ---- arguments of the functions
 
     def _arguments(self, name: Name) -> tuple[Any, ...]:
-        """Abstract arguments of a function."""
+        """Return the abstract arguments of a function."""
         weights, memory = self._weights, self._memory
         cache, state, sums = abstract((memory.cache, memory.state, memory.sums))
         if name == PUT:
@@ -238,14 +238,15 @@ class Functions:
         return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
 
     def _keep_hidden(self, shape: Shape, outputs: Any) -> None:
-        """Note what a step hands to `score` and `pool`: tracing a step costs a second."""
+        """Store the abstract hidden states for `score` and `pool`, because tracing a step takes a
+        second."""
         hidden = outputs[1]
         self._hidden[shape.tokens] = jax.ShapeDtypeStruct(
             hidden.shape, hidden.dtype, sharding=self._memory.everywhere
         )
 
     def _warm(self, name: Name) -> None:
-        """Run a function on nothing, so that `jax.jit` has compiled it."""
+        """Call a function with empty inputs, so that `jax.jit` compiles the function."""
         function, leaves, memory = self[name], self._weights.leaves, self._memory
         if isinstance(name, Shape):
             allowed = self._guides.everything(name.seqs)

@@ -1,7 +1,7 @@
-"""Structured output on the host: the tokens that the grammar of each running sequence allows next.
+"""Structured output on the host: masks of the tokens that each sequence's grammar allows next.
 
-The masks of a step are computed together, in threads that do not hold the interpreter. The device
-reads them as bits, one for each token.
+The masks of a step are computed together, in threads that release the GIL. The device receives one
+bit per token.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 
 class GuideError(EasyDeLError):
-    """The grammar of one sequence cannot go on; the request ends with an error."""
+    """The grammar of one sequence allows no token. The request ends with an error."""
 
 
 def words(vocab_size: int) -> int:
-    """Numbers of 32 bits that hold a bit for each token."""
+    """Return the number of 32-bit words of a mask with one bit per token."""
     return -(-vocab_size // BITS)
 
 
 class Guide:
-    """The grammar of one sequence, and how far its output has come.
+    """The grammar state of one sequence.
 
     Args:
-        matcher: at the beginning of the grammar.
-        ends: the texts that end thoughts; None: the output begins with the answer.
+        matcher: a matcher at the beginning of the grammar.
+        ends: strings that end the reasoning; None: the output has no reasoning.
     """
 
     def __init__(self, new: NewSequence, matcher: Any, ends: ThoughtEnds | None) -> None:
@@ -42,21 +42,21 @@ class Guide:
         self._prompt_len = self._taken = new.prompt_len
         self._proposed: list[int] = []
         self.thought: bytes | None = None if ends is None else b""
-        """The last text of the thoughts; None: the grammar has begun."""
+        """The last text of the reasoning; None after the grammar has begun."""
         self.error: GuideError | None = None
         self._take(list(new.token_ids[new.prompt_len :]))
 
     def grow(self, row: PlanRow) -> None:
-        """Take the new tokens of a row."""
-        # A proposal of the last row that lies before this row was confirmed.
+        """Advance by the new tokens of a row."""
+        # A proposal of the last row that precedes this row was accepted.
         self._take(self._proposed[: max(row.start - self._taken, 0)])
         self._take(list(row.token_ids[self._taken - row.start : row.known - row.start]))
         self._proposed = list(row.token_ids[row.known - row.start :])
 
     def thoughts(self, proposed: Sequence[int]) -> list[np.ndarray]:
-        """Return the masks within thoughts, before each proposal and after the last one.
+        """Return the masks during reasoning, before each proposal and after the last one.
 
-        The list ends where the grammar begins. It is empty if the grammar has begun.
+        The list ends where the grammar begins. It is empty after the grammar has begun.
         """
         masks: list[np.ndarray] = []
         tail = self.thought
@@ -69,7 +69,7 @@ class Guide:
         return masks
 
     def check(self) -> None:
-        """Note an error of the matcher."""
+        """Record an error of the matcher."""
         if self.error is None and self.matcher.is_error():
             count = self._taken - self._prompt_len
             self.error = GuideError(
@@ -91,7 +91,7 @@ class Guides:
     """The grammars of running sequences, by slot.
 
     Args:
-        place: puts an array where the device's functions read it.
+        place: function that copies an array to the devices.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Guides:
         self._everything: dict[int, jax.Array] = {}  # by the number of rows
 
     def hold(self, params: SamplingParams | PoolingParams) -> Grammar | None:
-        """Return the grammar of a request. The grammar is kept as long as the caller keeps it."""
+        """Return the grammar of a request. The caller's reference keeps the grammar alive."""
         wanted = _wanted(params)
         return None if wanted is None else self._known().get(wanted)
 
     def start(self, new: NewSequence) -> None:
-        """Let a sequence take its slot."""
+        """Assign a slot to a sequence."""
         wanted = _wanted(new.params)
         self._at[new.slot], self._wanted[new.slot] = None, wanted
         if wanted is not None:
@@ -123,7 +123,7 @@ class Guides:
             self._at[new.slot] = Guide(new, known.get(wanted).matcher(), ends)
 
     def grow(self, row: PlanRow) -> None:
-        """Take a row's tokens."""
+        """Advance a sequence by the tokens of a row."""
         guide = self._at[row.slot]
         if guide is not None:
             guide.grow(row)
@@ -131,23 +131,23 @@ class Guides:
     def allowed(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | jax.Array:
         """Return bits of the tokens that each row of a step may sample, [rows, words] int32.
 
-        Where every token is allowed, nothing is sent to the device.
+        Nothing is sent to the device if every token is allowed.
 
         Args:
-            places: of each row of the plan, the row in which it samples first.
+            places: for each row of the plan, the index of its first sampled row.
         """
         masks = self.masks(plan, places, rows)
         return self.everything(rows) if masks is None else masks
 
     def everything(self, rows: int) -> jax.Array:
-        """All bits of so many rows, on the device."""
+        """Return a mask on the device that allows every token in `rows` rows."""
         if rows not in self._everything:
             ones = jnp.full((rows, self._words), -1, jnp.int32)
             self._everything[rows] = self._place(ones)
         return self._everything[rows]
 
     def masks(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | None:
-        """As `allowed`; None where no row has a grammar."""
+        """Return the masks of `allowed`, or None if no row has a grammar."""
         guided = [
             (place, row, guide)
             for place, row in zip(places, plan.rows, strict=True)
@@ -177,13 +177,13 @@ class Guides:
         return np.ascontiguousarray(masks[:, : self._words])
 
     def failures(self, plan: StepPlan) -> Mapping[str, GuideError]:
-        """Return the sequences of a step whose grammars cannot go on."""
+        """Return the errors of the sequences whose grammars allow no token."""
         failures: dict[str, GuideError] = {}
         for row in plan.rows:
             guide, wanted = self._at[row.slot], self._wanted[row.slot]
             if guide is not None and guide.error is not None and wanted is not None:
                 failures[row.request_id] = guide.error
-                # The copies of a matcher share the states that they may exceed.
+                # The copies of a matcher share the lexer states and their limit.
                 self._known().forget(wanted)
         return failures
 
@@ -193,7 +193,7 @@ class Guides:
         alone: list[tuple[Any, int]],
         ahead: list[tuple[Any, int, list[int]]],
     ) -> None:
-        """Let matchers write their masks, in the given rows and those of their proposals."""
+        """Compute the masks of matchers for the given rows and the rows of their proposals."""
         from llguidance import LLExecutor
         from llguidance.numpy import (
             fill_next_token_bitmask_par,

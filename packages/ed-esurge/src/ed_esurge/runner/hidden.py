@@ -1,4 +1,4 @@
-"""What is read from a step's hidden states besides logits: prompt scores and pooled vectors.
+"""Prompt scores and pooled vectors, computed from the hidden states of a step.
 
 Legend: T flat tokens, d hidden, v vocabulary, l alternatives, m slots.
 """
@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from ed_esurge.runner.sampler import Sampled, logprobs_of
 
-# Tokens whose logits exist at once: 128 x 128k in float32 are 64 MiB.
+# Number of tokens per block of logits: 128 x 128k in float32 are 64 MiB.
 CHUNK = 128
 
 
 def score(
     hidden: Float[Array, "T d"], head: Head, targets: Int[Array, " T"], count: int
 ) -> Int[Array, "T w"]:
-    """What the model thought of `targets[i]`, the token after position i.
+    """Return the scores of `targets[i]`, the token after position i.
 
     The logits and their sum come from the function under `ed_layers.losses.token_logprobs`, which
     is the trainers' loss: the numbers agree by construction.
@@ -51,20 +51,20 @@ def pool(
     """Pool the tokens of each slot, over this step and those before it.
 
     Args:
-        hidden: after the last norm.
-        slot_of_token: m for a token that is not pooled.
-        rows: of each slot: whether its sequence begins; the flat index of its last token; how many
-            tokens its mean is over, or 0 for its last token alone; whether to make its length 1.
-        sums: what the steps before left.
+        hidden: hidden states after the last norm.
+        slot_of_token: slot of each token; m for a token that is not pooled.
+        rows: four numbers of each slot: whether its sequence begins, the flat index of its last
+            token, the number of tokens of its mean (0 = last token only), and whether to normalize.
+        sums: sums of the previous steps.
 
     Returns:
-        vectors, which are whole where a prompt ends in this step, and the sums so far.
+        the vectors, which are complete if the prompt ends in this step, and the new sums.
     """
     begins, last, length, normalize = rows.T
     sums = jnp.where((begins > 0)[:, None], 0.0, sums)
     member = slot_of_token == jnp.arange(sums.shape[0])[:, None]
     hidden = hidden.astype(jnp.float32)
-    # Padding may hold anything: zero times that is not always zero.
+    # Padding may contain NaN or infinity, so that zero times padding is not always zero.
     hidden = jnp.where((slot_of_token < sums.shape[0])[:, None], hidden, 0.0)
     sums += jnp.dot(member.astype(jnp.float32), hidden, precision=jax.lax.Precision.HIGHEST)
     mean = sums / jnp.maximum(length, 1)[:, None]

@@ -1,7 +1,7 @@
-"""Pages in host memory: what the prefix cache of the device gives up, until it is wanted again.
+"""Host memory for pages that the prefix cache evicts from the device.
 
-Pages are copied a fixed number at a time, by one program for each direction, so that both are
-compiled before anything is served. They come back bit by bit as they were.
+One program for each direction copies a fixed number of pages, so that both programs are compiled
+before serving. The copies are bitwise exact.
 
 Legend: n pages of a copy. An array of pages is [P, …] or, in a stack of layers, [L, P, …].
 """
@@ -22,9 +22,9 @@ from ed_layers.cache import Cache, HybridCache, PagedCache
 from ed_esurge.core.plan import Moves
 from ed_esurge.runner.weights import abstract
 
-#: n. A few long copies are quicker than many short ones, and what fills up the last one is lost.
+#: n. Fewer, larger copies are faster, but the padding of the last copy is wasted.
 PAGES_AT_ONCE = 16
-#: Copies that the device has at once: one on its way, and the next, or one that comes back.
+#: Maximum number of concurrent copies on the device: one in progress, and the next one.
 COPIES = 2
 # Dimensions of an array of pages without that of layers.
 DIMS = 5
@@ -33,15 +33,15 @@ Traced = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class HostMemory:
-    """The places that `ed_esurge.core.host_pages.HostPages` counts.
+    """The contents of the places that `ed_esurge.core.host_pages.HostPages` manages.
 
     Args:
-        cache: of the device; those that come later are like it.
-        places: how many there are, of each group of layers.
-        traced: wraps functions of the device, to count how often they are traced.
+        cache: a cache of the device; later caches have the same shapes.
+        places: number of places of each group of layers.
+        traced: wrapper that counts the traces of compiled functions.
 
     Attributes:
-        bytes_saved, bytes_loaded: what was copied from and to the device since the start.
+        bytes_saved, bytes_loaded: bytes copied from and to the device since the start.
     """
 
     def __init__(self, cache: Cache, places: int, traced: Traced) -> None:
@@ -52,12 +52,12 @@ class HostMemory:
         }
 
     def compile(self) -> None:
-        """Compile the copies; else that is done before the first one."""
+        """Compile the copy programs. Otherwise the first copy compiles them."""
         for group in self._groups.values():
             _ = group.programs
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
-        """Copy pages as a plan says; the cache that has them, of the arrays of this one."""
+        """Execute the copies of a plan and return the new cache. The given cache is donated."""
         for name, (saves, loads) in moves.items():
             group, pages = self._groups[name], groups(cache)[name]
             self.bytes_saved += len(saves) * group.page_bytes
@@ -75,7 +75,7 @@ class HostGroup:
     """The places of one group.
 
     Args:
-        pages: of the device.
+        pages: page arrays of the device.
         places, traced: see `HostMemory`.
     """
 
@@ -93,7 +93,7 @@ class HostGroup:
             for leaf in leaves
         ]
         self._axes = [leaf.ndim - DIMS for leaf in leaves]
-        # The system gives memory to places when they are written to.
+        # The operating system allocates this memory when it is first written.
         self._arrays = [
             np.empty((places, *leaf.shape[:-DIMS], *leaf.shape[1 - DIMS :]), leaf.dtype)
             for leaf in leaves
@@ -104,7 +104,7 @@ class HostGroup:
 
     @cached_property
     def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """`taken` and `written`, compiled."""
+        """Return the compiled `taken` and `written`."""
         take = jax.jit(self._traced(taken), out_shardings=self._shardings)
         put = jax.jit(self._traced(written), donate_argnums=0, out_shardings=self._shardings)
         which = np.zeros(PAGES_AT_ONCE, np.int32)
@@ -113,8 +113,13 @@ class HostGroup:
         return lowered[0].compile(), lowered[1].compile()
 
     def save(self, pages: PagedCache, saves: Mapping[int, int]) -> None:
-        """Copy pages of the device here, place -> page. The last of them are on their way when this
-        returns: device and caller go on."""
+        """Copy device pages to host memory.
+
+        The last copies may still run when this method returns.
+
+        Args:
+            saves: place -> device page.
+        """
         for places, theirs in batches(saves):
             arrays = jax.tree.leaves(self.programs[0](pages, theirs))
             for array in arrays:
@@ -123,7 +128,7 @@ class HostGroup:
             self._coming = self._thread.submit(self._take, arrays, places)
 
     def load(self, pages: PagedCache, loads: Mapping[int, int]) -> PagedCache:
-        """Copy pages from here to the device, page -> place."""
+        """Copy pages from host memory to the device, device page -> place."""
         self._wait()
         for theirs, places in batches(loads):
             values = [
@@ -134,7 +139,7 @@ class HostGroup:
         return pages
 
     def _wait(self) -> None:
-        """Until nothing is on its way."""
+        """Wait for all running copies."""
         if self._coming is not None:
             self._coming.result()
 
@@ -144,13 +149,13 @@ class HostGroup:
 
 
 def groups(cache: Cache) -> dict[str, PagedCache]:
-    """The pages of each group of layers."""
+    """Return the pages of each group of layers."""
     parts = cache.caches if isinstance(cache, HybridCache) else {"": cache}
     return {part.group: part for part in parts.values() if isinstance(part, PagedCache)}
 
 
 def batches(copies: Mapping[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both sides of what is copied at once; int32 [n] each, filled up with the first of it."""
+    """Yield sources and targets of each copy; int32 [n] each, padded with the first entry."""
     pairs = [*copies.items()]
     for start in range(0, len(pairs), PAGES_AT_ONCE):
         batch = pairs[start : start + PAGES_AT_ONCE]
@@ -159,10 +164,11 @@ def batches(copies: Mapping[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def taken(pages: PagedCache, numbers: jax.Array) -> PagedCache:
-    """Pages of a pool; a function of the device.
+    """Return pages of a pool. Runs on the device.
 
     Args:
-        numbers: which; int32 [n].
+        pool: page arrays.
+        numbers: page numbers; int32 [n].
     """
 
     def of(leaf: jax.Array) -> jax.Array:
@@ -173,11 +179,12 @@ def taken(pages: PagedCache, numbers: jax.Array) -> PagedCache:
 
 
 def written(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedCache:
-    """A pool with other pages; a function of the device.
+    """Return a pool with replaced pages. Runs on the device.
 
     Args:
-        numbers: which; int32 [n]. One that comes twice has the same values.
-        values: of these pages.
+        pool: page arrays.
+        numbers: page numbers; int32 [n]. Duplicates have equal values.
+        values: new contents of these pages.
     """
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
@@ -189,5 +196,6 @@ def written(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedC
 
 
 def bits_of(array: jax.Array) -> jax.Array:
-    """Numbers as integers: a CPU would scatter 16-bit floats by way of a pool of 32-bit ones."""
+    """Return an array as integers of the same width. A CPU scatters 16-bit floats through a
+    temporary pool of 32-bit floats."""
     return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""What a runner keeps on the device between steps: pages, recurrent states, the sampler's state."""
+"""Arrays that persist between steps: pages, recurrent states and the sampler's state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Tree = TypeVar("Tree")
 
 
 class Memory:
-    """Steps take these arrays and give others in their place. Nothing is allocated at first.
+    """The arrays that steps donate and replace. Initially nothing is allocated.
 
     Args:
-        model: whose cache, on its mesh.
-        page_size: tokens of a page.
-        num_pages: pages of each group's pool.
-        max_num_seqs: sequences that run at once: slots of the sampler's state and of recurrent
-            states.
+        model: model that creates the cache, on its mesh.
+        page_size: number of tokens in a page.
+        num_pages: number of pages of each group's pool.
+        max_num_seqs: maximum number of running sequences: the slots of the sampler's state and of
+            the recurrent states.
 
     Attributes:
         cache: pages and recurrent states.
-        state: of the sampler.
-        sums: float32 `[m, d]`, of the hidden states of sequences that are pooled.
+        state: state of the sampler.
+        sums: sums of the hidden states of pooled sequences; float32 `[m, d]`.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Memory:
         self._vocab_size = cast(int, model.config.vocab_size)
 
     def allocate(self) -> Cache:
-        """Make empty pages and states, and return those of the cache."""
+        """Allocate empty pages and states, and return the cache."""
         sizes = [*self.num_pages.values()]
-        # One pool needs no names: a cache of one kind is simpler than a hybrid one.
+        # A single pool does not need a hybrid cache with names.
         pages = sizes[0] if len(sizes) == 1 else self.num_pages
-        # A mesh of one device does not say where its arrays lie.
+        # A mesh of one device does not determine the placement of its arrays.
         with jax.default_device(self._mesh.local_devices[0]):
             cache = self._model.init_paged_cache(
                 pages, self.page_size, num_states=self.max_num_seqs
             )
-        # Committed there, as a step's outputs are: jit traces again for one that is not.
+        # Committed like the outputs of a step: jit would trace again for an uncommitted array.
         self.cache = cache if self._mesh.size > 1 else self.replicated(cache)
         self.state = self.replicated(SamplerState.create(self.max_num_seqs, self._vocab_size))
         width = cast(int, self._model.config.hidden_size)
@@ -64,7 +64,7 @@ class Memory:
         return self.cache
 
     def free(self) -> None:
-        """Give the pages and states back to the device."""
+        """Free the pages and states."""
         for leaf in jax.tree.leaves((self.cache, self.state, self.sums)):
             leaf.delete()
         self.cache = self.state = self.sums = None
@@ -74,24 +74,24 @@ class Memory:
         return self.cache is not None
 
     def cache_bytes(self) -> int:
-        """Bytes of all pages and recurrent states, over all devices."""
+        """Return the bytes of all pages and recurrent states over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
 
     def state_bytes(self) -> int:
-        """Bytes that sequences take besides pages, on each device."""
+        """Return the bytes of the states of sequences, without pages, on each device."""
         parts = list(self.cache.caches.values()) if isinstance(self.cache, HybridCache) else []
         recurrent = [part for part in parts if not isinstance(part, PagedCache)]
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.state, self.sums, recurrent)))
 
-    # ---- where arrays lie
+    # ---- placement of arrays
 
     @property
     def everywhere(self) -> jax.sharding.Sharding | None:
-        """A copy on each device; None where there is one device."""
+        """The replicated sharding; None for a single device."""
         if self._mesh.size == 1:
             return None
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
 
     def replicated(self, tree: Tree) -> Tree:
-        """Put arrays on each device."""
+        """Replicate arrays over the devices."""
         return jax.device_put(tree, self.everywhere or self._mesh.devices.flat[0])

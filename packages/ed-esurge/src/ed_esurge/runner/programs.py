@@ -1,10 +1,10 @@
-"""Compiled functions in files: a start reads them, and neither traces nor compiles.
+"""Cache of compiled functions in files, so that a later start does not trace or compile.
 
-A folder belongs to one fingerprint, so its files fit by their names. Files are read as a whole
-before the engine is ready. Making code of them takes longer and goes on in threads.
+Each fingerprint has a folder, in which files are identified by name. All files are read before the
+engine is ready. Loading the programs is slower and continues in background threads.
 
 jax's format is a pickle, and a pickle can run code. Only files of this user are read, from folders
-that others cannot change, and each file begins with a code of its contents under the user's key.
+that other users cannot change. Each file begins with an authentication code under the user's key.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from jax.experimental import serialize_executable
 logger = get_logger(__name__)
 
 NameT = TypeVar("NameT")
-#: Seconds after which a folder that no engine has used is deleted.
+#: Age in seconds at which an unused folder is deleted.
 KEPT = 60 * 24 * 3600
 _PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
-_CODE = 32  # bytes of the code in front of a file
-_UNUSABLE = "unusable"  # a file of this name: programs of this kind cannot be kept
+_CODE = 32  # bytes of the authentication code at the beginning of a file
+_UNUSABLE = "unusable"  # marker file: programs of this kind cannot be cached
 
 
 class Programs(Generic[NameT]):
-    """The functions of one folder, each in the file of its name.
+    """The functions of one folder, one file per function name.
 
     Args:
-        folder: need not exist.
-        devices: what the functions run on, in the order of their mesh.
-        key: of the user; see `user_key`.
+        folder: path of the folder; need not exist.
+        devices: devices of the functions, in the order of their mesh.
+        key: key of the user; see `user_key`.
     """
 
     def __init__(self, folder: Path, devices: list[Device], key: bytes) -> None:
@@ -65,17 +65,17 @@ class Programs(Generic[NameT]):
 
     @classmethod
     def of(cls, model: LanguageModel, *parts: object) -> Programs[NameT] | None:
-        """The functions of a model; None where compiled programs are not kept.
+        """Return the functions of a model, or None if compiled programs are not cached.
 
         Args:
-            model: its mesh says where they run.
-            parts: everything that they follow from.
+            model: the model; the functions run on its mesh.
+            parts: all data that determines the functions.
         """
         home = engines_folder()
         if home is None:
             return None
         with native.allowed(model.config.native_kernels):
-            kernels_in_use = native.describe()  # XLA must know them when a program is loaded
+            kernels_in_use = native.describe()  # XLA requires them when a program is loaded
         try:
             name = fingerprint(
                 *parts, kernels_in_use, kernels(), packages=_PACKAGES, imported=IMPORTED
@@ -93,12 +93,12 @@ class Programs(Generic[NameT]):
 
     @property
     def usable(self) -> bool:
-        """Whether functions can be kept here."""
+        """Whether functions can be cached in this folder."""
         return not (self.folder / _UNUSABLE).exists()
 
     def loading(self, names: Sequence[NameT]) -> Loading[NameT] | None:
-        """Load all functions, those in front first; None where a file is missing, damaged, or may
-        have been written by another user."""
+        """Load all functions in the given order. Return None if a file is missing, damaged or not
+        authentic."""
         contents = {}
         try:
             check_private(self.folder)
@@ -117,7 +117,7 @@ class Programs(Generic[NameT]):
         return Loading(contents, self._load)
 
     def _load(self, content: bytes) -> Callable[..., Any]:
-        """Make a function of its file."""
+        """Return the function of a file."""
         executable, in_tree, out_tree = pickle.loads(memoryview(content)[_CODE:])
         return serialize_executable.deserialize_and_load(
             executable,
@@ -128,7 +128,8 @@ class Programs(Generic[NameT]):
         )
 
     def write(self, functions: Mapping[NameT, Any]) -> None:
-        """Keep functions that were compiled afresh; what cannot be kept is not kept."""
+        """Write newly compiled functions to files. Functions that cannot be serialized are
+        skipped."""
         try:
             make_private(self.folder)
             for name, function in functions.items():
@@ -138,11 +139,11 @@ class Programs(Generic[NameT]):
             self._forget_old()
         except (OSError, UntrustedFileError) as error:
             once(logger, f"compiled programs are not kept in {self.folder}: {error}")
-        except Exception as error:  # a backend says in its own way that it cannot
+        except Exception as error:  # backends raise different errors
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Keep nothing here from now on, so that jax's own cache is used again."""
+        """Disable this folder, so that jax's cache is used instead."""
         once(logger, f"compiled programs of this kind cannot be kept: {error}")
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,8 @@ class Programs(Generic[NameT]):
                     file.unlink()
 
     def _code(self, file: Path, content: bytes) -> bytes:
-        """Return the code of a file: others cannot make one, and it fits no other name."""
+        """Return the authentication code of a file. Other users cannot create the code, and it is
+        valid only for this name."""
         code = hmac.new(self._key, f"{file.parent.name}/{file.name}\0".encode(), "sha256")
         code.update(content)
         return code.digest()
@@ -168,11 +170,11 @@ class Programs(Generic[NameT]):
 
 
 class Loading(Generic[NameT]):
-    """Functions that are loaded in the background, the first ones first.
+    """Functions that are loaded in the background, in order.
 
     Args:
-        contents: name -> file.
-        load: makes a function of a file.
+        contents: name -> contents of the file.
+        load: function that loads a program from the contents.
     """
 
     def __init__(
@@ -181,8 +183,8 @@ class Loading(Generic[NameT]):
         self._contents, self._load = dict(contents), load
         self._results = {name: Future[Callable[..., Any]]() for name in contents}
         self._names = deque(contents)
-        # One processor is left to the steps. A thread ends between two functions where the process
-        # does, instead of loading what nobody will call.
+        # One processor remains free for the steps. At exit, a thread ends after its current
+        # function.
         count = max(1, min(4, (os.cpu_count() or 1) - 1))
         self._threads = [Thread(target=self._work, daemon=True) for _ in range(count)]
         atexit.register(self.close)
@@ -193,16 +195,16 @@ class Loading(Generic[NameT]):
         return name in self._results
 
     def take(self, name: NameT) -> Callable[..., Any]:
-        """A function, which the caller loads where no thread has begun to.
+        """Return a function. The caller loads it if no thread has started to.
 
         Raises:
-            Exception: it cannot be loaded.
+            Exception: the function cannot be loaded.
         """
         self._make(name)
         return self._results.pop(name).result()
 
     def close(self) -> None:
-        """Load no more."""
+        """Stop loading."""
         self._names.clear()
         for thread in self._threads:
             thread.join()
@@ -218,7 +220,7 @@ class Loading(Generic[NameT]):
 
     def _make(self, name: NameT) -> None:
         result, content = self._results.get(name), self._contents.pop(name, None)
-        if result is None or content is None:  # another thread has it
+        if result is None or content is None:  # another thread loads it
             return
         try:
             result.set_result(self._load(content))
