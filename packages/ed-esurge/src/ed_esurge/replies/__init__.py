@@ -1,1 +1,1 @@
-"""From a model's text to what it says, thinks and calls: tables of formats, one parser for all."""
+"""Parsing of a model's text into content, reasoning and tool calls: format tables, one parser."""

@@ -1,4 +1,4 @@
-"""What a parser reports of a reply, piece by piece."""
+"""Events that a parser emits for a reply."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thinks."""
+    """Reasoning text of the model."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call of a function: `index` counts the calls of a reply."""
+    """Start of a function call; `index` is the index of the call in the reply."""
 
     index: int
     id: str
@@ -31,7 +31,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """The next piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -39,14 +39,14 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnds:
-    """The arguments are whole."""
+    """The arguments are complete."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """It was no call after all; its text follows as content."""
+    """The text was not a valid call. The text follows as content."""
 
     index: int
 
@@ -56,7 +56,7 @@ Event = Content | Reasoning | CallBegins | CallArguments | CallEnds | CallBroken
 
 @dataclass(slots=True)
 class Call:
-    """A call: `arguments` are JSON text, cut short where the reply was."""
+    """A call. `arguments` is JSON text, which is incomplete if the reply was truncated."""
 
     id: str
     name: str
@@ -65,10 +65,10 @@ class Call:
 
 @dataclass(slots=True)
 class Reply:
-    """Events put together.
+    """Accumulated events of a reply.
 
     Attributes:
-        calls: by their index; broken ones are gone.
+        calls: valid calls by index.
     """
 
     content: str = ""
@@ -76,7 +76,7 @@ class Reply:
     calls: dict[int, Call] = field(default_factory=dict)
 
     def add(self, events: Iterable[Event]) -> Reply:
-        """Take more events."""
+        """Append events."""
         for event in events:
             match event:
                 case Content(text):

@@ -1,4 +1,4 @@
-"""Calls that the server asked for, and the grammar of the reply makes sure of."""
+"""Tool calls that the request requires and the grammar of the reply enforces."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Conten
 from ed_esurge.replies.formats import ToolFormat
 from ed_esurge.replies.parser import ReplyParser, new_id
 
-# A list of calls and nothing else: what `tool_choice: "required"` makes a model write.
+# A list of calls without other text: the output for `tool_choice: "required"`.
 LISTED = ToolFormat(starts=("[",))
 
 
 class NamedCall:
-    """A reply that is the arguments of one function: `tool_choice` with a name.
+    """Parser of a reply that consists of the arguments of one function: `tool_choice` with a name.
 
     Args:
-        name: of the function.
-        parser: of the thoughts before.
+        name: name of the function.
+        parser: parser of the reasoning before the arguments.
     """
 
     def __init__(self, name: str, parser: ReplyParser) -> None:

@@ -1,6 +1,6 @@
-"""How models write calls of functions and thoughts: one line of a table each.
+"""Tables of the formats of tool calls and reasoning.
 
-A new format is a new entry, tested by `tests/test_replies_formats.py` with an example.
+Each format is one table entry. `tests/test_replies_formats.py` tests each entry with an example.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ Syntax = Literal["json", "headed", "tagged", "python", "braces"]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Format of tool calls.
 
     Attributes:
         opens: markers that begin a section of calls.
-        starts: beginnings of a whole reply that is a section, without a marker.
-        closes: what may end a section.
-        begins: what begins each call within a section, if anything does.
-        separators: what may stand between two calls.
+        starts: beginnings of a reply that is a section without a marker.
+        closes: markers that may end a section.
+        begins: marker that begins each call within a section, if any.
+        separators: texts that may separate two calls.
         syntax: `json`: objects with a name and arguments, one or a list. `headed`: a name, then the
             arguments as JSON. `tagged`: a name, then each argument between tags. `python`:
             `f(a=1)`. `braces`: `f{a:1}`.
-        name_ends: what ends the name of a `headed` or `tagged` call; what begins the arguments
-            (`{`, or `key_open`) stays.
-        name: pattern of the head, with the groups `name` and, if there is one, `id`.
-        ends: what ends a call.
+        name_ends: texts that end the name of a `headed` or `tagged` call. The beginning of the
+            arguments (`{`, or `key_open`) is not consumed.
+        name: pattern of the head, with the group `name` and an optional group `id`.
+        ends: texts that end a call.
         key_open, key_close, value_open, value_close: tags around an argument.
         padding: white space that belongs to the tags and not to the value.
-        id_length: letters and digits of a call's id, where the template is particular.
+        id_length: number of letters and digits of a call's id, if the template requires a length.
         drops: markers without a meaning for the user.
-        signs: texts that, in a template or vocabulary, tell that a model writes so: any of them.
+        signs: texts in a chat template or vocabulary, any of which identifies the format.
     """
 
     opens: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ _DEEPSEEK = ToolFormat(
     signs=("<｜tool▁sep｜>",),
 )
 
-# In the order in which signs are looked for: peculiar ones first.
+# In the order of detection: the most specific signs first.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gpt_oss": ToolFormat(
         opens=("<|channel|>commentary to=", "<|channel|>analysis to=", "<|start|>assistant to="),
@@ -220,11 +220,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model writes thoughts.
+    """Format of reasoning.
 
     Attributes:
-        opens, closes: markers around them. A reply whose prompt ends with the first of `opens`
-            begins with thoughts.
+        opens, closes: markers around the reasoning. A reply begins with reasoning if its prompt
+            ends with the first of `opens`.
         drops: markers without a meaning for the user.
         signs: see `ToolFormat`.
     """
@@ -279,10 +279,10 @@ FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
 
 
 def by_name(table: Mapping[str, FormatT], name: str, option: str) -> FormatT:
-    """An entry of a table.
+    """Return an entry of a table.
 
     Raises:
-        ConfigError: the table has none of that name; the error lists them.
+        ConfigError: the table has no such entry; the message lists the names.
     """
     if name not in table:
         raise ConfigError(
@@ -297,7 +297,7 @@ def detect(
     template: str,
     vocabulary: Collection[str] = (),
 ) -> str | None:
-    """The name of the first format whose signs a chat template shows, or else a vocabulary."""
+    """Return the first format with signs in a chat template, or else in a vocabulary."""
     for text in (template, vocabulary):
         for name, entry in table.items():
             if any(sign in text for sign in entry.signs):

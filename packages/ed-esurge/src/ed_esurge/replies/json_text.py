@@ -1,5 +1,4 @@
-"""JSON that is checked and handed on while it arrives: what was handed on is always the beginning
-of a valid text."""
+"""Incremental validation of JSON. The emitted text is always a prefix of a valid JSON text."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ _MAX_SCALAR = 512
 
 
 def dumps(value: Any) -> str:
-    """JSON text as the parser makes it."""
+    """Return a value as JSON text in the parser's format."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        Malformed: it is none.
+        Malformed: the text is not valid JSON.
     """
 
     def refuse(constant: str) -> None:
@@ -39,10 +38,10 @@ def loads(text: str) -> Any:
 
 
 def value(src: Scanner, write: Write, depth: int = 0) -> Reader[None]:
-    """Read a value, and hand its text on. Control characters within strings are escaped.
+    """Read a value and emit its text. Control characters within strings are escaped.
 
     Raises:
-        Malformed: it is no JSON, or too deep.
+        Malformed: the text is not valid JSON, or is nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise Malformed
@@ -59,7 +58,7 @@ def value(src: Scanner, write: Write, depth: int = 0) -> Reader[None]:
 
 
 def string_value(src: Scanner) -> Reader[str]:
-    """The value of a string."""
+    """Read a string and return its value."""
     parts: list[str] = []
     yield from src.space()
     yield from string(src, parts.append)
@@ -85,7 +84,7 @@ def string(src: Scanner, write: Write) -> Reader[None]:
             yield from _escape(src, write)
         elif ord(here) < 0x20:
             write(json.dumps(here)[1:-1])
-        else:  # a plain character that has just arrived
+        else:  # a plain character that arrived after the last match
             write(here)
 
 
@@ -105,7 +104,7 @@ def _escape(src: Scanner, write: Write) -> Reader[None]:
 
 
 def _items(src: Scanner, write: Write, close: str, depth: int) -> Reader[None]:
-    """The rest of an object or a list."""
+    """Read the rest of an object or a list."""
     write(src.text[src.at])
     src.at += 1
     yield from _space(src, write)

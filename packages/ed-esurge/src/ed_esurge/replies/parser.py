@@ -25,13 +25,13 @@ from ed_esurge.replies.syntaxes import SYNTAXES
 
 @dataclass(frozen=True)
 class Calls:
-    """Which calls a reply may have.
+    """The calls that a reply may contain.
 
     Attributes:
-        form: how they are written.
+        form: format of the calls.
         tools: name of a function -> JSON schema of its parameters. A call of another function is
-            no call.
-        most: how many; what follows is dropped. None: any number.
+            treated as text.
+        most: maximum number of calls; further text is dropped. None: unlimited.
     """
 
     form: ToolFormat
@@ -40,13 +40,13 @@ class Calls:
 
 
 class ReplyParser:
-    """Parses one reply, piece by piece.
+    """Parses one reply incrementally.
 
     Args:
-        calls: None: calls are text.
-        reasoning: how thoughts are written; None: they are text.
-        inside: the reply begins within thoughts.
-        drops: texts that are left out (special tokens without a meaning here).
+        calls: the allowed calls; None treats calls as text.
+        reasoning: format of reasoning; None treats reasoning as text.
+        inside: whether the reply begins within reasoning.
+        drops: texts to omit (special tokens without a meaning for the user).
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class ReplyParser:
         drops = {*drops, *(text for form in forms if form is not None for text in form.drops)}
         self._markers = Markers((*opens, *thinks, *drops))
         closes = reasoning.closes if reasoning is not None else ()
-        # A call also ends thoughts that were not ended.
+        # A call also ends unfinished reasoning.
         self._thought_ends = Markers((*closes, *(open_ for open_ in opens if len(open_) > 1)))
         self._events: list[Event] = []
-        self._space = ""  # held back: it is dropped where a call follows
+        self._space = ""  # withheld white space, which is dropped if a call follows
         self._trim = inside
         self._trim_thought, self._thought_space = True, ""
         self._cut = False
@@ -79,16 +79,16 @@ class ReplyParser:
         next(self._run, None)
 
     def feed(self, text: str) -> list[Event]:
-        """Events that this text brings."""
+        """Append text and return the new events."""
         self._src.feed(text)
         next(self._run, None)
         return self._take()
 
     def close(self, *, cut: bool = False) -> list[Event]:
-        """The last events.
+        """End the reply and return the last events.
 
         Args:
-            cut: the reply was cut off by its length: an unfinished call stays as far as it is.
+            cut: whether the reply was truncated by its length. An unfinished call is then kept.
         """
         self._src.ended, self._cut = True, cut
         next(self._run, None)
@@ -127,7 +127,7 @@ class ReplyParser:
             yield from self._section(marker)
 
     def _beginning(self) -> Reader[None]:
-        """Where a reply may be a call without a marker before it."""
+        """Read the beginning of a reply that may be a call without a marker."""
         form = self._calls.form if self._calls is not None else None
         if form is None or not form.starts:
             return
@@ -139,7 +139,7 @@ class ReplyParser:
             yield from self._section("")
 
     def _section(self, marker: str) -> Reader[None]:
-        """Calls, after the marker that announces them."""
+        """Read a section of calls after its marker."""
         assert self._calls is not None, "only announced calls are read"
         src, form = self._src, self._calls.form
         src.mark = src.at - len(marker)
@@ -172,15 +172,15 @@ class ReplyParser:
             src.mark = None
 
     def _again(self, form: ToolFormat) -> Reader[bool]:
-        """Whether another call begins here; nothing is read."""
+        """Return whether another call begins here, without consuming text."""
         known = yield from self._src.literal(*form.begins)
         self._src.at -= len(known or "")
         return known is not None
 
-    # ---- writing; a parser is the `Sink` of its calls
+    # ---- output; a parser is the `Sink` of its calls
 
     def _broken(self) -> None:
-        """What was read since the last whole call is text."""
+        """Emit the text since the last complete call as content."""
         raw = self._src.since_mark()
         if self._open is not None:
             if self._open.shown:
@@ -247,11 +247,11 @@ class ReplyParser:
 
 @dataclass(slots=True)
 class _Call:
-    """The call that is being read.
+    """The call that the parser reads.
 
     Attributes:
-        shown: whether anybody hears of it.
-        space, trim: what was held back before it, and whether it would have been dropped.
+        shown: whether events of the call are emitted.
+        space, trim: withheld white space before the call, and whether it would be dropped.
     """
 
     name: str
@@ -261,7 +261,7 @@ class _Call:
 
 
 def _is_text(schema: object) -> bool | None:
-    """Whether values of a schema are text: True, False, or None where that is not certain."""
+    """Return whether values of a schema are strings: True, False, or None if uncertain."""
     if not isinstance(schema, Mapping):
         return None
     kind, options = schema.get("type"), schema.get("enum")
@@ -273,7 +273,7 @@ def _is_text(schema: object) -> bool | None:
 
 
 def new_id(length: int = 0) -> str:
-    """An id for a call; of so many letters and digits, if `length` is not 0."""
+    """Return a new id for a call, with `length` letters and digits if `length` is not 0."""
     if not length:
         return f"call_{uuid.uuid4().hex[:24]}"
     letters = string.ascii_letters + string.digits

@@ -1,4 +1,4 @@
-"""Arguments of calls that are written as Python literals."""
+"""Conversion of Python literals in calls to JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAMES = {"true": True, "false": False, "null": None, "none": None}
 
 
 def argument(src: Scanner) -> Reader[str]:
-    """The JSON text of a literal before a `,` or `)`, which is left to be read.
+    """Read a literal up to a `,` or `)`, which is not consumed, and return its JSON text.
 
     Raises:
-        Malformed: it is no literal.
+        Malformed: the text is not a literal.
     """
     parts: list[str] = []
     open_: list[str] = []
@@ -42,7 +42,7 @@ def argument(src: Scanner) -> Reader[str]:
 
 def _quoted(src: Scanner, parts: list[str], quote: str) -> Reader[None]:
     while True:
-        # A line break within quotes is no Python, but means one.
+        # A line break within quotes is invalid Python, but means a line break.
         parts.append(src.run(_INSIDE[quote]).replace("\n", "\\n"))
         here = yield from src.peek()
         src.at += 1

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read by generators.
+"""Incremental scanning of text with generators.
 
-A reader is a generator that yields where it needs more text. It decides by characters alone, never
-by where a piece ends, so any split of a text gives the same result.
+A reader is a generator that yields when it needs more text. Its decisions depend only on the
+characters, so the result does not depend on the boundaries of the pieces.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Reader = Generator[None, None, T]
 Write = Callable[[str], object]
 
 SPACE = re.compile(r"\s*")
-# Longest head of a call: a name and what surrounds it.
+# Maximum length of the head of a call: a name and its surrounding text.
 MAX_HEAD = 512
 
 
 class Malformed(Exception):
-    """The text is not what the format wants."""
+    """The text violates the format."""
 
 
 class Ended(Exception):
-    """The text ended in the middle."""
+    """The text ended too early."""
 
 
 class Markers:
-    """Looks for the first of some strings; of two that begin alike, the longer one counts."""
+    """Searches for the first of several strings. The longest match at a position wins."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple(sorted({*texts} - {""}, key=len, reverse=True))
@@ -37,7 +37,8 @@ class Markers:
         self._longest = max(map(len, self.texts), default=0)
 
     def search(self, text: str, at: int, ended: bool) -> tuple[int, str | None]:
-        """`(end of the text before a marker, the marker)`; None where none is complete yet."""
+        """Return `(end of the text before a marker, the marker)`, or None without a complete
+        marker."""
         hit = self._pattern.search(text, at)
         stop = hit.start() if hit else len(text)
         if not ended:
@@ -51,11 +52,11 @@ class Markers:
 
 
 class Scanner:
-    """The text so far, and how far it was read.
+    """The received text and the read position.
 
     Attributes:
-        ended: no more text comes.
-        mark: the text is kept from here on, for those who read in vain; None: from `at`.
+        ended: whether the text is complete.
+        mark: start of the text to keep for backtracking; None: `at`.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Scanner:
         self.mark: int | None = None
 
     def feed(self, piece: str) -> None:
-        """Append text, and forget what was read."""
+        """Append text and discard the consumed text."""
         start = self.at if self.mark is None else self.mark
         self.text = self.text[start:] + piece
         self.at -= start
@@ -72,27 +73,31 @@ class Scanner:
             self.mark = 0
 
     def since_mark(self) -> str:
-        """What was read since the mark."""
+        """Return the text between the mark and the read position."""
         return self.text[self.mark : self.at]
 
     def more(self) -> Reader[None]:
         """Wait for more text.
 
         Raises:
-            Ended: there is none.
+            Ended: the text has ended.
         """
         if self.ended:
             raise Ended
         yield
 
     def peek(self) -> Reader[str]:
-        """The next character."""
+        """Return the next character without consuming it."""
         while self.at >= len(self.text):
             yield from self.more()
         return self.text[self.at]
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """What is there of a run of characters (`pattern` matches any prefix of one)."""
+        """Consume and return the available part of a run of characters.
+
+        Args:
+            pattern: pattern that matches any prefix of a run.
+        """
         hit = pattern.match(self.text, self.at)
         if hit is None:
             return ""
@@ -100,7 +105,7 @@ class Scanner:
         return hit[0]
 
     def space(self) -> Reader[None]:
-        """Skip white space, to the end if need be."""
+        """Skip white space, possibly up to the end of the text."""
         while True:
             self.run(SPACE)
             if self.at < len(self.text) or self.ended:
@@ -108,7 +113,7 @@ class Scanner:
             yield from self.more()
 
     def literal(self, *options: str) -> Reader[str | None]:
-        """Skip one of some strings, and return which; None: none of them is here."""
+        """Skip one of several strings and return the string; None without a match."""
         longest = max(map(len, options), default=0)
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -123,8 +128,8 @@ class Scanner:
         """Like `literal`, after white space.
 
         Raises:
-            Malformed: none of them is here.
-            Ended: there is no more text.
+            Malformed: none of the strings matches.
+            Ended: the text has ended.
         """
         yield from self.space()
         yield from self.peek()
@@ -134,7 +139,7 @@ class Scanner:
         return known
 
     def until(self, markers: Markers, write: Write) -> Reader[str]:
-        """Hand out the text before a marker, skip the marker and return it."""
+        """Emit the text before a marker, skip the marker and return the marker."""
         while True:
             stop, marker = markers.search(self.text, self.at, self.ended)
             if stop > self.at:
@@ -146,10 +151,10 @@ class Scanner:
             yield from self.more()
 
     def head(self, markers: Markers) -> Reader[tuple[str, str]]:
-        """`(text, marker)`: a short text before a marker.
+        """Return `(text, marker)` for a short text before a marker.
 
         Raises:
-            Malformed: it is not short.
+            Malformed: the text is too long.
         """
         parts: list[str] = []
         size = 0
@@ -158,7 +163,7 @@ class Scanner:
             nonlocal size
             size += len(piece)
             if size > MAX_HEAD:
-                self.at -= size - MAX_HEAD  # where it was too long, whatever came with it
+                self.at -= size - MAX_HEAD  # independent of the boundaries of the pieces
                 raise Malformed
             parts.append(piece)
 

@@ -16,27 +16,27 @@ MAX_DEPTH = 64
 
 
 class Sink(Protocol):
-    """Where calls go."""
+    """Receiver of calls."""
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call of a function. Raises Malformed where there is no such function."""
+        """Start a call of a function. Raises Malformed for an unknown function."""
         ...
 
     def write(self, text: str) -> None:
-        """More of the JSON text of its arguments."""
+        """Append to the JSON text of the arguments."""
         ...
 
     def end(self) -> None:
-        """The call is whole."""
+        """Complete the call."""
         ...
 
     def is_text(self, key: str) -> bool | None:
-        """Whether an argument of this call is text; None: may be."""
+        """Return whether an argument of this call is a string; None if uncertain."""
         ...
 
 
 def json_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
-    """`{"name": …, "arguments": {…}}`, or a list of those."""
+    """Read `{"name": …, "arguments": {…}}`, or a list of such objects."""
     yield from src.space()
     if (yield from src.peek()) != "[":
         yield from _object(src, sink)
@@ -81,7 +81,7 @@ def _object(src: Scanner, sink: Sink) -> Reader[None]:
 
 
 def _arguments(src: Scanner, write: Write) -> Reader[None]:
-    """An object; or its JSON text in a string; or nothing."""
+    """Read arguments: an object, its JSON text in a string, or nothing."""
     yield from src.space()
     first = yield from src.peek()
     if first == "{":
@@ -98,7 +98,7 @@ def _arguments(src: Scanner, write: Write) -> Reader[None]:
 
 
 def headed(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
-    """`name … {…}`. Models of this kind once wrote lists of objects after the same marker."""
+    """Read `name … {…}`. Earlier models of this kind write lists of objects after the marker."""
     yield from src.space()
     if (yield from src.peek()) in "[{":
         yield from json_calls(src, sink, form)
@@ -119,7 +119,7 @@ def _end(src: Scanner, form: ToolFormat) -> Reader[None]:
 
 
 def _head(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
-    """The name before a call's arguments. What begins these is left to be read."""
+    """Read the name before a call's arguments, without the beginning of the arguments."""
     text, marker = yield from src.head(Markers(form.name_ends))
     if marker in ("{", form.key_open, *form.ends):
         src.at -= len(marker)
@@ -130,7 +130,7 @@ def _head(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
 
 
 def tagged(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
-    """`<f><key>a</key><value>1</value></f>`, whatever the tags are."""
+    """Read `<f><key>a</key><value>1</value></f>` with the tags of the format."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
     key_close, value_close = Markers((form.key_close,)), Markers((form.value_close,))
@@ -154,7 +154,7 @@ def tagged(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
 
 
 def _text(src: Scanner, write: Write, close: Markers, padding: str) -> Reader[None]:
-    """A text that is handed on as a JSON string, but for one padding at either end."""
+    """Read text and emit it as a JSON string, without one padding at either end."""
     begun, held = False, ""
 
     def pieces(piece: str) -> None:
@@ -172,7 +172,7 @@ def _text(src: Scanner, write: Write, close: Markers, padding: str) -> Reader[No
 
 
 def _typed(text: str, is_text: bool | None, padding: str) -> str:
-    """JSON text of a value that is not declared as text, or not for certain."""
+    """Return the JSON text of a value that may not be a string."""
     plain = text.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
     try:
@@ -183,7 +183,7 @@ def _typed(text: str, is_text: bool | None, padding: str) -> str:
 
 
 def python_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
-    """`[f(a=1, b="x"), g()]`, or a call on each line."""
+    """Read `[f(a=1, b="x"), g()]`, or one call per line."""
     listed = (yield from src.literal("[")) is not None
     paren, equals = Markers(("(",)), Markers(("=",))
     while True:
@@ -205,7 +205,7 @@ def python_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
             sink.write(("{" if not keys else ", ") + f"{dumps(key)}: {parsed}")
             keys.add(key)
             more = (yield from src.expect(",", ")")) == ","
-            if more:  # a comma may be the last
+            if more:  # a trailing comma is allowed
                 yield from src.space()
                 more = (yield from src.literal(")")) is None
         sink.write("}" if keys else "{}")
@@ -223,7 +223,7 @@ def python_calls(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
 
 
 def braces(src: Scanner, sink: Sink, form: ToolFormat) -> Reader[None]:
-    """`call:f{a:<escape>text<escape>,b:[1,2]}`."""
+    """Read `call:f{a:<escape>text<escape>,b:[1,2]}`."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
     for_key = Markers((":", "}"))
@@ -251,7 +251,7 @@ _BARE = re.compile(r"[^,{}\[\]<]*")
 
 
 def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
-    """A value without quotes."""
+    """Read a value without quotes."""
     if depth > MAX_DEPTH:
         raise Malformed
     yield from src.space()
