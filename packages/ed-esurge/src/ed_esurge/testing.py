@@ -1,7 +1,7 @@
-"""An engine without a model, for tests of what talks to one: the server, clients, adapters.
+"""A scripted engine without a model, for tests of the server, clients and adapters.
 
-Its answers are scripted, so what must come out is known beforehand; its interface, deltas and
-metrics are those of `ed_esurge.engine.AsyncEngine`.
+Its answers are scripted, so that tests know the expected output. Its interface, deltas and metrics
+are those of `ed_esurge.engine.AsyncEngine`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Any:
     """A tokenizer with one token per byte, `<s>` before each text, and `</s>`.
 
-    Every character beyond ASCII takes several tokens: the hardest case for streams of text.
+    Every non-ASCII character consists of several tokens: the hardest case for streams of text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -71,15 +71,15 @@ class ScriptedEngine:
     Args:
         reply: text of choice number `i` of a prompt; it ends with the end-of-sequence token.
         delay: seconds between tokens.
-        config: what becomes of prompts that do not fit, and the order of the queue; default: such
-            prompts are refused.
-        fail_after: tokens after which the engine's thread "dies".
+        config: options for long prompts and the order of the queue. By default, prompts that do not
+            fit are rejected.
+        fail_after: number of tokens after which the engine simulates a failure of its thread.
 
     Attributes:
         requests: sampling parameters by request id, in order of arrival.
-        options: how each was queued (`priority`, `cache_salt`, `lora_name`), by request id.
-        aborted: ids of the requests that nobody followed to their end.
-        resets: how often the prefix cache was reset.
+        options: queue options (`priority`, `cache_salt`, `lora_name`) by request id.
+        aborted: ids of the aborted requests.
+        resets: number of resets of the prefix cache.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ScriptedEngine:
         self._grammars: Any = None
 
     def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
-        """Compile a grammar; the script is not held to it."""
+        """Compile a grammar. The scripted answer does not follow the grammar."""
         if self._grammars is None:
             from ed_esurge.grammars.store import Grammars
 
@@ -119,11 +119,11 @@ class ScriptedEngine:
         return self._grammars.submit(wanted)
 
     def stats(self) -> dict[str, float]:
-        """The engine's numbers for `/metrics`."""
+        """Return the metrics of the engine for `/metrics`."""
         return {"num_requests_running": self._running, "num_requests_waiting": 0}
 
     def replica_stats(self) -> list[dict[str, float]]:
-        """The same of each replica: there is one."""
+        """Return the metrics of each replica: a list with one entry."""
         return [self.stats()]
 
     async def generate(
@@ -133,7 +133,7 @@ class ScriptedEngine:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Deltas of the scripted answer: choice after choice, token after token."""
+        """Yield the deltas of the scripted answer, choice by choice and token by token."""
         self.requests[request_id] = sampling_params
         self.options[request_id] = options
         metrics = RequestMetrics(arrival_time=time.monotonic())
@@ -169,29 +169,29 @@ class ScriptedEngine:
                 self.aborted.append(request_id)
 
     async def reset_prefix_cache(self) -> None:
-        """Count the call: there is no cache."""
+        """Count the call. The scripted engine has no cache."""
         self.resets += 1
 
     async def sleep(self, level: int = 1) -> None:
-        """Lend the device that there is not."""
+        """Set the sleeping state. The scripted engine has no device memory."""
         self.is_sleeping = True
 
     async def wake_up(self) -> None:
-        """Take it again."""
+        """Clear the sleeping state."""
         self.is_sleeping = False
 
     async def load_lora_adapter(self, name: str, source: Path) -> None:
-        """Take a directory with an `adapter_config.json` for an adapter."""
+        """Load any directory with an `adapter_config.json` as an adapter."""
         if not (source / "adapter_config.json").is_file():
             raise CheckpointError(f"{source} holds no adapter_config.json")
         self._adapters.add(name, 1, str(source), ())
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Drop an adapter."""
+        """Unload an adapter."""
         self._adapters.remove(name)
 
     def list_lora_adapters(self) -> list[LoadedAdapter]:
-        """The adapters in the order in which they came."""
+        """Return the loaded adapters, in loading order."""
         return list(self._adapters)
 
     async def embed(
@@ -201,7 +201,7 @@ class ScriptedEngine:
         request_id: str,
         **options: Any,
     ) -> RequestOutput:
-        """A vector of how often the first eight bytes of the vocabulary occur."""
+        """Return a vector with the counts of the first eight bytes of the vocabulary."""
         self.options[request_id] = options
         await asyncio.sleep(self._delay)
         vector = np.bincount(np.asarray(prompt_token_ids) % 8, minlength=8).astype(np.float32)
@@ -223,7 +223,7 @@ class ScriptedEngine:
 
 
 def _position(token: int, place: int, count: int) -> PositionLogprobs:
-    """The token with probability 1/2, alternatives with 1/4, 1/8, …"""
+    """Return log-probabilities: 1/2 for the token, 1/4, 1/8, … for the alternatives."""
     position = {token: Logprob(math.log(0.5), rank=1)}
     for step in range(1, count):
         position[(token + step) % 256] = Logprob(math.log(0.5) * (step + 1), rank=step + 1)
@@ -241,7 +241,7 @@ def _prompt_logprobs(
 
 
 def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) -> Any:
-    """One token at a time, whole characters only, cut at a stop string or `max_tokens`."""
+    """Yield the text of each token in whole characters, up to a stop string or `max_tokens`."""
     tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
     if not params.ignore_eos:
         tokens = [*tokens, tokenizer.eos_token_id]
@@ -263,7 +263,7 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
         elif done is None:
             text = text.rstrip("\ufffd")
             if cut is not None:
-                text = text[:cut]  # what may become the stop string is not shown
+                text = text[:cut]  # withhold a possible beginning of a stop string
         total += math.log(0.5)
         logprobs = None
         if params.logprobs is not None:
@@ -281,7 +281,7 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
             return
 
 
-# A template that shows all that it is told, as JSON.
+# A template that renders all its inputs as JSON.
 TOOL_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message | tojson }}\n{% endfor %}"
@@ -308,10 +308,10 @@ TOOL_REPLIES = {
 
 
 class NamedReplies(ScriptedEngine):
-    """Answers with the one of `TOOL_REPLIES` that the prompt names: `say call`.
+    """Answers with the entry of `TOOL_REPLIES` that the prompt names: `say call`.
 
     Attributes:
-        prompts: what the model saw, in order.
+        prompts: prompts of the requests, in order.
     """
 
     def __init__(self, **options: Any) -> None:

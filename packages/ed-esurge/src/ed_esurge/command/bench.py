@@ -1,11 +1,11 @@
-"""Put load on a server and measure it: throughput, time to the first token, time between tokens.
+"""Load test of a server: throughput, time to the first token, time between tokens.
 
-    python -m ed_esurge bench MODEL                        serves the model for the time of the test
+    python -m ed_esurge bench MODEL                        serves the model during the test
     python -m ed_esurge bench --url http://host:8000/v1    any OpenAI-compatible server
     python -m ed_esurge bench MODEL --clients 1 8 32 --requests 64 --prompt-words 200
 
-Each client sends one streamed completion after the other; all read to the end. Prompts are random
-words from a seed, so two servers get the same.
+Each client sends streamed completion requests one after another and reads each to the end. Prompts
+are random words from a seed, so that every server receives the same prompts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Answer:
-    """One request.
+    """Measurements of one request.
 
     Attributes:
-        began: seconds on the clock.
-        arrivals: when pieces with text came.
-        prompt_tokens, tokens: as the server counts them; pieces, where it does not.
-        error: why there is no answer.
+        began: start time in seconds.
+        arrivals: arrival times of the pieces with text.
+        prompt_tokens, tokens: token counts of the server; the number of pieces without them.
+        error: error message of a failed request.
     """
 
     began: float
@@ -57,7 +57,7 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the load."""
+    """Add the flags of the load test."""
     parser.add_argument("model", nargs="?", help="a directory, or a hub id, to serve meanwhile")
     parser.add_argument("--url", help="of a server that runs, with /v1")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(values: argparse.Namespace) -> int:
-    """Measure, and print a row for each number of clients."""
+    """Run the load test and print a row for each number of clients."""
     if (values.model is None) == (values.url is None):
         raise ConfigError("give a MODEL to serve, or the --url of a server that runs")
     if min(*values.clients, values.requests, values.max_tokens, values.prompt_words) < 1:
@@ -89,10 +89,10 @@ def run(values: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[str]:
-    """A server in a process of its own; gives its URL, and stops it in the end.
+    """Start a server in a child process, yield its URL, and stop the server at exit.
 
     Raises:
-        EasyDeLError: it does not start.
+        EasyDeLError: the server does not start.
     """
     command = [sys.executable, "-m", "ed_esurge", "serve", model, "--port", "0", *flags]
     quiet = ["--log-level", "warning"]
@@ -112,7 +112,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
 
 
 async def measure(url: str, values: argparse.Namespace) -> list[dict[str, float]]:
-    """The figures for each number of clients."""
+    """Return the results for each number of clients."""
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -141,14 +141,14 @@ async def measure(url: str, values: argparse.Namespace) -> list[dict[str, float]
 
 
 def prompts(draw: random.Random, words: int, count: int) -> list[str]:
-    """Texts that share no beginning."""
+    """Return texts without common prefixes."""
     return [" ".join(draw.choices(_WORDS.split(), k=words)) for _ in range(count)]
 
 
 async def load(
     client: httpx.AsyncClient, url: str, body: dict[str, object], texts: list[str], clients: int
 ) -> list[Answer]:
-    """Ask for completions of texts, so many at a time."""
+    """Request completions of texts with a limited number of concurrent requests."""
     waiting = iter(texts)
     answers: list[Answer] = []
 
@@ -161,7 +161,7 @@ async def load(
 
 
 async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Answer:
-    """One streamed completion."""
+    """Send one streamed completion request."""
     answer = Answer(time.perf_counter())
     try:
         async with client.stream("POST", f"{url}/completions", json=body) as response:
@@ -177,7 +177,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> A
 
 
 def take(chunk: dict[str, object], answer: Answer) -> None:
-    """Add a piece of a stream to an answer."""
+    """Add a piece of a stream to the measurements."""
     if "error" in chunk:
         answer.error = str(chunk["error"])
     choices = chunk.get("choices")
@@ -189,10 +189,10 @@ def take(chunk: dict[str, object], answer: Answer) -> None:
 
 
 def figures(clients: int, answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """Rates, and percentiles of latencies in milliseconds.
+    """Return rates, and percentiles of latencies in milliseconds.
 
     Raises:
-        EasyDeLError: no request was answered.
+        EasyDeLError: all requests failed.
     """
     good = [a for a in answers if a.error is None and a.arrivals]
     if not good:
@@ -218,13 +218,13 @@ def figures(clients: int, answers: Sequence[Answer], seconds: float) -> dict[str
 
 
 def percentile(values: Sequence[float], share: int) -> float:
-    """The smallest value that is not below so many percent of them; 0 of none."""
+    """Return the nearest-rank percentile of values; 0 without values."""
     ordered = sorted(values)
     return ordered[max(-(-len(ordered) * share // 100) - 1, 0)] if ordered else 0.0
 
 
 def shown(row: dict[str, float]) -> str:
-    """A row for a terminal."""
+    """Return a row of the table."""
     spans = []
     for label, name in (("first token", "ttft"), ("between", "itl"), ("whole", "e2e")):
         times = "/".join(format(row[f"{name}_p{share}_ms"], ".0f") for share in _PERCENTILES)

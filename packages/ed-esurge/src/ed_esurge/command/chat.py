@@ -1,7 +1,7 @@
-"""Talk with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the conversation.
+"""Conversation with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the conversation.
 
-/reset begins anew, /undo takes the last question back, /system TEXT sets the system prompt.
-Without a chat template each line is a prompt that the model continues.
+/reset clears the conversation, /undo removes the last question, /system TEXT sets the system
+prompt. Without a chat template, the model continues each line as a prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ed_esurge.sampling import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the conversation, the engine and the model."""
+    """Add the flags of the conversation, the engine and the model."""
     add_model_arguments(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--system", help="the system prompt")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(values: argparse.Namespace) -> int:
-    """Read, answer, and so on until the input ends."""
+    """Answer messages until the input ends."""
     values.max_num_seqs = values.max_num_seqs or "1"
     params = SamplingParams(
         temperature=values.temperature,
@@ -52,11 +52,11 @@ def run(values: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """What was said, and the engine that answers.
+    """The messages of a conversation, and the engine that answers.
 
     Args:
         engine: an `eSurge` with a tokenizer.
-        params: of the answers.
+        params: sampling options of the answers.
         system: the system prompt.
     """
 
@@ -69,7 +69,7 @@ class Conversation:
         self._template = ChatTemplate(engine.tokenizer) if has_template else None
 
     def take(self, line: str) -> None:
-        """Do what a line says: a command, or a message to answer."""
+        """Process a line: a command, or a message to answer."""
         command, _, rest = line.partition(" ")
         if command == "/reset":
             self.messages.clear()
@@ -83,8 +83,10 @@ class Conversation:
             self.answer(line)
 
     def answer(self, text: str) -> None:
-        """Print an answer as it comes. One that is stopped is kept as far as it came; an error
-        leaves the conversation as it was."""
+        """Print an answer while it is generated.
+
+        The text of a stopped answer is kept. An error does not change the conversation.
+        """
         asked = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:

@@ -1,4 +1,4 @@
-"""Flags of the command line from tables of options: each field is one, checked by its table."""
+"""Command line flags from option classes. Each field is a flag, validated by its class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def add_options(parser: argparse.ArgumentParser, table: type[Options], title: str) -> None:
-    """A flag for each field of a table: `max_model_len` becomes `--max-model-len VALUE`."""
+    """Add a flag for each field of a class: `max_model_len` becomes `--max-model-len VALUE`."""
     group = parser.add_argument_group(title)
     docs = documented(table)
     for name in table.model_fields:
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser, table: type[Options], title: st
 
 
 def documented(table: type[Options]) -> dict[str, str]:
-    """What stands below the fields of a table in its source."""
+    """Return the attribute docstrings of a class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -40,10 +40,10 @@ def documented(table: type[Options]) -> dict[str, str]:
 
 
 def options_of(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT:
-    """The table with what the flags say.
+    """Return the options with the values of the flags.
 
     Raises:
-        ConfigError: a value is wrong; the message names its flag.
+        ConfigError: a value is invalid; the message names its flag.
     """
     written = {name: getattr(values, name) for name in table.model_fields}
     given = {name: plain(text) for name, text in written.items() if text is not None}
@@ -60,12 +60,12 @@ def options_of(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT:
 
 
 def takes_several(annotation: object) -> bool:
-    """Whether a tuple fits a type."""
+    """Return whether a type accepts a tuple."""
     return get_origin(annotation) is tuple or any(map(takes_several, get_args(annotation)))
 
 
 def plain(text: str) -> Any:
-    """A value as it is written in JSON, a list of them with commas between, or a text."""
+    """Return the value of a flag: JSON, a comma-separated list of JSON values, or a string."""
     try:
         return json.loads(text)
     except ValueError:
@@ -78,10 +78,10 @@ def plain(text: str) -> Any:
 
 
 def mapping_of(text: str | None, flag: str) -> Mapping[str, Any]:
-    """A mapping that is written in JSON; empty where there is none.
+    """Return a mapping from JSON text; empty without a text.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a JSON object.
     """
     if text is None:
         return {}

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a directory or a hub id, and the engine around them."""
+"""Loading of a model and its tokenizer from a directory or a hub id, and of their engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
 
 _DTYPES = ("float32", "bfloat16", "float16")
-#: vLLM's names of formats that weights are quantized to while they are read.
+#: vLLM's names of weight quantization formats that are applied during loading.
 _VLLM_FORMATS = {"bitsandbytes": "nf4"}
-#: Value of `--kv-cache-dtype` -> our name of the format or dtype. The values are vLLM's.
+#: Value of `--kv-cache-dtype` (vLLM's names) -> name of the format or dtype in this project.
 _CACHE_DTYPES = {
     **{name: name for name in (*_DTYPES, *KV_CACHE_FORMATS)},
     "fp8_e4m3": "fp8",
@@ -34,7 +34,7 @@ _CACHE_DTYPES = {
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What says which model, how it is loaded, and the options of the engine."""
+    """Add the flags of the model, its loading, and the engine."""
     parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id")
     group = parser.add_argument_group("model")
     group.add_argument("--tokenizer", help="a directory, or a hub id; default: the model's own")
@@ -85,10 +85,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_of(values: argparse.Namespace) -> eSurge:
-    """The engine that the arguments describe; options are checked before anything is loaded.
+    """Create the engine of the arguments. Options are validated before the model is loaded.
 
     Raises:
-        EasyDeLError: an option is wrong, or the model cannot be loaded.
+        EasyDeLError: an option is invalid, or the model cannot be loaded.
     """
     options = options_of(values, EngineConfig)
     rules, fields = quantization_of(values)
@@ -107,7 +107,7 @@ def engine_of(values: argparse.Namespace) -> eSurge:
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if jax.default_backend() == "cpu":
-        # The layout of the engine there (`served_model`): no second copy while it is made.
+        # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
     model: Any = hub.from_pretrained(
         values.model,
@@ -124,10 +124,10 @@ def engine_of(values: argparse.Namespace) -> eSurge:
 
 
 def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """Return what the weights are quantized to, and the other fields of the configuration.
+    """Return the quantization format of the weights, and the other fields of the configuration.
 
     Raises:
-        ConfigError: A format is unknown, or two arguments name one.
+        ConfigError: A format is unknown, or two arguments set a format.
     """
     given = mapping_of(values.config_kwargs, "--config-kwargs")
     fields = {canonical_field(name): value for name, value in given.items()}
@@ -179,10 +179,10 @@ def _cache_fields(values: argparse.Namespace) -> dict[str, Any]:
 
 
 def tokenizer_of(values: argparse.Namespace) -> Any:
-    """The tokenizer that the arguments name.
+    """Load the tokenizer of the arguments.
 
     Raises:
-        CheckpointError: There is no tokenizer.
+        CheckpointError: The tokenizer is missing.
         ConfigError: The chat template cannot be read.
     """
     from ed_models.checkpoints.tokenizers import load_tokenizer
@@ -196,15 +196,15 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
 
 
 def name_of(model: str) -> str:
-    """What clients call it: the hub id, or the last part of a directory."""
+    """Return the name of the model for clients: the hub id, or the last part of a directory."""
     return Path(model).resolve().name if Path(model).expanduser().is_dir() else model
 
 
 def dims_of(text: str) -> tuple[int, ...]:
-    """Devices along the axes of the mesh.
+    """Return the number of devices along each axis of the mesh.
 
     Raises:
-        ConfigError: it is no list of whole numbers.
+        ConfigError: the text is not a list of integers.
     """
     try:
         return tuple(int(part) for part in text.split(","))

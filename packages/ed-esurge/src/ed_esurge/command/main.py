@@ -1,13 +1,13 @@
-"""The command line: a model from its directory or hub id to a server, a conversation, figures.
+"""The command line: server, conversation and load test for a model directory or hub id.
 
     python -m ed_esurge serve MODEL     an OpenAI-compatible server
     python -m ed_esurge chat MODEL      a conversation in the terminal
-    python -m ed_esurge bench MODEL     load on a server: throughput and latencies
+    python -m ed_esurge bench MODEL     load test of a server: throughput and latencies
 
-Options of the engine are flags of the first two: `--max-model-len 4096`. Another command is a file
-with `add_arguments` and `run`, and an entry of `COMMANDS`.
+Options of the engine are flags of the first two: `--max-model-len 4096`. A command is a file with
+`add_arguments` and `run`, and an entry of `COMMANDS`.
 
-Exit codes: 0 done; 2 the input is wrong (one message); 130 interrupted.
+Exit codes: 0 success; 2 invalid input (one message); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ed_infra.errors import EasyDeLError
 from ed_esurge.command import bench, chat, run_batch, serve
 
 BAD_INPUT, INTERRUPTED = 2, 130
-#: Command -> (its module, what it does).
+#: Command -> (its module, its description).
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "serve": (serve, "serve a model behind an OpenAI-compatible API"),
     "chat": (chat, "talk with a model in the terminal"),
@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say (default: those of the process); the exit code."""
+    """Run the command of the arguments (default: `sys.argv`) and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ed_esurge", description="Serve, chat with and measure language models."
     )

@@ -1,9 +1,9 @@
-"""Answer the requests of a file, one a line, into another file, in the same order.
+"""Batch processing: answer the requests of a file, one per line, in the same order.
 
     python -m ed_esurge run-batch MODEL -i requests.jsonl -o answers.jsonl
 
 Lines are OpenAI's, {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {…}}.
-What is wrong with a line is its answer; the others go on.
+The answer to an invalid line is its error. The other lines are processed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the files, the engine and the model."""
+    """Add the flags of the files, the engine and the model."""
     add_model_arguments(parser)
     group = parser.add_argument_group("files")
     group.add_argument("-i", "--input-file", required=True, help="requests, one a line; - is stdin")
@@ -67,10 +67,10 @@ def _open(name: str, mode: str) -> IO[bytes]:
 async def answer_lines(
     site: Site, source: IO[bytes], to: IO[bytes], concurrency: int
 ) -> tuple[int, int]:
-    """Answer lines in order, several at a time.
+    """Answer lines in order, several concurrently.
 
     Returns:
-        how many have a result, and how many do not.
+        the number of lines with a result, and the number of failed lines.
     """
     from ed_esurge.server.batch_lines import answer_line, succeeded
 

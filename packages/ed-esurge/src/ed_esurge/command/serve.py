@@ -17,7 +17,7 @@ KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the server, the engine and the model."""
+    """Add the flags of the server, the engine and the model."""
     add_model_arguments(parser)
     group = parser.add_argument_group("server")
     group.add_argument(
@@ -65,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engines_of(values: argparse.Namespace) -> Any:
-    """The engine that the arguments describe; with `--also` several, by their names.
+    """Create the engine of the arguments; with `--also`, several engines by name.
 
     Raises:
-        EasyDeLError: see `engine_of`; two models have the same name.
+        EasyDeLError: see `engine_of`; or two models have the same name.
     """
     models = [values.model, *values.also]
     if len(models) == 1:
@@ -79,7 +79,7 @@ def engines_of(values: argparse.Namespace) -> Any:
     options = options_of(values, EngineConfig)
     engines = {}
     for place, (name, model) in enumerate(zip(names, models, strict=True), 1):
-        # On an accelerator an engine takes what is left below its mark.
+        # On an accelerator, each engine uses the memory that remains below its `hbm_utilization`.
         own = {
             "model": model,
             "hbm_utilization": str(options.hbm_utilization * place / len(models)),
@@ -94,7 +94,7 @@ def engines_of(values: argparse.Namespace) -> Any:
 
 
 def run(values: argparse.Namespace) -> int:
-    """Load the model and serve it; one of several processes joins the others before."""
+    """Load and serve the model. With several processes, connect the processes first."""
     from ed_infra import distributed
 
     from ed_esurge.server import serve
