@@ -51,7 +51,7 @@ def error_of(path, **options) -> str:
         ("a.jsonl.gz", gzip.compress(GOOD * 1000, mtime=0)[:-20], r"a\.jsonl\.gz: cannot be read"),
     ],
 )
-def test_a_broken_file_says_where(tmp_path, name, data, says):
+def test_broken_file_error_contains_location(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     assert re.search(says, error_of(tmp_path / name))
 
@@ -142,7 +142,7 @@ def test_one_empty_file_among_others(mixture, tokenizer, tmp_path):
     assert list(read_rows(Inform(data_files=tmp_path / "c.csv"))) == []
 
 
-def test_why_there_are_no_documents_is_said(mixture, tokenizer):
+def test_empty_data_error_states_reason(mixture, tokenizer):
     with pytest.raises(DataError, match=r"2 rows: 'content' is null \(the first: .*data\.jsonl:1"):
         build_loader(mixture([{"content": None}] * 2), tokenizer)
 

@@ -102,7 +102,7 @@ def test_option_aliases_resolve_to_canonical_values():
         ("a.arrow", "arrow"),
     ],
 )
-def test_the_suffix_says_the_type(path, kind):
+def test_file_suffix_determines_type(path, kind):
     assert Inform(data_files=path).kind == kind
 
 
@@ -167,7 +167,7 @@ def test_unknown_keys_name_the_nearest():
         ({"informs": [JSON], "save": {"path": "x", "compression": "gzp"}}, "did you mean 'gzip'"),
     ],
 )
-def test_bad_options_say_what_is_wrong(options, says):
+def test_invalid_mixture_options_raise_error_with_reason(options, says):
     assert says in problem(lambda: Mixture(**options))
 
 

@@ -108,7 +108,7 @@ def test_closed_loader_stops_writing_tokens_and_rejects_reads(mixture, tokenizer
     assert build_loader(made, tokenizer, batch_size=2).batch_at(0)
 
 
-def test_what_the_writing_meets_is_raised_with_the_next_batch(mixture, tokenizer, aside):
+def test_background_encoding_error_is_raised_with_next_batch(mixture, tokenizer, aside):
     rows = [*TEXTS, [10**6]]
     made = mixture(
         [{"content": row} for row in rows], shuffle_buffer_size=1, tokenization={"batch_size": 30}

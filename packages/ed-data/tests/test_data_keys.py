@@ -57,7 +57,7 @@ def test_proportions_hold_in_each_block(two, tokenizer):
     ("strategy", "steps"),
     [("restart", 32), ("first_exhausted", 16), ("longest", 48), ("all_exhausted", 48)],
 )
-def test_an_epoch_ends_as_the_strategy_says(two, tokenizer, strategy, steps):
+def test_stop_strategy_determines_epoch_length(two, tokenizer, strategy, steps):
     loader = build_loader(two(stop_strategy=strategy), tokenizer, batch_size=1)
     assert loader.steps_per_epoch == steps
 

@@ -53,7 +53,7 @@ def test_the_same_batches_with_hardly_any_memory(
     assert loader.stats == kept.stats
 
 
-def test_what_cannot_be_encoded_is_counted_once(mixture, tokenizer, jsonl, monkeypatch):
+def test_documents_that_cannot_be_encoded_are_counted_once(mixture, tokenizer, jsonl, monkeypatch):
     rows = [{"content": [1, 2, 3 if i % 5 else 99999]} for i in range(20)]
     monkeypatch.setattr(lazy, "KEPT", 10)
     informs = [{"data_files": jsonl(rows), "on_error": "skip"}]

@@ -294,7 +294,7 @@ def test_packed_rows_are_shuffled_within_their_buffer(mixture, tokenizer):
 
 
 @pytest.mark.proves("mixture.pack_on_the_fly")
-def test_on_the_fly_encodes_what_is_needed(mixture, tokenizer, monkeypatch, tmp_path):
+def test_on_the_fly_loader_encodes_only_needed_documents(mixture, tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr("ed_data.plan.WINDOW", 10)
     loader = build_loader(mixture(LONG, pack_on_the_fly=True), tokenizer, batch_size=1)
     loader.batch_at(0)
@@ -305,7 +305,7 @@ def test_on_the_fly_encodes_what_is_needed(mixture, tokenizer, monkeypatch, tmp_
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_plan_is_kept_beside_the_cache(mixture, tokenizer, monkeypatch):
+def test_packing_plan_is_stored_next_to_the_cache(mixture, tokenizer, monkeypatch):
     made = mixture(LONG)
     first = build_loader(made, tokenizer, batch_size=2)
     rows = first.stats["rows"]
@@ -313,7 +313,7 @@ def test_the_plan_is_kept_beside_the_cache(mixture, tokenizer, monkeypatch):
     assert build_loader(made, tokenizer, batch_size=2).stats["rows"] == rows
 
 
-def test_what_is_missing_is_said(mixture, tokenizer):
+def test_missing_or_conflicting_lengths_raise_data_error(mixture, tokenizer):
     with pytest.raises(DataError, match="no tokenizer"):
         build_loader(mixture())
     with pytest.raises(DataError, match=r"set mixture\.pack_seq_length"):
@@ -371,7 +371,7 @@ def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
     ahead.close()
 
 
-def test_prefetching_makes_batches_before_they_are_asked_for():
+def test_prefetcher_makes_batches_before_request():
     import threading
 
     from ed_data.loader import Prefetcher

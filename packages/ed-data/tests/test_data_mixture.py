@@ -78,7 +78,7 @@ def test_stop_strategies_keep_their_word(sizes, data):
     assert seen == {(i, d) for i, size in enumerate(sizes) for d in range(size)}
 
 
-def test_what_one_epoch_leaves_out_the_next_one_reads():
+def test_next_epoch_reads_documents_left_out_of_previous_epoch():
     order = DocumentOrder([100, 10], weights=[0.5, 0.5], stop_strategy="first_exhausted")
     big = [d for epoch in range(10) for i, d in epoch_of(order, epoch) if i == 0]
     assert Counter(big) == dict.fromkeys(range(100), 1)

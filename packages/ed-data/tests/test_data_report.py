@@ -50,7 +50,7 @@ def test_data_report_contains_figures_in_text_and_html(two, tokenizer, how):
     assert first.near_duplicates is None
 
 
-def test_what_has_loss_is_marked(mixture, tokenizer):
+def test_report_marks_text_with_loss(mixture, tokenizer):
     made = mixture(
         [{"content": CHAT}], tokenization={"assistant_only_loss": True}, pack_seq_length=128
     )

@@ -48,7 +48,7 @@ def read(mixture, tokenizer, rows, schema, **options):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_labels_and_rewards_beside_answers(mixture, tokenizer, how):
+def test_labels_and_rewards_stay_with_their_answers(mixture, tokenizer, how):
     rows = [
         {"prompt": f"{i}?", "completion": f" yes {i}", "label": i % 3 == 0, "reward": i / 4}
         for i in range(8)
@@ -148,7 +148,7 @@ def test_documents_with_values_are_never_split(mixture, tokenizer):
         build_loader(mixture(rows, pack_strategy="wrapped"), tokenizer, schema=LABELLED)
 
 
-def test_what_a_schema_cannot_be():
+def test_invalid_schema_raises_data_error():
     column = Column("", "content")
     with pytest.raises(DataError, match="different names"):
         Schema((column,), values=(Value("x", "a"), Value("x", "b")))

@@ -68,7 +68,7 @@ def test_saved_columns_use_configured_names(mixture, jsonl, tmp_path, tokenizer)
     assert pq.read_table(path).column_names == ["body", "id", "source", "tokens"]
 
 
-def test_packed_rows_are_what_the_loader_gives(mixture, tokenizer, tmp_path):
+def test_saved_packed_rows_equal_loader_rows(mixture, tokenizer, tmp_path):
     made = mixture(save={"path": tmp_path / "out"})
     loader = build_loader(made, tokenizer, batch_size=4)  # building a training loader saves
     table = pq.read_table(tmp_path / "out" / "train-00000-of-00001.parquet")

@@ -191,7 +191,7 @@ def test_saved_preference_rows_contain_pairs_and_rejected_ids(mixture, tokenizer
     assert row["rejected_input_ids"] == pair_of(tokenizer, PAIRS[7], "rejected")[0]
 
 
-def test_a_schema_of_ones_own(mixture, tokenizer):
+def test_custom_schema_masks_prompt_in_one_column(mixture, tokenizer):
     """A prompt and its completion in one column: only the completion is learned."""
     schema = Schema((Column("", "chosen", "prompt"),), "prompt")
     loader = build_loader(mixture(PAIRS, pack_seq_length=256), tokenizer, schema=schema)
@@ -243,7 +243,7 @@ def stream(tokenizer, size: int = 64, **details) -> StreamLoader:
     return StreamLoader(order, Layout(1, size, 0), {"size": size, **details})
 
 
-def test_a_streamed_order_goes_on_where_it_stopped(tokenizer):
+def test_streamed_prompts_resume_from_saved_state(tokenizer):
     whole = list(stream(tokenizer))
     text = "".join(tokenizer.decode(b["input_ids"][b["segment_ids"] > 0]) for b in whole)
     assert [f"number {i} " in text for i in range(30)] == [True] * 30

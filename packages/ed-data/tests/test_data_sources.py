@@ -185,7 +185,7 @@ def test_a_rewritten_file_has_another_fingerprint(tmp_path):
     assert open_source(Inform(data_files=path)).fingerprint != first
 
 
-def test_a_folder_stands_for_its_files(tmp_path):
+def test_folder_source_reads_all_matching_files(tmp_path):
     for name in ("b.jsonl", "a/c.json.gz", ".hidden/d.jsonl", "e.txt"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ def test_a_folder_stands_for_its_files(tmp_path):
         Inform(data_files=tmp_path)
 
 
-def test_missing_files_say_what_is_there(tmp_path):
+def test_missing_file_error_suggests_existing_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     text = error_of(data_files=tmp_path / "trian.jsonl")
     assert "no file matches" in text
@@ -328,7 +328,7 @@ class _Flaky:
         self._stream.close()
 
 
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(monkeypatch):
+def test_broken_connection_resumes_at_interrupted_row(monkeypatch):
     from ed_data.sources.files import FileCache
     from ed_data.sources.formats import SourceFile
 

@@ -107,7 +107,7 @@ def test_an_empty_side_is_refused(mixture, tokenizer):
         list(texts(mixture(["same", "same"], eval_fraction=0.5), "eval"))
 
 
-def test_informs_of_one_name_are_told_apart_in_the_figures(mixture, tokenizer, jsonl):
+def test_statistics_distinguish_informs_with_equal_names(mixture, tokenizer, jsonl):
     informs = [
         {"data_files": jsonl(TEXTS, "a.jsonl")},
         {"data_files": jsonl(TEXTS[:9], "b/a.jsonl")},

@@ -184,7 +184,7 @@ def test_the_state_names_shard_row_and_window(tokenizer, tmp_path_factory, monke
 
 
 @pytest.mark.proves("mixture.streaming")
-def test_going_on_reads_nothing_of_what_was_read(tokenizer, tmp_path_factory, monkeypatch):
+def test_resumed_stream_does_not_reread_consumed_rows(tokenizer, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(stream, "WINDOW", 8)
     monkeypatch.setattr(stream, "_ENCODED", 8)
     informs = [[[ids_of(i, 9) for i in range(100)]]]
@@ -328,7 +328,7 @@ def test_long_documents_end_a_window(tokenizer, tmp_path_factory, monkeypatch):
     assert loader.stats["documents"] == 6
 
 
-def test_what_a_stream_cannot_do_is_said(mixture, tokenizer, tmp_path):
+def test_unsupported_stream_options_raise_error(mixture, tokenizer, tmp_path):
     with pytest.raises(ValidationError, match="no end to save"):
         mixture(streaming=True, save={"path": tmp_path / "x"})
     loader = build_loader(mixture(streaming=True, eval_fraction=1e-9), tokenizer, split="eval")

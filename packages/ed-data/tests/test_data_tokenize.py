@@ -104,7 +104,7 @@ def test_assistant_only_loss_masks_other_turns(tokenizer):
     assert masks[1].all()  # a plain text has no turns: all of it counts
 
 
-def test_answers_are_told_where_the_template_marks_none(tokenizer):
+def test_answer_mask_works_without_template_generation_marks(tokenizer):
     """The same mask as with marks; space behind the token that ends a turn has no loss."""
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = re.sub(r"{%-? (end)?generation -?%}", "", tokenizer.chat_template)
@@ -151,7 +151,7 @@ def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers(tokenizer)
         encoder_of(bare, assistant_only_loss=True).encode([document(CHAT)], "x")
 
 
-def test_what_the_tokenizer_lacks_is_said(tokenizer):
+def test_missing_tokenizer_features_raise_data_error(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
@@ -191,7 +191,7 @@ def test_the_row_that_cannot_be_encoded_is_named(mixture, tokenizer):
     )
 
 
-def test_the_cache_knows_what_it_was_made_from(mixture, tokenizer, jsonl, tmp_path):
+def test_token_cache_is_keyed_by_data_and_tokenization(mixture, tokenizer, jsonl, tmp_path):
     def stores_after(options) -> int:
         encoder = encoder_of(tokenizer, eos=options.pack_eos_token_id)
         prepare(options, Encoding(encoder), "train", options.cache_dir)
@@ -258,7 +258,7 @@ def test_of_two_writers_one_wins(tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
-def test_ids_take_no_more_bytes_than_they_need(tmp_path, vocab_size, dtype):
+def test_token_ids_use_smallest_sufficient_dtype(tmp_path, vocab_size, dtype):
     batch = Encoded([np.array([vocab_size - 1])], None, [1])
     store = write_store(tmp_path / "s", [batch], vocab_size=vocab_size, encoder="e", about={})
     assert json.loads((tmp_path / "s" / "meta.json").read_text())["dtype"] == dtype
@@ -271,7 +271,7 @@ def test_a_folder_that_is_no_store(tmp_path):
         TokenStore(tmp_path)
 
 
-def test_what_a_killed_process_left_is_cleared_at_once(tmp_path):
+def test_files_left_by_killed_process_are_deleted(tmp_path):
     """And neither what another process is still writing, nor whatever else is in the folder."""
     old, abandoned = tmp_path / ".s.1.aa.part", tmp_path / ".other.2.bb.part"
     for folder in (old, abandoned):

@@ -64,6 +64,6 @@ def test_train_bpe_rejects_impossible_vocabulary_and_empty_text():
         train_bpe([], 300)
 
 
-def test_too_little_text_is_said(caplog):
+def test_too_little_training_text_logs_smaller_vocabulary(caplog):
     assert len(train_bpe(["abab"], 5000)) < 300
     assert "not 5000" in caplog.text

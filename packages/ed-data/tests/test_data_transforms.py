@@ -71,7 +71,7 @@ def test_messages_and_token_ids_are_contents(contents):
         ({"content_field": "answer", "preprocessing_fn": lambda text: [text]}, "neither chat"),
     ],
 )
-def test_what_does_not_fit_is_named(contents, options, says):
+def test_unsuitable_content_raises_data_error_with_reason(contents, options, says):
     with pytest.raises(DataError, match=says):
         contents(**options)
 

@@ -109,7 +109,7 @@ def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
     assert shown["closed"]
 
 
-def test_processes_raise_what_they_meet_and_end_with_close(tokenizer):
+def test_worker_processes_raise_errors_and_stop_on_close(tokenizer):
     encoding = Encoding(Encoder(tokenizer, True, 0, False, 4), 1)
     texts = [Example({"content": f"{i} sheep"}, {}, f"line {i}") for i in range(9)]
     wrong = Example({"content": [5, 10**6]}, {}, "line 9")
@@ -160,7 +160,7 @@ def test_processes_end_with_their_parent():
     pytest.fail("the worker goes on alone")
 
 
-def test_what_cannot_be_sent_is_said():
+def test_unpicklable_jobs_raise_data_error():
     workers: Workers = Workers(lambda item: item, 1, "num_proc")
     with pytest.raises(DataError, match=r"^num_proc: .* cannot be sent to them"):
         workers.submit(1).result()
