@@ -96,7 +96,7 @@ def test_adapters_of_a_quantized_base(
 
 @pytest.mark.xdist_group("elarge-adaptation")
 @pytest.mark.proves("merge_adapters")
-def test_merged_into_what_the_codes_stand_for(folder: Path) -> None:
+def test_adapter_merges_into_dequantized_base(folder: Path) -> None:
     quantization = {"model": {"method": "nf4"}}
     lora = {"rank": 4}
     settings = adapted(folder, "merged", quantization=quantization, lora=lora, actions=["train"])
@@ -116,7 +116,7 @@ def test_merged_into_what_the_codes_stand_for(folder: Path) -> None:
     )
 
 
-def test_weights_stay_as_they_are_unless_it_is_applied(folder: Path) -> None:
+def test_quantization_requires_apply_quantization(folder: Path) -> None:
     sections = {
         "model": {"name_or_path": str(folder / "base" / "model")},
         "quantization": {"apply_quantization": False, "model": {"quantization_method": "nf4"}},

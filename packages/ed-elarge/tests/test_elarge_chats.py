@@ -108,7 +108,7 @@ def test_generate_accepts_texts_and_conversations(trained: Path) -> None:
     assert ids == model.build_tokenizer().encode("2 + 3 =", add_special_tokens=False)
 
 
-def test_a_question_is_what_precedes_the_first_answer() -> None:
+def test_question_is_the_messages_before_first_answer() -> None:
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
     answer = {"role": "assistant", "content": "a"}
     assert question([system, user, answer, user, answer]) == (system, user)

@@ -21,7 +21,7 @@ def test_a_run_keeps_programs_in_the_users_cache(unset, monkeypatch, tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "easydel" / "jax")
 
 
-def test_the_users_own_folder_stands(unset):
+def test_user_compile_cache_folder_is_kept(unset):
     jax.config.update("jax_compilation_cache_dir", "mine")
     actions.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == "mine"

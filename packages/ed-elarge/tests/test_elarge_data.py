@@ -57,7 +57,7 @@ def test_the_page_is_written_in_the_directory_of_the_trainer(
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_what_is_wrong_is_said(run_file: Path, tmp_path: Path) -> None:
+def test_invalid_data_command_exits_with_error(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"content": ')
     done = CliRunner().invoke(data_app, [str(run_file)])
     assert done.exit_code == 2

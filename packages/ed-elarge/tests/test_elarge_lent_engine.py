@@ -36,7 +36,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ed_elarge.lent_engine, "eSurge", Made)
 
 
-def test_what_is_left_open_depends_on_who_uses_it(engines: None) -> None:
+def test_lent_engine_options_depend_on_benchmarks(engines: None) -> None:
     def options(config: EngineConfig | None = None, **given: Any) -> tuple[int, bool, bool]:
         made = LentEngine.of(object(), None, config or EngineConfig(), **given)  # type: ignore[arg-type]
         assert made.engine.commands == ["DropWeights"]  # type: ignore[attr-defined]

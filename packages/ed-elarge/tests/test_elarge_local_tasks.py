@@ -26,7 +26,7 @@ def test_questions_are_right_and_the_same_every_time() -> None:
         assert right == [choices[question["label"]]]
 
 
-def test_the_answer_stands_everywhere_and_length_does_not_tell() -> None:
+def test_cloze_labels_are_balanced_and_independent_of_length() -> None:
     questions = local_tasks.questions(TEXTS)
     labels = [question["label"] for question in questions]
     assert {0, 1, 2, 3} == set(labels)
@@ -36,7 +36,7 @@ def test_the_answer_stands_everywhere_and_length_does_not_tell() -> None:
     assert longest / len(questions) < 0.5
 
 
-def test_too_little_text_says_what_to_do(tmp_path: Path) -> None:
+def test_too_little_held_out_text_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hold out more"):
         local_tasks.write(["Too short."], tmp_path)
     with pytest.raises(ConfigError, match="holds no text"):

@@ -53,7 +53,7 @@ def test_methods_report_missing_and_unused_model_sections() -> None:
     assert "reference_model.name_or_path: no such directory" in said
 
 
-def test_reward_functions_are_found_beside_the_run_file(
+def test_reward_functions_are_found_in_run_file_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, current = tmp_path / "project", tmp_path / "current"
@@ -78,7 +78,7 @@ def test_reward_functions_are_found_beside_the_run_file(
     assert f"reward_functions[4]: there is no module 'absent'; {searched}, and the" in said
 
 
-def test_what_generates_is_a_language_model() -> None:
+def test_generate_action_rejects_non_language_models() -> None:
     said = problems(trainer__trainer_type="reward", actions=["train", "generate"])
     assert "trains a model for 'sequence-classification', which generates nothing" in said
 

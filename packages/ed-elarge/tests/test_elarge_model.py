@@ -76,14 +76,14 @@ def test_a_setter_refuses_at_once(model: Path) -> None:
     assert elm.set_mixture(batch_size=4).add_dataset("x.jsonl").to_dict()["mixture"]
 
 
-def test_contradictions_between_sections_show_when_it_counts(model: Path) -> None:
+def test_conflicting_batch_sizes_raise_input_error(model: Path) -> None:
     elm = eLargeModel.from_pretrained(str(model)).add_dataset("x.jsonl", max_length=8)
     elm.set_mixture(batch_size=4).set_trainer("sft", total_batch_size=8)
     with pytest.raises(InputError, match=r"differs from mixture\.batch_size"):
         elm.validate()
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_sections_raise_input_error() -> None:
     with pytest.raises(InputError, match="the section 'model' is missing"):
         eLargeModel().validate()
     with pytest.raises(InputError, match="the section 'trainer' is missing"):

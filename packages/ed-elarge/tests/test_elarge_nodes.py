@@ -66,7 +66,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_what_yaml_writes_is_read_back(data: object) -> None:
+def test_yaml_dump_output_parses_to_same_value(data: object) -> None:
     assert value(yaml.safe_dump({"a": data}, allow_unicode=True)) == {"a": data}
 
 

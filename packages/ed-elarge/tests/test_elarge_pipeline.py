@@ -46,7 +46,7 @@ def test_from_nothing_to_a_model(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.nightly
-def test_it_is_looked_at_while_it_learns(
+def test_training_run_writes_samples_and_benchmark_results(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Previews of held-out texts, and tasks of lm-eval by an engine that borrows the weights."""
@@ -76,7 +76,9 @@ def test_it_is_looked_at_while_it_learns(
 
 
 @pytest.mark.xdist_group("elarge-pipeline")
-def test_running_it_again_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerun_of_finished_run_does_not_train(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics = folder / "run" / "metrics.jsonl"
     if not metrics.exists():
         run(small(folder, actions=["train"]))
@@ -108,7 +110,7 @@ BEFORE_TRAINING: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "where", "words"), BEFORE_TRAINING)
-def test_what_would_fail_later_fails_before_training(
+def test_late_failures_are_reported_before_training(
     folder: Path, changes: dict[str, Any], where: str, words: str
 ) -> None:
     settings = small(folder, **changes)

@@ -394,7 +394,7 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
     ]
 
 
-def test_an_alias_is_blamed_as_the_user_typed_it() -> None:
+def test_alias_error_uses_the_name_in_the_file() -> None:
     message = refuse(with_changes(esurge={"gpu_memory_utilization": 3}))
     assert "esurge.gpu_memory_utilization: must be less than or equal to 1, got 3" in message
 

@@ -23,7 +23,7 @@ def test_umbrella_modules_export_every_name(module: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_a_package_owns_is_offered(package: str) -> None:
+def test_umbrella_exports_public_names_of_packages(package: str) -> None:
     owner = importlib.import_module(f"ed_{package}")
     umbrella = importlib.import_module("easydel")
     assert set(owner.__all__) <= set(NAMES)
