@@ -101,7 +101,7 @@ def test_pages_that_are_filled_by_then_are_shared(surge, waiting):
     assert cached == [64, 64]
 
 
-def test_what_is_under_way_when_a_request_is_aborted_is_forgotten(surge, waiting, prompts):
+def test_aborted_request_discards_steps_in_flight(surge, waiting, prompts):
     surge.add_request("a", prompts[0], FREE.replace(max_tokens=100))
     surge.add_request("b", prompts[4], FREE)
     outputs = surge.step() + surge.step()
@@ -161,7 +161,7 @@ def test_there_is_none_where_more_is_to_do(other):
     assert plan_ahead(planned(scheduler), scheduler) is None
 
 
-def test_there_is_none_while_somebody_waits():
+def test_plan_ahead_returns_none_while_requests_wait():
     scheduler = scheduler_with(request(0, 3))
     plan = planned(scheduler)
     scheduler.add(request(1, 3))

@@ -28,7 +28,7 @@ async def collect(engine, prompt, params, name):
     return whole
 
 
-def test_concurrent_requests_get_what_they_get_alone(surge, prompts, engine):
+def test_concurrent_requests_produce_same_tokens_as_alone(surge, prompts, engine):
     async def everything():
         jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(prompts)]
         return await asyncio.gather(*jobs)
@@ -139,7 +139,7 @@ def test_a_paused_engine_keeps_its_requests(surge, prompts, engine):
     assert asyncio.run(wait()) == (True, 110)
 
 
-def test_not_started_or_failed_is_said(surge, prompts, monkeypatch):
+def test_unstarted_or_failed_engine_raises_error(surge, prompts, monkeypatch):
     engine = AsyncEngine(surge)
     assert not engine.is_healthy
     with pytest.raises(EasyDeLError, match="start"):
@@ -175,7 +175,7 @@ def test_one_engine_has_one_driver(surge, prompts, engine):
         second.shutdown()
 
 
-def test_who_comes_as_the_engine_stops_is_told(prompts, engine, monkeypatch):
+def test_request_during_shutdown_raises_error(prompts, engine, monkeypatch):
     """Between the look whether the engine runs and the request itself."""
     check = engine._check_alive
 

@@ -58,7 +58,7 @@ def test_threads_get_their_own_tokens(surge, prompts, alone):
     assert not surge.has_unfinished_requests
 
 
-def test_a_stream_that_nobody_reads_holds_nothing(surge, prompts):
+def test_unread_stream_holds_no_resources(surge, prompts):
     with pytest.raises(ConfigError, match="no tokens"):
         surge.stream([], GREEDY)  # a mistake is told at once
     unread = surge.stream(prompts[1], GREEDY)

@@ -37,7 +37,7 @@ def test_sampling_params_reject_out_of_range_values(options):
 
 
 @pytest.mark.parametrize("options", [{"priority": 2**31}, {"priority": 0.5}, {"cache_salt": 3}])
-def test_what_comes_beside_the_parameters_is_checked(surge, options):
+def test_invalid_request_options_raise_config_error(surge, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         surge.add_request("x", [5], GREEDY, **options)
     assert not surge.has_unfinished_requests
@@ -63,7 +63,7 @@ def breaks(monkeypatch, owner, name, when):
 
 
 @pytest.mark.parametrize("part", ["text", "logits"])
-def test_an_exception_of_one_request_ends_it_alone(surge, prompts, monkeypatch, part):
+def test_exception_of_one_request_does_not_affect_others(surge, prompts, monkeypatch, part):
     alone = surge.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
     victim = GREEDY.replace(max_tokens=11, logit_bias={7: 0.5})
     if part == "text":

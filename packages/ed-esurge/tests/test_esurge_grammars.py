@@ -139,7 +139,7 @@ def test_crash_of_a_trial_or_of_the_worker_is_an_error_of_that_request_alone(gra
     assert worker(grammars) != before
 
 
-def test_harmless_grammar_does_not_wait_for_all_hostile_ones(tokenizer):
+def test_harmless_grammar_does_not_wait_for_hostile_grammars(tokenizer):
     own = Grammars(tokenizer, 260, [])
     hostile = [own.submit(StructuredOutputs(**slow(10 + i))) for i in range(6)]
     began = time.monotonic()
@@ -284,7 +284,7 @@ def merging():
 @pytest.mark.parametrize(
     "spelled", [["</", "think", ">"], ["<", "/", "thi", "nk", ">ĊĊ"], [*"</think>"]]
 )
-def test_end_of_thoughts_is_found_however_the_tokens_spell_it(merging, spelled):
+def test_end_of_reasoning_is_found_in_any_tokenization(merging, spelled):
     number, ends = merging
     tail = b""
     for token in ["a", "</", "thi", *spelled]:

@@ -74,7 +74,7 @@ def test_copies_are_equal_to_the_last_bit(kind, layout):
     assert (memory.bytes_saved, memory.bytes_loaded) == (21 * of_page, 20 * of_page)
 
 
-def test_groups_are_kept_apart_and_shards_stay_where_they_are():
+def test_host_pages_preserve_groups_and_sharding():
     specs = [LayerCacheSpec(4, 8, window=None), LayerCacheSpec(4, 8, window=6, group="window")]
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
     heads = NamedSharding(mesh, PartitionSpec(None, None, "tp"))
@@ -190,7 +190,7 @@ def test_memory_of_the_device_is_left_for_copies(llama, monkeypatch):
     assert more == COPIES * PAGES_AT_ONCE * page_bytes(llama, OPTIONS["page_size"])
 
 
-def test_what_cannot_be_is_refused(llama, caplog):
+def test_invalid_host_page_options_raise_error(llama, caplog):
     with pytest.raises(ValidationError, match="enable_prefix_caching is off: set it to true"):
         EngineConfig(kv_offloading_size=1, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match=r"holds no page of 4 tokens, which takes 1\.9\de-06 GiB"):

@@ -244,7 +244,7 @@ def test_a_state_is_pooled_over_chunks():
 @pytest.mark.parametrize(
     "kinds", ["window,full,window", pytest.param("window,window", marks=pytest.mark.nightly)]
 )
-def test_a_window_frees_the_pages_behind_it(kinds):
+def test_window_frees_pages_behind_itself(kinds):
     """Fewer pages than a whole sequence would need, with a prefix cache and without."""
     model = toy(kinds)
     forward = plain(model)

@@ -144,7 +144,7 @@ def test_a_runner_in_another_process_gives_the_same(llama, local, plans, prompts
     assert [pickle.dumps(plan) for plan in plans] == remote.sent
 
 
-def test_a_plan_tells_what_is_new_alone(local, plans):
+def test_step_plan_contains_only_new_tokens_and_pages(local, plans):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     local.generate(list(range(3, 33)), params)
     assert [len(plan.started) for plan in plans] == [1] + [0] * 20

@@ -100,7 +100,7 @@ def test_embed_gives_one_vector_for_each_prompt(surge, prompts, hidden, tokenize
         PoolingParams(pooling="max")
 
 
-def test_preempted_while_it_is_pooled(llama, prompts, hidden):
+def test_preempted_pooling_request_produces_same_vector(llama, prompts, hidden):
     options = {**SMALL, "long_prefill_token_threshold": 8, "scheduling_policy": "priority"}
     engine = eSurge(llama, **options)
     mean = PoolingParams(pooling="mean")

@@ -80,7 +80,7 @@ def test_the_next_start_neither_traces_nor_compiles(first, small):
     }
 
 
-def test_an_engine_that_compiles_at_first_use_takes_what_is_there(first, small):
+def test_lazily_compiled_engine_loads_stored_programs(first, small):
     engine = eSurge(small, compile_runner=False, **SMALL)
     assert answers(engine) == answers(first)
     assert engine.loop.runner.num_traces == 0
@@ -152,7 +152,7 @@ def test_the_users_key_is_made_once_and_private(tmp_path):
         user_key(tmp_path)
 
 
-def test_what_cannot_be_loaded_is_compiled_and_not_kept_again(first, small, monkeypatch):
+def test_unloadable_programs_are_compiled_and_not_stored(first, small, monkeypatch):
     engine = eSurge(small, compile_runner=False, **{**SMALL, "max_logprobs": 2})
     runner: Any = engine.loop.runner
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_is_done_without(first, tmp_path):
     assert other.loading(first.loop.runner.buckets.shapes) is None
 
 
-def test_a_function_is_loaded_by_whoever_is_first():
+def test_each_function_is_loaded_exactly_once():
     loaded: list[bytes] = []
     loading = Loading({i: bytes([i]) for i in range(50)}, lambda c: loaded.append(c) or len)
     assert [loading.take(i) for i in reversed(range(50))] == [len] * 50

@@ -68,7 +68,7 @@ def buffers(arrays):
 
 
 @pytest.mark.proves("data_parallelism_axis")
-def test_two_replicas_give_what_one_gives(one, pair, prompts):
+def test_two_replicas_produce_same_outputs_as_one(one, pair, prompts):
     expected = one.generate(prompts, PARAMS)
     compiled = pair.stats()["num_compiled"]
     seeds = [out.seed for out in expected]
@@ -89,7 +89,7 @@ def test_two_replicas_give_what_one_gives(one, pair, prompts):
     assert pair.stats()["kv_cache_usage"] == 0
 
 
-def test_each_replica_lies_on_its_own_devices(pair, model):
+def test_each_replica_uses_its_own_device(pair, model):
     own = [x for loop in pair.loop.loops for x in loop.runner.weights._own]
     assert buffers(own) == buffers(jax.tree.leaves(nnx.state(model)))  # not a second time
     places = []
@@ -357,7 +357,7 @@ def test_a_prefix_counts_until_its_replica_has_more_to_do():
     assert router.find("3") is None
 
 
-def test_long_completions_weigh_as_much_as_they_usually_are():
+def test_router_weighs_requests_by_usual_completion_length():
     router = Router(2)
     for i in range(200):  # answers of four tokens, whatever `max_tokens` says
         name = str(i)

@@ -100,7 +100,7 @@ def test_greedy_takes_the_first_of_equals():
         (8.0, 128, 1.0, 0.0),
     ],
 )
-def test_support_is_exactly_what_the_filters_leave(temperature, top_k, top_p, min_p):
+def test_sampled_tokens_stay_within_filtered_support(temperature, top_k, top_p, min_p):
     logits = random_logits(1)
     expected = reference_support(logits[0], temperature, top_k, top_p, min_p)
     n = 4000  # chi-square needs many
@@ -140,7 +140,7 @@ def test_cutoff_is_the_same_from_candidates_and_from_all():
         assert set(np.flatnonzero(kept).tolist()) == expected
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+def test_sampled_row_is_independent_of_other_rows():
     logits = random_logits(1, 5)
     mine = {"seed": 11, "position": 40, "temperature": 1.0, "top_k": 10}
     alone, _ = draw(logits, rows(1, **mine))

@@ -112,7 +112,7 @@ def test_prompts_with_others_behind_them_fill_the_step():
     assert scheduler.schedule().num_tokens == {"0": 65}
 
 
-def test_a_prompt_of_which_a_part_runs_is_cut_only_if_nobody_can_be_admitted():
+def test_running_prompt_is_chunked_only_when_no_request_can_be_admitted():
     limits = Limits(4, 512, 1024, shapes=SHAPES)
     scheduler = Scheduler(limits, num_pages=200, page_size=16, prefix_caching=False)
     scheduler.add(make([1] * 612, 0))
@@ -156,7 +156,7 @@ def test_no_other_parts_of_a_prompt_cost_less(others):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_pages_of_a_windowed_sequence_are_as_many_as_it_can_touch(size):
+def test_windowed_page_count_matches_touched_pages(size):
     for window in range(1, 9):
         for at_once in range(1, 9):
             first = [start - window + 1 for start in range(64)]
@@ -195,7 +195,7 @@ def evicting(host_places: int) -> Scheduler:
     return Scheduler(Limits(2, 64, 16), num_pages=4, page_size=4, host_places=host_places)
 
 
-def test_what_one_salt_left_in_host_memory_no_other_finds():
+def test_host_prefix_of_one_salt_is_hidden_from_other_salts():
     scheduler = evicting(16)
     for number, (prompt, salt) in enumerate(
         [([1] * 13, b"a"), ([2] * 13, b"a"), ([1] * 13, b"b"), ([2] * 13, b"b"), ([1] * 13, b"a")]

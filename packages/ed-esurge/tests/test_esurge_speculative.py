@@ -226,6 +226,6 @@ def test_look_up_finds_the_last_equal_run(tokens, cut, most):
     assert index.propose(most) == expected
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_speculative_options_raise_error():
     with pytest.raises(ValidationError, match="prompt_lookup_min 5 is above prompt_lookup_max 4"):
         EngineConfig(speculative_config={"prompt_lookup_min": 5})

@@ -261,7 +261,7 @@ def test_500_random_schemas_always_parse(tokenizer):
         ({"grammar": "root ::= other"}, "structured output"),
     ],
 )
-def test_what_is_no_grammar_is_refused_at_once(surge, wanted, says):
+def test_invalid_grammar_is_rejected_at_submission(surge, wanted, says):
     with pytest.raises(ConfigError, match=says):
         surge.generate("a", params(**wanted))
     assert not surge.has_unfinished_requests
@@ -277,7 +277,7 @@ def test_contradictory_structured_options_raise_validation_error():
             SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **more)
 
 
-def test_an_engine_without_tokenizer_says_so(llama):
+def test_structured_output_requires_a_tokenizer(llama):
     from ed_esurge import eSurge
 
     engine = eSurge(

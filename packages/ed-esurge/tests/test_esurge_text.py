@@ -270,7 +270,7 @@ def test_requests_share_a_salt_or_not():
     )
 
 
-def test_seeds_depend_on_what_was_asked():
+def test_request_seeds_depend_on_seed_and_index():
     def seeds(arrival: int, **params) -> list[int]:
         wanted = SamplingParams(**params)
         return seeds_of(wanted, seed_of(wanted, 0, arrival))
@@ -308,7 +308,7 @@ def test_chat_goes_through_the_template():
     ["a </s> b", "</s>", "<s></s><s>", "plain", "\ufdd00.3c\ufdd1/s>", "\ufdd00.</s>", "< /s>é"],
 )
 @pytest.mark.parametrize("slow", [False, True])
-def test_what_users_write_is_text(content, slow):
+def test_special_tokens_in_messages_are_encoded_as_text(content, slow):
     """The template's tokens are special, those in a message, a name or a variable are not."""
     template = "<s>{{ messages[0].content | trim }}|{{ messages[0].name }}|{{ who }}</s>"
     messages = [{"role": "user", "content": content, "name": content}]

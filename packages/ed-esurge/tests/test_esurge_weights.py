@@ -70,7 +70,9 @@ def test_host_arrays_may_change_afterwards(engine, make_llama, prompts, expected
     assert tokens_of(engine, prompts[3]) == expected
 
 
-def test_borrowed_arrays_are_used_as_they_are(engine, llama, make_llama, prompts, expected):
+def test_borrowed_weights_share_buffers_with_the_model(
+    engine, llama, make_llama, prompts, expected
+):
     state = nnx.state(make_llama(seed=2).to_layout("leaves"))
     theirs = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)}
     traces = engine.stats()["num_compiled"]
@@ -98,7 +100,7 @@ def test_borrowed_arrays_are_used_as_they_are(engine, llama, make_llama, prompts
     assert engine.stats()["num_compiled"] - traces <= 1  # a first decode, if it was not there
 
 
-def test_weights_that_were_donated_are_said(make_llama, prompts):
+def test_donated_weights_raise_error(make_llama, prompts):
     """An engine shares the arrays of the model that it was made of."""
     model = make_llama(seed=2).to_layout("leaves")
     engine = eSurge(model, **OPTIONS)

@@ -80,7 +80,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda one: type(one).__name__)
-def test_commands_arrive_as_they_were_sent(command):
+def test_wire_commands_round_trip_unchanged(command):
     same(command, decode(encode(command)))
 
 

@@ -133,7 +133,7 @@ def test_tool_calls_parse_from_every_format_at_any_chunking(name):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_call_is_content(name):
+def test_malformed_tool_call_is_returned_as_content(name):
     calls = Calls(TOOL_FORMATS[name], TOOLS)
     for text in (BROKEN[name], BROKEN[name] + " and more", "First: " + BROKEN[name]):
         for cuts in ((), range(1, len(text))):
@@ -187,7 +187,7 @@ def test_any_json_arguments_are_parsed_unchanged(value, cuts, ascii_):
     assert whole.calls[0].arguments == arguments
 
 
-def test_a_reply_that_was_cut_keeps_what_there_is():
+def test_truncated_reply_keeps_partial_tool_call():
     text = EXAMPLES["hermes"][:60]
     calls = Calls(TOOL_FORMATS["hermes"], TOOLS)
     whole, _ = reply(text, cut=True, calls=calls)

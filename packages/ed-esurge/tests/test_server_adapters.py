@@ -50,7 +50,7 @@ def refused(answer, status):
     return answers.Error.model_validate(answer.json()).error
 
 
-def test_an_adapter_is_a_model_while_it_is_loaded(http, engine, folder):
+def test_loaded_adapter_is_listed_as_model(http, engine, folder):
     assert load(http).text == "Success: LoRA adapter 'mine' added successfully."
     assert load(http, "other", str(folder / "two")).status_code == 200
     cards = http.get("models").json()["data"]

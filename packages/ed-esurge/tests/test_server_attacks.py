@@ -251,7 +251,7 @@ def test_no_request_holds_up_the_others(monkeypatch, work):
             assert asked.result().status_code == 200
 
 
-def test_options_of_what_fits_have_effect():
+def test_truncation_options_limit_the_prompt():
     prompt = "abc" * 100
     for config, status, kept in [
         (EngineConfig(auto_truncate_prompt=True), 200, 255),
@@ -280,7 +280,7 @@ def test_options_of_what_fits_have_effect():
             assert ends in text
 
 
-def test_an_engine_that_fails_on_a_request_says_so():
+def test_engine_failure_returns_error_message():
     class Failing(ScriptedEngine):
         async def generate(self, *args, **options):
             async for delta in super().generate(*args, **options):
@@ -303,7 +303,7 @@ print("stopped", flush=True)
 """
 
 
-def test_beyond_the_drain_everybody_is_told():
+def test_requests_after_drain_timeout_receive_server_stopping():
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )

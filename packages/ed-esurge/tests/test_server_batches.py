@@ -279,7 +279,7 @@ def test_a_batch_can_be_cancelled(tmp_path):
         assert 0 < len(rows(client, done.output_file_id)) == done.request_counts.completed < 99
 
 
-def test_what_is_not_answered_in_time_expires(tmp_path, monkeypatch):
+def test_unfinished_batch_requests_expire_after_window(tmp_path, monkeypatch):
     """What is done by then is kept; what runs is given up, and the rest is never begun. A batch
     that the end of the server cut off after its time is no other."""
     monkeypatch.setattr(batch_store, "DAY", 3)
@@ -315,7 +315,7 @@ def test_what_is_not_answered_in_time_expires(tmp_path, monkeypatch):
         assert after.output_file_id is None
 
 
-def test_a_batch_expires_while_nobody_answers(tmp_path, monkeypatch):
+def test_batch_without_progress_expires(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_store, "DAY", 1)
     monkeypatch.setattr(batch_worker, "PATIENCE", 0.05)
     engine = ScriptedEngine()

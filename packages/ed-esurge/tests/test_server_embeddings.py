@@ -125,7 +125,7 @@ def test_decode_health_check_generates_a_token(url, surge):
         assert (answer.status_code, answer.json()["status"]) == (503, "down")
 
 
-def test_who_asks_at_the_same_time_shares_a_token():
+def test_concurrent_health_checks_share_one_token():
     import asyncio
 
     engine = ScriptedEngine(delay=0.3)

@@ -99,7 +99,7 @@ def test_eight_concurrent_requests_give_the_models_own_tokens(model, engine, url
         assert len(choice.logprobs.tokens) == len(expected)
 
 
-def test_chat_streams_what_it_answers(client):
+def test_streamed_chat_produces_same_texts_as_unstreamed(client):
     messages = [{"role": "user", "content": "hello"}]
     options = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": 3, "n": 2}
     whole = client.chat.completions.create(**options)
@@ -124,7 +124,7 @@ def test_echo_scores_are_those_of_the_engine(client, engine, model):
     np.testing.assert_allclose(scores[1:], expected, atol=1e-5)
 
 
-def test_what_the_engine_refuses_is_a_400(client):
+def test_engine_config_error_returns_400(client):
     with pytest.raises(openai.BadRequestError, match="min_tokens"):
         client.completions.create(
             model="tiny", prompt="a" * 248, extra_body={"min_tokens": 16}, max_tokens=None

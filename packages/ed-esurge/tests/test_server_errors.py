@@ -96,7 +96,7 @@ def test_invalid_chat_requests_return_error_with_param(http, body, param, says):
     assert says in error["message"]
 
 
-def test_what_is_harmless_is_accepted(http):
+def test_harmless_request_fields_are_accepted(http):
     body = {
         "user": "a",
         "metadata": {"a": "b"},
@@ -159,7 +159,7 @@ def test_the_schema_of_the_api_is_there(http):
     assert "temperature" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
 
 
-def test_no_chat_template_says_so():
+def test_missing_chat_template_error_suggests_completions():
     engine = ScriptedEngine(tokenizer=byte_tokenizer(chat_template=None))
     with background(engine) as url:
         error = refused(httpx.post(f"{url}/chat/completions", json=CHAT))

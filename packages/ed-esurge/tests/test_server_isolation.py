@@ -325,7 +325,7 @@ def test_an_admin_key_alone_leaves_the_other_routes_open():
 # ---- request ids
 
 
-def test_equal_request_ids_of_two_clients_harm_nobody(engine_behind):
+def test_equal_request_ids_of_two_clients_do_not_interfere(engine_behind):
     """One client streams to the end, and another with the same id leaves in the middle."""
     body = {
         "prompt": "a",

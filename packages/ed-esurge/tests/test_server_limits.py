@@ -76,7 +76,7 @@ def test_long_names_are_not_compared():
     assert did_you_mean("temperature" * 100, ["temperature" * 100 + "s"]) == ""
 
 
-def test_the_objects_of_a_body_are_counted_before_they_are_made():
+def test_oversized_json_is_rejected_before_parsing():
     for raw in (b"[" + b"[]," * (MAX_KEYS + 1) + b"0]", b"[" + b"1," * (MAX_ITEMS + 1) + b"1]"):
         with pytest.raises(ValueError, match="more than"):
             parsed_json(raw)
@@ -171,7 +171,7 @@ def test_forms_beyond_the_limits_are_refused(root, body, says):
     assert httpx.get(f"{root}/v1/files").json()["data"] == []
 
 
-def test_an_upload_arrives_as_it_was_sent(root):
+def test_uploaded_file_is_stored_unchanged(root):
     lines = b'{"a": "\r\n--b"}\r\n--bx\r' * 50_000
     head = b'Content-Disposition: form-data; name="file"; filename="\xc3\xa9.jsonl"\r\n\r\n'
     body = form(PURPOSE, head + lines)

@@ -93,7 +93,7 @@ def http():
     ],
     ids=str,
 )  # fmt: skip
-def test_the_field_is_named_as_the_client_spells_it(http, request_, field):
+def test_error_param_uses_client_field_name(http, request_, field):
     path, body = request_
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text

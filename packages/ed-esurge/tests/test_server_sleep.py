@@ -76,7 +76,7 @@ def test_requests_to_sleeping_server_return_503(served):
         ("/sleep?model=c", 404, "model"),
     ],
 )
-def test_what_cannot_be_is_refused(served, path, status, param):
+def test_invalid_sleep_parameters_return_error(served, path, status, param):
     answer = served[1].post(path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
@@ -114,7 +114,7 @@ def test_sleep_keeps_inflight_requests_of_real_engine(engine_behind, llama):
     assert engine.stats()["num_compiled"] == traces
 
 
-def test_whoever_asks_after_the_call_is_told():
+def test_is_sleeping_is_true_immediately_after_sleep_call():
     """Not only once the engine has got to it."""
 
     class Slow:

@@ -135,7 +135,7 @@ def test_parallel_tool_calls_false_returns_one_call(client):
     assert len(calls) == 1
 
 
-def test_a_cut_call_keeps_what_there_is(client):
+def test_truncated_tool_call_returns_partial_arguments(client):
     content, _, calls, finish = whole(ask(client, "only", tools=TOOLS, max_tokens=60))
     assert (content, finish) == (None, "length")
     assert WEATHER[1].startswith(calls[0][1])

@@ -178,7 +178,7 @@ def test_a_collector_gets_the_spans():
     assert b"secret" not in Collector.bodies[0]
 
 
-def test_without_the_extra_it_is_said(monkeypatch):
+def test_tracing_without_otel_extra_raises_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"ed-esurge\[otel\]"):
         provider_for("http://127.0.0.1:1/v1/traces")
