@@ -64,7 +64,7 @@ def test_config_accepts_fields_of_both_parent_classes():
         assert getattr(LlamaConfig(), name) == field.default, name
 
 
-def test_what_a_hugging_face_class_changes_stays_changed():
+def test_hugging_face_config_defaults_are_preserved():
     assert T5Config().is_encoder_decoder is True
     assert T5Config().d_model == 512
     assert GPT2Config().hidden_size == GPT2Config().n_embd == 768
@@ -95,7 +95,7 @@ def test_invalid_config_arguments_raise_config_error():
         llama(fcm_max_ratio=1.5)
 
 
-def test_a_field_without_effect_is_said_once(caplog):
+def test_field_without_effect_warns_once(caplog):
     forget_said()
     assert set(FIELDS) > WITHOUT_EFFECT
     with caplog.at_level(logging.WARNING, logger="easydel"):

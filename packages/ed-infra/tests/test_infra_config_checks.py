@@ -175,7 +175,7 @@ def test_files_keep_rope_parameters_that_are_unknown(tmp_path: Path, caplog: Any
         LlamaConfig.from_pretrained(tmp_path)
 
 
-def test_what_changed_in_place_is_checked_when_a_model_takes_it():
+def test_in_place_config_changes_are_validated_at_model_creation():
     config = llama(rope_scaling={"rope_type": "linear", "factor": 2.0})
     config.rope_parameters["factor"] = 0.0
     with pytest.raises(ConfigError, match=r"factor = 0.0"):
@@ -283,7 +283,7 @@ assert config.from_dict(config.to_dict()).mesh.size == 2
 """
 
 
-def test_a_process_without_the_devices_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_missing_devices_error_states_the_mesh(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))

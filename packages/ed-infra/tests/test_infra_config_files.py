@@ -54,7 +54,7 @@ def test_a_round_trip_keeps_everything(folder):
     assert LlamaConfig.from_json_file(folder / "one.json") == config
 
 
-def test_transformers_reads_what_is_written(folder):
+def test_transformers_reads_saved_config(folder):
     given = {"kv_cache_quantization_config": {"dtype": "int8"}, "attn_mechanism": "ring"}
     LlamaConfig.from_pretrained(folder, **given).save_pretrained(folder / "out")
     written = json.loads((folder / "out" / "config.json").read_text())

@@ -169,7 +169,7 @@ def test_easy_method_round_trips_and_rejects_unknown_fields():
 
 @proves("EasyDeLBackends", "EasyDeLPlatforms", "AVAILABLE_ATTENTION_MECHANISMS")
 @proves("AVAILABLE_MOE_METHODS")
-def test_closed_lists_are_what_fields_take():
+def test_config_fields_accept_exactly_the_enum_values():
     for field, names in [
         ("backend", list(enums.EasyDeLBackends)),
         ("platform", list(enums.EasyDeLPlatforms)),

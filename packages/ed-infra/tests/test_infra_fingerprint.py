@@ -120,7 +120,7 @@ def test_every_process_gives_the_same_name():
     assert len({run().stdout for _ in range(2)}) == 1
 
 
-def test_nothing_is_kept_beside_a_cache_that_the_user_chose(monkeypatch, tmp_path):
+def test_engine_programs_are_not_stored_next_to_user_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.values["jax_compilation_cache_dir"]
     try:

@@ -100,7 +100,7 @@ def test_the_masks_of_a_configuration():
         config.get_fcm_mask(2, 5, False)
 
 
-def test_metrics_add_before_they_divide():
+def test_metrics_sum_before_division():
     total = Metric.of(6.0, 2.0) + Metric.of(0.0, 4.0)
     assert float(total.value) == 1.0
     assert float(Metric.of(0.0, 0.0).value) == 0.0

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=5, max_size=5), st.integers(0, 4))
-def test_minus_one_takes_what_remains(dims: list[int], free: int):
+def test_minus_one_axis_takes_remaining_devices(dims: list[int], free: int):
     count = math.prod(dims)
     given_dims = [*dims[:free], -1, *dims[free + 1 :]]
     assert resolve_axis_dims(given_dims, count) == tuple(dims)
@@ -34,7 +34,7 @@ def test_minus_one_takes_what_remains(dims: list[int], free: int):
         ((2, 4), "2 axis dims"),
     ],
 )
-def test_a_mesh_that_does_not_fit_says_the_arithmetic(dims: tuple[int, ...], says: str):
+def test_mesh_size_error_states_device_counts(dims: tuple[int, ...], says: str):
     with pytest.raises(MeshError, match=says):
         create_mesh(dims)
 

@@ -28,7 +28,7 @@ class Outer(Options):
     trainer: Inner = Inner()
 
 
-def test_an_unknown_key_is_reported_where_it_is_with_the_nearest_name():
+def test_unknown_key_error_contains_path_and_nearest_name():
     with pytest.raises(pydantic.ValidationError) as caught:
         Outer(trainer={"learning_ratee": 1})
     (problem,) = caught.value.errors()
@@ -45,7 +45,7 @@ def test_every_unknown_key_is_reported_at_once_and_braces_are_literal():
     assert "unknown key '{a}'" in explain(caught.value)
 
 
-def test_an_alias_works_alone_and_not_beside_its_field():
+def test_alias_is_accepted_only_without_its_field():
     assert Inner(lr=2).learning_rate == 2
     with pytest.raises(pydantic.ValidationError, match="'lr' and 'learning_rate' are two names"):
         Inner(lr=2, learning_rate=2)
@@ -161,7 +161,7 @@ def test_dtype_spellings_resolve_to_one_name(given: object, name: str):
 
 
 @pytest.mark.parametrize("given", ["float33", object(), 3, None])
-def test_what_is_no_dtype_is_refused(given: object):
+def test_unknown_dtypes_raise_config_error(given: object):
     with pytest.raises(errors.ConfigError, match="unknown dtype"):
         canonical_dtype(given)
 
@@ -288,7 +288,7 @@ def test_specs_check_themselves_and_go_through_json():
         hash(spec_type())
 
 
-def test_to_json_refuses_what_cannot_be_read_back():
+def test_to_json_rejects_unserializable_values():
     assert specs.to_json({"a": (1, jnp.float32, np.int64(3), {2, 1})}) == {
         "a": [1, "float32", 3, [1, 2]]
     }

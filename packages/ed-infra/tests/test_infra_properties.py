@@ -93,7 +93,7 @@ def test_slices_multiply_the_axes_and_use_each_device_once(inner: list[int], out
     st.lists(st.tuples(st.sampled_from([None, *ACTIVATION_AXES]), st.integers(1, 48)), max_size=5),
     st.sampled_from(["train", "prefill", "decode"]),
 )
-def test_what_is_resolved_is_a_legal_placement(manager, mesh, dims, mode):
+def test_resolved_specs_are_legal_placements(manager, mesh, dims, mode):
     axes, shape = [name for name, _ in dims], tuple(size for _, size in dims)
     spec = manager.resolve(axes, mode, shape, mesh)
     NamedSharding(mesh, spec).shard_shape(shape)  # raises where a dimension does not divide
@@ -200,7 +200,7 @@ architecture = st.fixed_dictionaries(
 
 
 @given(unknown, execution, architecture)
-def test_what_is_saved_is_what_is_loaded(unknown, execution, architecture):
+def test_saved_config_equals_loaded_config(unknown, execution, architecture):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = {**tiny_llama(), **architecture, **unknown}

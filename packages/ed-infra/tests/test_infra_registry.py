@@ -51,7 +51,7 @@ class FakeEntryPoint:
         self.load = load
 
 
-def test_families_are_imported_when_they_are_asked_for(empty_registry, monkeypatch):
+def test_model_families_are_imported_lazily(empty_registry, monkeypatch):
     loads = []
 
     def load():
@@ -66,7 +66,7 @@ def test_families_are_imported_when_they_are_asked_for(empty_registry, monkeypat
     assert loads == [1]
 
 
-def test_a_family_that_cannot_be_imported_says_why(empty_registry, monkeypatch):
+def test_failed_family_import_raises_registry_error_with_cause(empty_registry, monkeypatch):
     def load():
         raise ImportError("no module named toys")
 

@@ -79,7 +79,7 @@ def test_specs_follow_logical_axes_with_the_layer_dimension_left_whole(config):
     assert spec_of(specs, "scale") == P()
 
 
-def test_a_dimension_that_does_not_divide_is_replicated_and_said_once(config, caplog):
+def test_indivisible_dimension_is_replicated_with_one_warning(config, caplog):
     forget_said()
     with caplog.at_level(logging.WARNING, logger="easydel"):
         for _ in range(2):
@@ -91,7 +91,7 @@ def test_a_dimension_that_does_not_divide_is_replicated_and_said_once(config, ca
     assert "fsdp = 4" in said[0]
 
 
-def test_a_module_is_created_where_it_lives_with_the_values_of_one_device(config):
+def test_sharded_module_equals_single_device_module(config):
     module = sharding.create_sharded(build(config), config)
     kernel = module.layers.run_0_4_2[0].up.kernel.get_value()
     assert kernel.sharding == NamedSharding(config.mesh, P(None, "fsdp", "tp"))
