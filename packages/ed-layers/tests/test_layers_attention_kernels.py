@@ -42,7 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cached.cache_clear()
 
 
-def test_auto_takes_it_forward_and_backward(installed, caplog) -> None:
+def test_auto_selects_installed_kernel_for_forward_and_backward(installed, caplog) -> None:
     case = cases.case_of(CELLS["window"])
     d_out = cases.noise(case)
     with caplog.at_level(logging.INFO, logger="easydel"):
@@ -55,7 +55,7 @@ def test_auto_takes_it_forward_and_backward(installed, caplog) -> None:
         assert error(found[tensor], expected) <= 1e-4, tensor
 
 
-def test_it_is_refused_with_its_reasons_and_plain_xla_does_the_same(installed, caplog) -> None:
+def test_rejected_kernel_call_logs_reasons_and_falls_back_to_xla(installed, caplog) -> None:
     case = replace(cases.case_of(CELLS["window+sinks"]), soft_cap=3.0)
     case = replace(case, q=case.q[..., :12], k=case.k[..., :12])
     with caplog.at_level(logging.INFO, logger="easydel"):
@@ -69,7 +69,7 @@ def test_it_is_refused_with_its_reasons_and_plain_xla_does_the_same(installed, c
     )
 
 
-def test_a_cache_and_pages_are_read_by_it(installed) -> None:
+def test_installed_kernel_reads_cache_and_pages(installed) -> None:
     cell = CELLS["window"]
     case = cases.decode_case(cell)
     found = cases.run(case, Mechanism(), cached=True)["out"]
@@ -118,6 +118,6 @@ def test_a_broken_entry_point_is_named(installed, value, message) -> None:
         registry.kernels()
 
 
-def test_it_comes_before_our_own(installed) -> None:
+def test_installed_kernels_precede_built_in_kernels(installed) -> None:
     assert registry.kernels()[: len(toy.KERNELS)] == toy.KERNELS
     np.testing.assert_equal(registry.kernels()[len(toy.KERNELS) :], registry.BUILT_IN)

@@ -142,7 +142,7 @@ def test_paged_cache_reads_separate_tables_per_group():
             assert cases.error(out, whole(qkv, window=spec.window)) <= BOUNDS[None]
 
 
-def test_what_is_wrong_is_said():
+def test_invalid_cache_groups_raise_error():
     options: Any = {"batch_size": 1, "capacity": 4}
     cache: Any = HybridCache.create([NEAR, FULL], **options, layout="leaves")
     kv: list[Any] = sequence(1)

@@ -96,7 +96,7 @@ def test_a_fresh_cache_can_be_donated(kind, layout):
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_too_many_tokens_are_refused_where_they_are_known(kind, layout):
+def test_cache_overflow_raises_value_error(kind, layout):
     options: Any = {"batch_size": 2, "capacity": 4, "layout": layout}
     cache: Any = DenseCache.create(SPECS, **options)
     if kind == "hybrid":

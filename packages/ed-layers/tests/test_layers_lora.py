@@ -107,7 +107,7 @@ def test_adapters_of_experts_in_every_method_and_mesh(reference, method, dims, f
     )
 
 
-def test_adapters_of_experts_are_what_they_are_merged(reference):
+def test_expert_adapters_match_their_merged_experts(reference):
     module = adapted(config(), **METHODS["standard"])
     merged = replaced(module, LoRAExperts.merged)
     np.testing.assert_allclose(outputs(merged, config())[0], reference[0], atol=1e-5)

@@ -48,7 +48,7 @@ def test_a_product_and_its_gradients_are_rounded_once(rows, i, o, transposed, se
 
 @pytest.mark.parametrize("rows", [(), (1,), (2, 3), (0,)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_leading_axes_and_the_matrix_as_it_lies(rows, dtype) -> None:
+def test_matmul_supports_leading_axes_and_transposed_weights(rows, dtype) -> None:
     x, w = drawn(0, *rows, 8, dtype=dtype), drawn(1, 8, 5)
     for weight in (w, Transposed(w.T)):
         y = jax.jit(dot)(x, weight)

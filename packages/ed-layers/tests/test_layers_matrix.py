@@ -45,7 +45,7 @@ def measure(name: str, cell_name: str, groups: int, dtype: str | None = None) ->
     return {tensor: error(found[tensor], expected[tensor]) for tensor in expected}
 
 
-def test_the_cells_use_what_they_say() -> None:
+def test_cell_names_match_their_features() -> None:
     infos = {causal: MaskInfo.full(1, 1, causal) for causal in (True, False)}
     for name, cell in CELLS.items():
         case = cases.case_of(cell)
@@ -165,7 +165,7 @@ def test_an_undeclared_cell_is_refused_when_called(name, feature) -> None:
 @pytest.mark.parametrize(
     ("name", "feature"), [it for it in UNDECLARED if it[0] in cases.readers("projected")]
 )
-def test_an_undeclared_cell_is_refused_when_it_reads_a_cache(name, feature) -> None:
+def test_undeclared_cell_is_rejected_for_cache_reads(name, feature) -> None:
     dropout = cases.DROPOUT if CELLS[feature].dropout else 0.0
     for built in (Mechanism(decode=name, dropout=dropout), Mechanism(name, dropout=dropout)):
         case = cases.decode_case(CELLS[feature], count=2)

@@ -295,7 +295,7 @@ def test_auto_mechanism_selects_expected_kernel(
     assert ("pallas_call" in text) == ("blocksparse" in expected)
 
 
-def test_auto_on_gpu_takes_cudnn_where_it_fits(monkeypatch) -> None:
+def test_auto_selects_cudnn_on_gpu_when_supported(monkeypatch) -> None:
     on(monkeypatch, "gpu")
     auto, q = mechanism(attn_mechanism="auto"), jnp.zeros((1, 256, 4, 64), jnp.bfloat16)
 
@@ -311,7 +311,7 @@ def test_auto_on_gpu_takes_cudnn_where_it_fits(monkeypatch) -> None:
     assert taken(q.astype(jnp.float32)) == "blockwise"
 
 
-def test_what_a_kernel_cannot_take_is_said_once(monkeypatch, caplog) -> None:
+def test_unsupported_kernel_call_logs_reason_once(monkeypatch, caplog) -> None:
     on(monkeypatch, "tpu")
     forget_said()
     unordered = MaskInfo(*[jnp.ones((B, S), jnp.int32)] * 4)

@@ -213,7 +213,7 @@ def test_a_matrix_that_is_no_array() -> None:
     np.testing.assert_allclose(in_steps(module, cache, (6, 6))[0], before, atol=1e-5)
 
 
-def test_yarn_changes_the_scale_only_where_all_dimensions_are_said_to() -> None:
+def test_yarn_scales_logits_only_with_mscale_all_dim() -> None:
     yarn = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0}
     assert yarn_factor({**yarn, "mscale_all_dim": 1.0}) == (0.1 * math.log(40) + 1) ** 2
     assert yarn_factor({**yarn, "mscale_all_dim": 0.5}) == (0.05 * math.log(40) + 1) ** 2

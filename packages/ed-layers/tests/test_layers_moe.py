@@ -220,7 +220,7 @@ def test_a_number_of_experts_that_does_not_divide(fields):
 
 
 @pytest.mark.proves("fsdp_is_ep_bound", "sp_is_ep_bound")
-def test_what_is_bound_to_experts_splits_them_as_far_as_their_number_divides():
+def test_expert_sharding_uses_bound_axes_that_divide():
     def kernel_of(count, dims, **fields):
         module = experts(count)
         return sharding.specs(nnx.state(module), config(dims, **fields)).up_proj.kernel

@@ -125,7 +125,7 @@ def test_a_row_of_codes_does_not_depend_on_its_company(form, group, groups, whol
 
 
 @built
-def test_the_model_s_products_take_it_and_have_gradients() -> None:
+def test_model_products_use_native_kernel_and_have_gradients() -> None:
     x, w = drawn(0, 2, 3, 256), drawn(1, 256, 384)
     for weight in (w, Transposed(jnp.array(w.T)), w.astype(jnp.bfloat16)):
         assert "ed_layers_product" in str(jax.make_jaxpr(dot)(x, weight))
@@ -293,7 +293,7 @@ def test_every_instruction_level_passes_value_tests(name, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("state", ["off", "deleted", "damaged"])
-def test_without_it_plain_xla_computes_everything(state, monkeypatch, tmp_path, caplog) -> None:
+def test_missing_native_library_falls_back_to_xla(state, monkeypatch, tmp_path, caplog) -> None:
     path = tmp_path / library.LIBRARY.name
     if state == "off":
         monkeypatch.setenv(library.VARIABLE, "0")
@@ -341,7 +341,7 @@ def test_no_sanitizer_finds_anything_in_calls_of_handlers(sanitizer, tmp_path) -
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr[-3000:]}"
 
 
-def test_what_is_missing_for_a_build_is_named(monkeypatch, tmp_path) -> None:
+def test_missing_compiler_raises_cannot_build(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CannotBuild, match="no-such-compiler is not there; CXX names one"):
         build(tmp_path / "library.so")

@@ -258,7 +258,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
     np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
 
 
-def test_what_it_does_not_know_is_refused_in_words() -> None:
+def test_unsupported_native_attention_states_reasons() -> None:
     rng = np.random.default_rng(0)
     call = projected(rng, (1, 4, 4), (2, 1), (8, 8), True, Scoring(scale=1.0))
     kernel = native.KERNELS[0]
@@ -270,7 +270,7 @@ def test_what_it_does_not_know_is_refused_in_words() -> None:
         assert any(words in reason for reason in kernel.refusals(refused))
 
 
-def test_nan_stays_where_it_is() -> None:
+def test_nan_does_not_spread_to_other_rows() -> None:
     rng = np.random.default_rng(0)
     call = projected(rng, (2, 5, 5), (2, 1), (8, 8), True, Scoring(scale=1.0))
     info = MaskInfo.full(2, 5)

@@ -59,7 +59,7 @@ def test_gradients_are_those_of_plain_xla(interleaved) -> None:
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_layers_take_it_with_tables_for_all_rows(monkeypatch) -> None:
+def test_rotary_layers_use_native_kernel_with_shared_tables(monkeypatch) -> None:
     x, rope = drawn(0, 3, 4, 2, 8), tables(1, 4, 4)
     assert "ed_layers_rotary" in str(jax.make_jaxpr(apply_rotary)(x, rope))
     taken = apply_rotary(x, rope)

@@ -290,7 +290,7 @@ def test_groups_that_do_not_fit(name, group, size, message):
         encode(np.zeros((size, 4), F32), name, group)
 
 
-def test_a_group_that_nobody_asked_for_fits():
+def test_default_group_size_divides_the_dimension():
     assert encode(np.zeros((688, 4), F32), "nf4").group_size == 16
     assert encode(np.zeros((688, 4), F32), "int8").group_size == 688
 
@@ -382,7 +382,7 @@ def test_invalid_quantization_rules_raise_config_error(rules, message):
         quantize(model(), rules)
 
 
-def test_quantizing_twice_and_dequantizing_what_is_plain():
+def test_repeated_quantize_and_plain_dequantize_raise_config_error():
     with pytest.raises(ConfigError, match="quantized again: give all rules at once"):
         quantize(quantize(model(), [("q$", INT8)]), [("mlp", INT8)])
     with pytest.raises(ConfigError, match="no matrix of the model is quantized"):
@@ -418,7 +418,7 @@ def test_quantized_model_holds_expected_bytes_per_weight():
 
 
 @pytest.mark.parametrize("spec", [NF4_8, INT8, {"dtype": "w8a8"}])
-def test_simulated_quantization_learns_and_is_what_quantize_then_gives(spec):
+def test_simulated_quantization_trains_and_matches_quantized_model(spec):
     rules = [(r"mlp|\.q$", {**spec, "simulate": True})]
     simulated = quantize(model(), rules)
     assert not is_quantized(simulated)

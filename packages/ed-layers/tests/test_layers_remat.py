@@ -42,7 +42,7 @@ def kept(capsys, policy: str, targets=()) -> set[str]:
     return set(re.findall(r"named '(\w+)'", capsys.readouterr().out))
 
 
-def test_what_norms_and_activations_make_on_the_way_is_not_kept():
+def test_remat_keeps_no_norm_or_activation_intermediates():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 16)), jnp.float32)
 
     def kept_by(module: nnx.Module, *arguments) -> list[int]:
@@ -58,7 +58,7 @@ def test_what_norms_and_activations_make_on_the_way_is_not_kept():
     assert kept_by(RMSNorm(16)) == kept_by(LayerNorm(16)) == [16]
 
 
-def test_gradients_of_what_is_computed_again():
+def test_recomputed_functions_have_unchanged_gradients():
     draw = np.random.default_rng(0).normal
     x, weight = (jnp.asarray(draw(size=shape), jnp.float32) for shape in ((3, 16), (16,)))
     norm = RMSNorm(16).of_arrays()
@@ -96,7 +96,7 @@ def test_a_policy_changes_no_gradient(layout, policy):
     case.assert_same(got, expected, 1e-6)
 
 
-def test_what_is_kept_is_what_the_targets_say(capsys):
+def test_remat_policy_keeps_exactly_the_targets(capsys):
     assert kept(capsys, "nothing_saveable") == set()
     assert kept(capsys, "save_only_these_names", TARGETS) == set(TARGETS)
     # What the backward pass has no use for is not kept either.
@@ -160,7 +160,7 @@ def test_targets_do_not_matter_where_nothing_is_trained():
         ("save_and_offload_only_these_names", ("model_output",), "no say over model_output"),
     ],
 )
-def test_what_makes_no_sense_is_refused(policy, targets, message):
+def test_contradictory_remat_options_raise_config_error(policy, targets, message):
     with pytest.raises(ConfigError, match=message):
         Remat(policy, targets)
 

@@ -84,7 +84,7 @@ def test_each_product_is_exact_and_as_alone(n, i, widths, x_dtype, w_dtype, tran
     w_dtype=DTYPES,
     seed=st.integers(0, 99),
 )
-def test_what_stands_between_is_exact(n, i, o, act, x_dtype, w_dtype, seed) -> None:
+def test_fused_gated_projection_is_exact(n, i, o, act, x_dtype, w_dtype, seed) -> None:
     """Against float64, from what the products are by themselves."""
     x = drawn(seed, n, i, dtype=x_dtype)
     gate, up = (drawn(seed + at, i, o, dtype=w_dtype) for at in (1, 2))
@@ -194,7 +194,7 @@ def test_a_gated_layer_is_two_calls() -> None:
 
 
 @pytest.mark.parametrize("reason", ["off", "adapter", "act", "bias", "rows"])
-def test_what_is_not_taken_runs_one_by_one(reason, monkeypatch) -> None:
+def test_unsupported_gated_projection_is_not_fused(reason, monkeypatch) -> None:
     gate, up = (layer(seed, 130, 260, bias=reason == "bias") for seed in (1, 2))
     x = drawn(0, 257 if reason == "rows" else 3, 130)
     if reason == "off":

@@ -70,7 +70,7 @@ def test_transformed_scanned_model_matches_unrolled_model(patterns, runs):
     assert np.abs(outputs(scanned) - outputs(model(True))).max() > 0.1
 
 
-def test_the_model_itself_stays_as_it_was_and_arrays_are_shared():
+def test_transform_leaves_original_model_unchanged():
     original = model(True)
     before = outputs(original)
     changed = transform(original, rules(r"\.q$"), of=Linear)
