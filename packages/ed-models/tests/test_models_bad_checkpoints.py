@@ -245,7 +245,7 @@ class TestConfigurations:
             LlamaForCausalLM.from_pretrained(copy, **ONE)
 
     @pytest.mark.parametrize("name", ["qwen33", "lamma"])
-    def test_unknown_type_says_what_to_do(self, copy, name):
+    def test_unknown_model_type_error_suggests_next_steps(self, copy, name):
         edit(copy / "config.json", model_type=name)
         with pytest.raises(RegistryError, match=r"did you mean '(qwen3|llama)'") as error:
             load(copy)
@@ -283,7 +283,7 @@ class TestTokenizers:
         with pytest.raises(CheckpointError, match="is no tokenizer"):
             load(copy)
 
-    def test_added_tokens_beyond_it_are_said(self, copy, caplog):
+    def test_added_tokens_beyond_vocabulary_log_warning(self, copy, caplog):
         forget_said()
         self.tokenizer(copy, {"a": 0}, added=(63, 64))
         with caplog.at_level("WARNING", "easydel"):
@@ -372,7 +372,7 @@ class TestPickles:
             (lambda torch: {"a": torch.nn.Linear(2, 2)}, "asks for torch.nn.modules.linear.Linear"),
         ],
     )
-    def test_what_is_no_mapping_of_tensors(self, tmp_path, content, why):
+    def test_pickle_without_tensor_mapping_raises_checkpoint_error(self, tmp_path, content, why):
         torch = pytest.importorskip("torch")
         torch.save(content(torch), tmp_path / "pytorch_model.bin")
         with pytest.raises(CheckpointError, match=why):

@@ -25,7 +25,7 @@ GPT2 = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_atten
         (glm_moe_dsa.GlmMoeDsaConfig, {"indexer_types": ["full", "shared"] * 39}, "first is 1,"),
     ],
 )
-def test_what_no_family_computes_is_refused(make, fields, message) -> None:
+def test_unsupported_family_options_raise_config_error(make, fields, message) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**fields)
 

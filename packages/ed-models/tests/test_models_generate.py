@@ -69,7 +69,7 @@ def test_padding_and_other_rows_change_nothing(model, prompt, greedy):
     np.testing.assert_array_equal(out.sequences[:, LENGTH + 9 :], greedy[[2, 0]])
 
 
-def test_padding_is_recognized_where_it_is_known(model, prompt, greedy):
+def test_pad_token_id_marks_left_padding(model, prompt, greedy):
     ids = np.zeros((1, LENGTH + 4), int)
     ids[0, 4:] = prompt[1]
     out = model.generate(ids, max_new_tokens=NEW, pad_token_id=0)

@@ -72,7 +72,9 @@ LOOKUP = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
         {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "suppress_tokens": [9]},
     ],
 )
-def test_says_what_plain_decoding_says(model, assistant, prompt, options):
+def test_assisted_decoding_produces_same_tokens_as_plain_decoding(
+    model, assistant, prompt, options
+):
     plain = model.generate(**prompt, **options)
     again = model.generate(**prompt, **options, assistant_model=assistant, num_assistant_tokens=3)
     np.testing.assert_array_equal(again.sequences, plain.sequences)
@@ -93,12 +95,12 @@ def test_ends_where_plain_decoding_ends(model, assistant, prompt):
         np.testing.assert_array_equal(again.sequences, plain.sequences)
 
 
-def test_a_perfect_assistant_saves_all_it_can(model, prompt):
+def test_perfect_assistant_minimizes_decoding_steps(model, prompt):
     out = model.generate(**prompt, assistant_model=model, num_assistant_tokens=4)
     assert out.steps == -(-(NEW - 1) // 5)
 
 
-def test_what_repeats_is_looked_up(model, prompt):
+def test_prompt_lookup_drafts_repeated_text(model, prompt):
     """A model that is made to repeat itself: the look-up finds all of it."""
     ids = np.tile(np.arange(5, 9), 4)[None]
     # Always the token that followed last time.
@@ -178,7 +180,9 @@ class TestRefused:
             ({"prompt_lookup_num_tokens": 65}, "is 65; it must be a whole number"),
         ],
     )
-    def test_what_does_not_go_together(self, model, prompt, options, message):
+    def test_contradictory_assisted_options_raise_config_error(
+        self, model, prompt, options, message
+    ):
         with pytest.raises(ConfigError, match=message):
             model.generate(**prompt, **options)
 

@@ -28,7 +28,7 @@ def random(cache):
 
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 @pytest.mark.parametrize("format", [None, Format("int8")])
-def test_every_array_of_a_row_goes_with_it(layout, format):
+def test_cache_row_selection_reorders_every_array(layout, format):
     cache = HybridCache.create(
         [FULL, WINDOW, STATES, (FULL, STATES)],
         batch_size=B,
@@ -79,7 +79,7 @@ def test_rewound_tokens_leave_no_trace_in_cache(specs):
 
 
 @pytest.mark.parametrize("spec", [WINDOW, STATES])
-def test_what_cannot_be_taken_back_says_so(spec):
+def test_rewind_of_windowed_or_recurrent_cache_raises_value_error(spec):
     cache = HybridCache.create([FULL, spec], batch_size=B, capacity=16)
     assert not cache.can_rewind
     with pytest.raises(ValueError, match="cannot forget"):

@@ -170,7 +170,7 @@ class TestDistributions:
         probs = np.asarray(jax.nn.softmax(process(logits, choice).spread()))[0]
         assert self.p_value(new[new[:, 0] == first, 1], probs) > 1e-3
 
-    def test_drafts_do_not_change_it(self, model, prompt):
+    def test_drafts_do_not_change_sampled_distribution(self, model, prompt):
         """Also where the drafts are another model's: here one that is sure of other tokens."""
         rows = np.repeat(prompt[:1], 4, axis=0)
         options = {"do_sample": True, "max_new_tokens": 3, "num_return_sequences": 512, "seed": 1}

@@ -45,7 +45,7 @@ def test_empty_eos_token_list_disables_end_of_sequence():
     assert resolve(None, {"eos_token_id": 9}, eos_token_id=[]).eos_token_id == ()
 
 
-def test_greedy_programs_do_not_differ_by_what_drawing_would_do():
+def test_sampling_options_do_not_change_greedy_program():
     config = {"temperature": 0.6, "top_p": 0.9}
     assert resolve(config).choice == TokenChoice()
     assert resolve({"top_k": 0, "do_sample": True}).choice.top_k is None
@@ -63,7 +63,7 @@ def test_an_option_without_effect_is_refused(name):
         resolve(**{name: 1})
 
 
-def test_what_is_not_supported_is_named():
+def test_unsupported_generation_options_raise_config_error():
     with pytest.raises(ConfigError, match=r"penalty_alpha=0.6, which generate does not support"):
         resolve(GenerationConfig(penalty_alpha=0.6))
     with pytest.raises(ConfigError, match="did you mean 'temperature'"):

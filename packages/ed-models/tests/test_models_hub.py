@@ -212,7 +212,7 @@ class TestBadCheckpoints:
         assert "missing (1):\n    model.layers.1.mlp.up_proj.weight; did you mean 'model.la" in text
         assert "not in the model (1):\n    model.layers.1.mlp.up_porj.weight" in text
 
-    def test_shapes_are_both_said_and_all_listed(self, copy):
+    def test_shape_mismatches_are_all_listed_with_both_shapes(self, copy):
         content = tensors(copy)
         content["model.norm.weight"] = np.ones((17,), np.float32)
         content["lm_head.weight"] = content["lm_head.weight"].T.copy()
@@ -332,7 +332,7 @@ class TestTiedHeads:
         with pytest.raises(CheckpointError, match=r"lm_head.weight: the file has \[63, 16\]"):
             load(copy, **self.TIED)
 
-    def test_other_leftovers_are_still_said(self, copy):
+    def test_unexpected_tensors_raise_checkpoint_error(self, copy):
         content = tensors(copy)
         content["lm_head.bias"] = np.zeros((64,), np.float32)
         rewrite(copy, content)
@@ -388,7 +388,7 @@ class TestGenerationSettings:
             ('{"pad_token_id": 1.5}', "pad_token_id is 1.5"),
         ],
     )
-    def test_broken_ones_are_refused_when_loading(self, copy, text, why):
+    def test_broken_generation_settings_raise_checkpoint_error(self, copy, text, why):
         path = copy / "generation_config.json"
         path.write_text(text)
         with pytest.raises(CheckpointError) as error:
@@ -473,7 +473,7 @@ class TestSaving:
         load(copy).save_pretrained(tmp_path / "again")
         assert (tmp_path / "again" / "generation_config.json").read_text() == text
 
-    def test_the_tokenizer_goes_with_it(self, model, tmp_path):
+    def test_save_pretrained_saves_tokenizer(self, model, tmp_path):
         class Tokenizer:
             def save_pretrained(self, directory):
                 (directory / "tokenizer.json").write_text("{}")
@@ -502,7 +502,7 @@ class TestSaving:
         assert seen["files"] == ["config.json", "generation_config.json", "model.safetensors"]
 
 
-def test_every_registered_family_says_its_task():
+def test_registered_family_provides_its_task_class():
     from ed_infra import registry
 
     assert registry.get_module(TaskType.CAUSAL_LM, "llama") is LlamaForCausalLM

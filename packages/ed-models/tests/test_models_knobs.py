@@ -242,7 +242,7 @@ def test_cache_sharding_options_place_the_cache():
         config(kv_cache_sharding_sequence_axis_name="seq")
 
 
-def test_what_changes_how_changes_no_number():
+def test_performance_options_do_not_change_loss_or_gradients():
     """Scanned MLP, constraints inside layers, remat and a mesh with sp: loss and gradients."""
 
     def loss_and_grads(**changes: Any) -> tuple[float, dict]:
@@ -273,7 +273,7 @@ def test_what_changes_how_changes_no_number():
             assert np.abs(other_grads[path] - grad).max() <= 1e-5 * np.abs(grad).max(), path
 
 
-def test_generate_says_the_same_with_a_sharded_cache_and_another_mechanism():
+def test_sharded_cache_and_other_mechanism_generate_same_tokens():
     plain = LlamaForCausalLM.create(config(), seed=1).generate(IDS, max_new_tokens=4).sequences
     other = config(
         sharding_axis_dims=(1, 2, 1, 2, 2),

@@ -171,7 +171,7 @@ def assert_same(got, expected, tolerance=1e-5):
     ],
     ids=["remat", "remat_by_name", "blockwise"],
 )
-def test_what_saves_memory_changes_no_gradient(changes, expected):
+def test_memory_options_do_not_change_gradients(changes, expected):
     assert_same(loss_and_grads(LlamaForCausalLM.create(config(**changes), seed=1)), expected)
 
 

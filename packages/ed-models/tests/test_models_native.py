@@ -26,7 +26,7 @@ IDS = jnp.arange(10).reshape(2, 5)
 @pytest.mark.skipif(library.level() is None, reason="the native library is not built")
 @pytest.mark.proves("native_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_configuration_turns_it_off(dtype, monkeypatch) -> None:
+def test_native_kernels_option_disables_native_kernels(dtype, monkeypatch) -> None:
     monkeypatch.setenv(library.VARIABLE, "1")
     results, programs = [], []
     for choice in (True, False):

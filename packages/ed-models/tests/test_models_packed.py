@@ -136,7 +136,7 @@ def test_values_are_rounded_once_to_the_dtype_of_the_parameters(fp8: SimpleNames
     assert_same(load(fp8.packed, **options), load(fp8.plain, **options))
 
 
-def test_what_is_saved_is_not_packed(mxfp4: SimpleNamespace, tmp_path: Path) -> None:
+def test_saved_model_is_not_packed(mxfp4: SimpleNamespace, tmp_path: Path) -> None:
     model = load(mxfp4.packed)
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
@@ -245,7 +245,9 @@ def test_invalid_packed_checkpoint_raises_checkpoint_error(
         load(folder)
 
 
-def test_says_what_is_wrong_with_mxfp4(mxfp4: SimpleNamespace, tmp_path: Path) -> None:
+def test_mxfp4_without_scales_raises_checkpoint_error(
+    mxfp4: SimpleNamespace, tmp_path: Path
+) -> None:
     tensors = dict(mxfp4.tensors)
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]
     settings = {"quant_method": "mxfp4"}

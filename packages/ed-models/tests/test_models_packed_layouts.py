@@ -362,7 +362,7 @@ def test_packed_checkpoint_can_be_requantized_on_load(saved: Path, tmp_path: Pat
     assert_same(model, load(plain).quantize(spec))
 
 
-def test_scales_of_activations_are_left_out_and_said(
+def test_activation_scales_are_skipped_with_warning(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings, make = KINDS["compressed-tensors, float8 of rows"]

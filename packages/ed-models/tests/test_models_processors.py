@@ -167,7 +167,7 @@ def test_all_together_in_transformers_order():
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_presence_and_frequency_count_what_was_generated():
+def test_presence_and_frequency_penalties_count_generated_tokens():
     ids = np.asarray([[8, 8, 1, 2, 2, 3]])
     for name, counts in (("presence_penalty", [1, 1]), ("frequency_penalty", [2, 1])):
         got = processed(LOGITS[:1], rows_of(ids, new=3), **{name: 0.5})

@@ -76,7 +76,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantized_as_it_is_read_is_the_model_quantized(
+def test_quantize_on_load_equals_quantize_after_load(
     name: str, plain: Path, tmp_path: Path
 ) -> None:
     spec = EasyDeLQuantizationConfig(**FORMATS[name], pattern=EVERYTHING)
@@ -92,7 +92,7 @@ def test_quantized_as_it_is_read_is_the_model_quantized(
 
 
 @pytest.mark.parametrize("dims", [EIGHT, (8, 1, 1, 1, 1)])
-def test_on_a_mesh_it_is_the_same(dims: tuple[int, ...], plain: Path) -> None:
+def test_quantize_on_load_on_mesh_equals_single_device(dims: tuple[int, ...], plain: Path) -> None:
     spec = {"dtype": "nf4", "group_size": 32}
     model = load(plain, dims, quantization_config=spec, apply_quantization=True)
     assert_same(model, load(plain).quantize(spec))
@@ -261,7 +261,9 @@ def test_invalid_quantized_files_raise_error(plain: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_simulated_as_it_is_read(scan_layers: bool, plain: Path, tmp_path: Path) -> None:
+def test_simulated_quantization_on_load_equals_quantize(
+    scan_layers: bool, plain: Path, tmp_path: Path
+) -> None:
     spec, fields = {"dtype": "nf4", "simulate": True}, {"scan_layers": scan_layers}
     model = load(plain, quantization_config=spec, apply_quantization=True, config_kwargs=fields)
     assert_same(model, load(plain, config_kwargs=fields).quantize(spec))

@@ -45,7 +45,7 @@ def only(*targets: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_llama_has_every_documented_name_that_means_something_in_it():
+def test_llama_has_every_documented_checkpoint_name():
     everything = DOCUMENTED - OF_OTHERS
     assert len(DOCUMENTED) == 23
     assert names(**only(*everything)) == everything

@@ -89,7 +89,7 @@ def test_draws_follow_softmax_distribution():
         TokenChoice(do_sample=True, temperature=2.0, top_k=10, top_p=0.5, min_p=0.05),
     ],
 )
-def test_filters_admit_what_hugging_faces_admit(settings):
+def test_sampling_filters_admit_same_tokens_as_transformers(settings):
     got = draws(settings)
     for row in range(3):
         assert set(got[:, row].tolist()) == admitted(np.asarray(LOGITS[row]), settings)

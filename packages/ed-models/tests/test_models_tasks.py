@@ -96,7 +96,7 @@ class TestBodies:
 
 
 class TestClassifiers:
-    def test_a_checkpoint_of_another_task_gets_a_new_head_and_says_so(self, hidden, saved, said):
+    def test_checkpoint_of_other_task_gets_random_head_with_warning(self, hidden, saved, said):
         options = {**ONE, "config_kwargs": {"num_labels": 3}}
         make = AutoEasyDeLModelForSequenceClassification.from_pretrained
         classifier = make(saved, **options)
@@ -244,7 +244,7 @@ class TestEmbedders:
         np.testing.assert_allclose(found[0, :3], pooling(hidden, MASK), atol=1e-6)
         assert not np.any(found[0, 3]), "there is no fourth text"
 
-    def test_how_many_texts_a_row_holds_is_said(self, saved):
+    def test_embedder_requires_segments_with_segment_ids(self, saved):
         embedder = AutoEasyDeLModelForEmbedding.from_pretrained(saved, **ONE)
         with pytest.raises(ConfigError, match="segment_ids and segments come together"):
             embedder(IDS, segment_ids=MASK)
@@ -305,7 +305,9 @@ class TestAutoBind:
             ("LlamaModel", "LlamaModel"),
         ],
     )
-    def test_the_checkpoint_says_its_task(self, saved, tmp_path, architecture, expected):
+    def test_checkpoint_architecture_selects_the_task(
+        self, saved, tmp_path, architecture, expected
+    ):
         directory = shutil.copytree(saved, tmp_path / "m")
         config = json.loads((directory / "config.json").read_text())
         config["architectures"] = architecture and [architecture]

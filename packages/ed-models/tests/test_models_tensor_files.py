@@ -25,7 +25,7 @@ def specs(tensors):
     return {n: TensorSpec(v.shape, v.dtype) for n, v in tensors.items()}
 
 
-def test_reads_what_the_library_wrote(tmp_path):
+def test_reader_loads_files_written_by_safetensors(tmp_path):
     tensors = values()
     save_file(tensors, tmp_path / "model.safetensors")
     files = TensorFiles.open(tmp_path)
@@ -38,7 +38,7 @@ def test_reads_what_the_library_wrote(tmp_path):
     )
 
 
-def test_the_library_reads_what_we_wrote(tmp_path):
+def test_safetensors_library_loads_our_files(tmp_path):
     tensors = values()
     write_tensors(tmp_path, specs(tensors), tensors.__getitem__)
     stored = load_file(tmp_path / "model.safetensors")

@@ -309,7 +309,7 @@ class TestNames:
     def names(self, table):
         return list(WeightMap(renamed(table, *STANDARD), DECODER).hf_shapes)
 
-    def test_parts_are_replaced_wherever_they_are(self):
+    def test_name_parts_are_replaced_at_every_position(self):
         table = {
             "model": "transformer",
             "layers": "h",
@@ -335,7 +335,7 @@ class TestNames:
             "lm_head.weight",
         ]
 
-    def test_what_was_written_is_not_read_again(self):
+    def test_replaced_name_parts_are_not_replaced_again(self):
         names = self.names({"model": "mlp", "mlp": "model"})
         assert names[3] == "mlp.layers.0.model.up_proj.weight"
 
@@ -349,7 +349,7 @@ class TestNames:
             "attention.qkv.bias",
         ]
 
-    def test_a_norm_is_the_same_tensor_whatever_it_adds(self):
+    def test_norm_weights_are_stored_without_offset(self):
         # Gemma's layers add one to the weight; the checkpoint and the parameter are the same.
         weights = WeightMap(STANDARD, {"model.norm.weight": (D,)})
         stored = np.arange(D, dtype=np.float32)

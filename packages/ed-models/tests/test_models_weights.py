@@ -93,7 +93,7 @@ def test_copies_convert_whatever_the_order_in_memory(shape, of, to):
         np.testing.assert_array_equal(out, want)
 
 
-def test_a_slice_reads_only_what_it_needs():
+def test_sliced_load_reads_only_needed_ranges():
     weights = WeightMap(RULES, SHAPES)
     stored = checkpoint(weights)
     read = []
@@ -107,7 +107,7 @@ def test_a_slice_reads_only_what_it_needs():
     assert read == [("layer.0.experts.1.up_proj.weight", (2, 4))]
 
 
-def test_a_layout_of_ones_own_loads_and_saves():
+def test_custom_weight_layout_loads_and_saves():
     def interleaved(ours, hf, config):
         (gate, up), shape = ours, next(iter(ours.values()))
         whole = tuple(range(n) for n in shape)
