@@ -137,7 +137,7 @@ def test_time_limits_parse_from_durations(text, seconds):
     assert SFTArguments(training_time_limit=text).training_time_limit == seconds
 
 
-def test_what_is_none_by_default_may_be_given_as_none():
+def test_arguments_with_none_default_accept_none():
     unset = {
         name: None for name, field in SFTArguments.model_fields.items() if field.default is None
     }
@@ -184,7 +184,7 @@ OPTAX = {
 }
 
 
-def test_only_what_optax_has_not_has_settings_of_its_own():
+def test_only_optimizers_outside_optax_have_own_settings():
     assert set(OPTIMIZERS) - set(OPTAX) == {"muon", "mars"}
 
 

@@ -90,7 +90,7 @@ def test_every_kind_of_damage_to_the_newest_falls_back(toy, tmp_path):
     damage("run-empty", lambda p: next((p / "run").rglob("metadata")).write_text(""))
 
 
-def test_what_a_crash_leaves_under_a_temporary_name_is_ignored(toy, tmp_path):
+def test_temporary_checkpoint_left_by_crash_is_ignored(toy, tmp_path):
     saved(toy, tmp_path, steps=(1, 2))
     (tmp_path / "2").rename(tmp_path / "2.orbax-checkpoint-tmp")
     assert restore(toy, tmp_path)[0] == 1

@@ -236,7 +236,7 @@ def test_one_term_needs_no_weights_before(toy, routed):
     assert step.before(leaves, run.method.frozen.leaves, placed) == {}
 
 
-def test_frozen_models_are_arguments_that_stay_as_they_are(toy, routed, tmp_path):
+def test_frozen_models_and_extra_losses_work_in_custom_method(toy, routed, tmp_path):
     reference = routed(seed=5)
     kept = jax.tree.map(np.array, nnx.state(reference))
     arguments = SFTArguments(
@@ -304,7 +304,7 @@ def test_the_learner_may_be_its_own_reference(toy, routed, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(kept), jax.tree.leaves(start))
 
 
-def test_what_a_method_needs_is_said(toy, routed):
+def test_missing_or_unknown_frozen_models_raise_config_error(toy, routed):
     with pytest.raises(ConfigError, match=r"reads the frozen model 'reference'.*frozen="):
         Distill(SFTArguments(), routed())
     with pytest.raises(ConfigError, match=r"'referense'; did you mean 'reference'"):

@@ -127,7 +127,7 @@ def test_checkpoint_whose_process_ended_during_the_commit_is_read(toy, tmp_path,
     assert restored(toy, tmp_path)[0] == 2
 
 
-def test_a_flipped_bit_in_the_arrays_falls_back_and_says_so_in_one_line(toy, tmp_path):
+def test_corrupt_checkpoint_falls_back_to_previous_with_one_message(toy, tmp_path):
     written(toy, tmp_path)
     file = max((tmp_path / "2/arrays").rglob("*"), key=lambda f: f.stat().st_size)
     flip(file, 4 * file.stat().st_size)
@@ -171,7 +171,7 @@ def test_a_saved_state_is_checked_too(toy, tmp_path):
         state.load_state(tmp_path / "s")
 
 
-def test_what_a_full_disk_is():
+def test_disk_full_errors_are_recognized():
     full = OSError(errno.ENOSPC, "No space left on device")
     library = ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
     wrapped = RuntimeError("in the background")
@@ -232,7 +232,7 @@ QUIET = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarni
 
 
 @QUIET
-def test_a_full_disk_is_said_and_the_run_goes_on_to_the_next_save(toy, small_disk, capsys):
+def test_full_disk_skips_checkpoint_and_training_continues(toy, small_disk, capsys):
     output = run(toy, small_disk, [Disk(small_disk, full=3, free=8)])
     out = capsys.readouterr().out
     assert out.count("could not be written: the disk of") == 1

@@ -179,7 +179,7 @@ def test_the_held_out_margin_rises(toy, tmp_path):
     assert output.metrics["eval_rewards/margins"] > start["eval_rewards/margins"] + 0.5
 
 
-def test_what_is_wrong_is_said(toy):
+def test_invalid_dpo_options_raise_error(toy):
     for given, words in [
         ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
         ({"loss_type": "hinge", "label_smoothing": 0.1}, "no effect with loss_type 'hinge'"),

@@ -154,7 +154,7 @@ def test_the_order_of_features_is_undone():
     assert in_pairs(matrix, 2)[:, 0].tolist() == [0, 12, 6, 18, 24, 36, 30, 42]
 
 
-def test_what_is_wrong_is_said(saved, stream, tmp_path):
+def test_invalid_easylm_conversions_raise_error(saved, stream, tmp_path):
     cut = tmp_path / "cut"
     cut.write_bytes(stream.read_bytes()[:-10])
     text = tmp_path / "text"

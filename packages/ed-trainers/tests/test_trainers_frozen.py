@@ -98,7 +98,7 @@ def test_checkpoint_size_is_printed(tmp_path, capsys):
     [{}, {"scan_layers": False}, {"sharding_axis_dims": (2, 2, 1, 2, 1)}],
     ids=["same", "unrolled", "mesh"],
 )
-def test_it_is_resumed_over_the_same_base(begun, tmp_path, config):
+def test_adapter_training_resumes_over_same_base(begun, tmp_path, config):
     shutil.copytree(begun[0], tmp_path / "run")
     _, losses = train(tmp_path / "run", 4, lora(base(**config), seed=1))
     if config:

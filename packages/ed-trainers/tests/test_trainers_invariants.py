@@ -122,7 +122,7 @@ def test_scanned_step_matches_unrolled_step(step, method):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
-def test_an_adapter_equals_the_model_that_it_is_merged_into(step, method):
+def test_adapter_step_matches_merged_model_step(step, method):
     _, plain = step(method, llama(method))
     _, report = step(method, adapted(method))
     _, merged = step(method, merge_lora(adapted(method)))
@@ -154,7 +154,7 @@ def test_chunked_loss_step_matches_unchunked_step(step, method):
     near_reports(other_report, report, 2e-5)
 
 
-def test_what_has_no_chunks_has_no_vocabulary():
+def test_methods_without_chunks_train_no_language_model():
     """The methods without `lmhead_chunksize` train models that say a few numbers, not a token."""
     without = {n for n, e in METHODS.items() if "lmhead_chunksize" not in e.arguments.model_fields}
     assert without == {n for n, e in METHODS.items() if e.task != TaskType.CAUSAL_LM}

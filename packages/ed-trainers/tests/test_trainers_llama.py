@@ -85,7 +85,7 @@ def test_every_mesh_learns_the_same(tmp_path, reference, dims):
     ],
     ids=["unrolled", "accumulated", "remat", "chunked"],
 )
-def test_how_it_is_computed_does_not_matter(tmp_path, reference, config, given):
+def test_execution_options_do_not_change_losses(tmp_path, reference, config, given):
     got = losses(tmp_path, config=config, **given)
     np.testing.assert_allclose(got, reference, rtol=1e-5)
 

@@ -206,7 +206,7 @@ class Stream:
         self.at = state["at"]
 
 
-def test_an_iterator_resumes_where_it_was(toy, tmp_path):
+def test_iterator_dataset_resumes_at_saved_position(toy, tmp_path):
     def stream():
         return Stream(toy.loader(), 5)
 

@@ -89,7 +89,7 @@ def test_a_damaged_state_falls_back(tmp_path, caplog):
         manager.load(step=1)
 
 
-def test_what_a_crash_leaves_is_no_state(tmp_path, monkeypatch):
+def test_interrupted_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
 
     def crash(*_):

@@ -203,7 +203,7 @@ class Slow:
         self.closed = True
 
 
-def test_a_slow_sink_delays_nobody(monkeypatch):
+def test_slow_sink_does_not_delay_training(monkeypatch):
     monkeypatch.setattr("ed_trainers.figures.sinks._INTERVAL", 0.01)
     slow = Slow()
     sink = Buffered(slow, print)
@@ -285,7 +285,7 @@ def test_trackers_get_the_rows_and_resume(toy, tmp_path, monkeypatch, name):
     assert (tmp_path / f"{name}.run").read_text() == number
 
 
-def test_a_tracker_that_is_not_installed_says_how_to_get_it(toy, tmp_path, monkeypatch):
+def test_missing_tracker_error_states_install_command(toy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'ed-trainers[wandb]'")):
         run(toy, tmp_path, report_to=["wandb"])

@@ -151,7 +151,7 @@ def test_packed_method_step_matches_separate_rows(step, batches, method):
     near_reports(alone_report, report, 2e-5)
 
 
-def test_packed_equals_apart_without_what_goes_round_in_a_row(step, batches):
+def test_packed_kto_step_matches_separate_rows(step, batches):
     batch = batches["labelled"]
     moved, _ = step("kto", batch, loss_type="apo_zero_unpaired")
     alone, _ = step("kto", apart(batch, ("",)), loss_type="apo_zero_unpaired")
@@ -230,7 +230,7 @@ def test_a_running_mean_and_eight_bits_of_moments_are_of_every_method(step, batc
     assert any(np.max(np.abs(leaf)) > 1e-3 for leaf in jax.tree.leaves(packed))
 
 
-def test_methods_without_noise_refuse_it():
+def test_methods_without_neftune_reject_its_option():
     for name, entry in METHODS.items():
         if "neftune_noise_alpha" not in entry.arguments.model_fields:
             with pytest.raises(ValidationError, match="neftune_noise_alpha"):

@@ -171,7 +171,7 @@ def test_held_out_prompts_are_completed_and_scored(toy_of_module, tmp_path):
     assert 0.3 < before < 0.7 and after > 0.9, "the share of even tokens rises"
 
 
-def test_what_is_missing_or_wrong_is_said(toy_of_module, tmp_path):
+def test_invalid_online_setup_raises_config_error(toy_of_module, tmp_path):
     run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
     with pytest.raises(ConfigError, match="takes batches of prompts, not dict"):
         run.generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)

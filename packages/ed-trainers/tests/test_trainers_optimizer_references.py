@@ -366,7 +366,7 @@ def test_eight_bits_are_the_nearest_level(signed, columns):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_eight_bit_moments_follow_the_full_ones(name):
+def test_eight_bit_moments_stay_close_to_full_precision(name):
     array = single(1, "large")  # 4608 numbers
     tree = {"large": jnp.asarray(array), "small": jnp.asarray(single(1, "wide"))}
     full, _ = trained(tree, gradient=noisy, optimizer=name)

@@ -157,7 +157,7 @@ def test_every_optimizer_moves_and_keeps_its_dtypes(name, dtype, master):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "rmsprop", "sgd"])
-def test_decay_shrinks_only_what_decays(name):
+def test_weight_decay_skips_norms_and_biases(name):
     tree = params()
     given = {"optimizer": name, "learning_rate": 0.01}
     plain, _ = steps(optimizer(**given, weight_decay=0.0), tree, count=1)
@@ -171,7 +171,7 @@ def test_decay_shrinks_only_what_decays(name):
     assert not np.any(difference["o_proj"]["bias"])
 
 
-def test_masters_accumulate_what_bfloat16_would_lose():
+def test_master_weights_accumulate_updates_below_bfloat16_resolution():
     # A step of 1e-3 is less than half a bfloat16 spacing at 1: without masters nothing moves.
     start = {"kernel": jnp.ones((4,), jnp.bfloat16)}
 

@@ -97,7 +97,7 @@ def test_chunked_policy_loss_matches_unchunked_loss(toy, method):
 # PPO and its value head.
 
 
-def test_the_value_head_learns_and_resumes_and_stays_beside_the_model(toy, tmp_path):
+def test_value_head_trains_resumes_and_is_saved_separately(toy, tmp_path):
     def run(directory, *callbacks, **given):
         options = {"num_iterations": 2, "num_train_epochs": 1, "learning_rate": 0.3, **given}
         model = toy()
@@ -163,7 +163,7 @@ def test_a_saved_head_is_read(toy, tmp_path):
         online("ppo", toy(), tmp_path, value_head=str(tmp_path))
 
 
-def test_what_nothing_scores_is_not_learned_from(toy, tmp_path):
+def test_unscored_completions_have_no_loss_weight(toy, tmp_path):
     def half(completion_ids):
         return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
 

@@ -75,7 +75,7 @@ def test_clipping_never_makes_a_loss_smaller():
     assert np.all((np.asarray(slope) == 0) == outside) and outside.any() and not outside.all()
 
 
-def test_values_are_held_near_the_old_ones():
+def test_value_loss_clips_to_old_values():
     values, old, returns = numbers(5), numbers(6), numbers(7)
     made = value_losses(*(jnp.asarray(x) for x in (values, old, returns)), cliprange=0.2)
     held = np.clip(values, old - 0.2, old + 0.2)

@@ -106,7 +106,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.proves("generation_interval", "generation_prompts", "generation_max_new_tokens")
-def test_previews_stand_in_the_metrics_and_in_the_report(run):
+def test_previews_appear_in_metrics_and_report(run):
     previews = [row for row in run.rows if "samples" in row]
     assert [row["step"] for row in previews] == [25, 50]
     last = previews[-1]["samples"]
@@ -166,7 +166,7 @@ def test_documents_begin_with_their_prompts_or_their_first_half():
     assert beginnings(prompts) == [[1, 2], [3]]
 
 
-def test_who_cannot_have_them_is_told(toy, tmp_path):
+def test_invalid_probe_options_raise_config_error(toy, tmp_path):
     for given, words in [
         ({"tokens": False, "generation_interval": 1}, "give a tokenizer as processing_class"),
         ({"learner": toy.model(), "generation_interval": 1}, "ToyModel writes none"),

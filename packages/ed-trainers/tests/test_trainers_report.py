@@ -28,7 +28,7 @@ def a_run(folder: Path, rows: list[dict[str, Any]] = ROWS, **summary: Any) -> Pa
     return folder
 
 
-def test_each_number_is_a_curve_beside_its_evaluation() -> None:
+def test_report_charts_training_and_evaluation_curves() -> None:
     loss, norm = charts(ROWS)
     assert [loss["name"], norm["name"]] == ["loss", "grad_norm"]
     training, evaluation = loss["lines"]
@@ -47,7 +47,7 @@ def test_long_curves_keep_their_spikes() -> None:
     assert kept == sorted(kept)
 
 
-def test_what_the_run_left_is_shown_as_text(tmp_path: Path) -> None:
+def test_report_escapes_samples_and_evaluation_text(tmp_path: Path) -> None:
     samples = [{"prompt": "<i>", "completion": "& {{DATA}}"}]
     evaluation = {"heldout": {"acc": 0.25}}
     run = a_run(

@@ -76,7 +76,7 @@ def test_the_error_lists_the_searched_places_and_the_way_out(project, tmp_path):
     assert f"there is no module 'missing'; {places}, and the installed" in str(error.value)
 
 
-def test_an_error_in_the_users_file_is_told_as_such(project):
+def test_error_in_reward_file_raises_config_error_with_cause(project):
     with pytest.raises(ConfigError, match=r"running .*broken\.py raised ZeroDivisionError"):
         Rewards(["broken.py:f"], [project])
     with pytest.raises(ConfigError, match=r"own_rewards\.py has no 'brevety'"):

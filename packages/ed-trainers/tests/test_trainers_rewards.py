@@ -36,7 +36,7 @@ def fails(completions):
     raise ZeroDivisionError("no tests ran")
 
 
-def test_functions_get_what_they_name_and_are_found_by_their_names():
+def test_reward_functions_have_unique_names_and_receive_named_fields():
     here = "online_runs:words"
     rewards = Rewards([here, {here: {"bonus": 0.5}}, "exact", takes_all])
     assert rewards.names == ("words_1", "words_2", "exact", "takes_all")

@@ -99,7 +99,7 @@ def run(toy, directory, model=None, loader=None, **given):
     return SFTTrainer(arguments, model, loader or toy.loader(), toy.loader(steps=1, seed=9))
 
 
-def test_only_what_is_trainable_moves_and_has_a_moment(toy, tmp_path):
+def test_only_trainable_parameters_change_and_have_moments(toy, tmp_path):
     trainer = run(toy, tmp_path, trainable_rules=BODY)
     before = jax.tree.map(np.array, nnx.state(trainer.model))
     output = trainer.train()

@@ -82,7 +82,7 @@ def packed():
     return {"input_ids": ids, "segment_ids": segments}
 
 
-def test_a_segment_has_the_length_that_it_has_alone():
+def test_segment_lengths_count_tokens_of_each_segment():
     lengths = segment_lengths(jnp.asarray(packed()["segment_ids"]))
     assert lengths.tolist() == [[12] * 12, [4] * 4 + [8] * 8, [3] * 3 + [0] * 9]
 
@@ -109,6 +109,6 @@ def test_neftune_is_uniform_noise_of_the_papers_size(llama):
     assert loss_of(llama, batch, None, neftune_noise_alpha=5.0) == loss_of(llama, batch, None)
 
 
-def test_a_model_without_a_table_says_so(toy):
+def test_neftune_requires_an_embedding_table(toy):
     with pytest.raises(ConfigError, match="ToyModel has not: leave neftune_noise_alpha out"):
         loss_of(toy.model(), toy.loader(rows=4).batch_at(0), KEY, neftune_noise_alpha=5.0)

@@ -81,7 +81,7 @@ def test_state_saves_without_optimizer(toy, tmp_path):
     equal(other.load_state(tmp_path / "s").graphstate, state.graphstate)
 
 
-def test_what_does_not_fit_is_named(toy, tmp_path):
+def test_unsuitable_saved_state_raises_checkpoint_error(toy, tmp_path):
     state = EasyDeLState.create(model=toy.model())
     state.save_state(tmp_path / "s")
     model = toy.model()

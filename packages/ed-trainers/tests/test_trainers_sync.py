@@ -72,7 +72,7 @@ def whole(toy, tmp_path_factory):
     [(1, 1, 1, 1, 1), pytest.param((2, 2, 1, 2, 1), marks=pytest.mark.nightly)],
     ids=str,
 )
-def test_it_moves_every_so_many_steps_and_the_loss_reads_where_it_is(toy, dims):
+def test_reference_sync_follows_configured_steps(toy, dims):
     """Step by step, beside mixtures by numpy and the loss over a reference of these weights."""
     given = toy.model(dims, seed=5)
     kept = arrays(nnx.state(given))
@@ -140,7 +140,7 @@ def test_microbatches_and_meshes_do_not_matter(toy, whole, tmp_path):
     near(arrays(many.state.reference), arrays(output.state.reference), 2e-5)
 
 
-def test_the_learner_as_it_was_is_copied_once(toy, tmp_path):
+def test_initial_learner_is_copied_once_as_reference(toy, tmp_path):
     model = toy.model()
     start = arrays(nnx.state(model))
     run = pairs(tmp_path, model, ref_model_sync_steps=100)
@@ -154,7 +154,7 @@ def test_the_learner_as_it_was_is_copied_once(toy, tmp_path):
     "method",
     [pytest.param(n, marks=() if n == "grpo" else pytest.mark.nightly) for n in SYNCED[3:]],
 )
-def test_samples_are_compared_with_where_it_is(toy, tmp_path, method, monkeypatch):
+def test_online_method_reads_synced_reference_and_resumes(toy, tmp_path, method, monkeypatch):
     """A method that samples reads the present reference, and resumes within a generation."""
     competes = method in ("xpo", "nash_md")
     if competes:
@@ -195,7 +195,7 @@ def test_samples_are_compared_with_where_it_is(toy, tmp_path, method, monkeypatc
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["kto", "bco"])
-def test_answers_that_are_good_or_not_have_it_too(toy, tmp_path, method):
+def test_reference_sync_works_for_labelled_answers(toy, tmp_path, method):
     class Labelled(Pairs):
         def batch_at(self, step):
             batch = super().batch_at(step)
@@ -231,7 +231,7 @@ def llama(scan=True, **given):
 
 
 @pytest.mark.nightly
-def test_it_goes_on_in_another_storage_of_layers_and_on_another_mesh(tmp_path):
+def test_synced_reference_resumes_in_other_layout_and_mesh(tmp_path):
     rules = [["embed_tokens", False], ["", True]]
     whole = pairs(tmp_path / "whole", llama(), trainable_rules=rules).train()
     pairs(tmp_path / "parts", llama(), trainable_rules=rules, callbacks=[StopAt(3)]).train()
@@ -244,7 +244,7 @@ def test_it_goes_on_in_another_storage_of_layers_and_on_another_mesh(tmp_path):
     assert again.state.reference is not None
 
 
-def test_what_is_wrong_is_said(toy, tmp_path):
+def test_invalid_sync_options_raise_error(toy, tmp_path):
     for method, given, words in [
         ("dpo", {"precompute_ref_log_probs": True}, "nothing of it can be computed ahead"),
         ("dpo", {"reference_free": True}, "no reference that could move"),

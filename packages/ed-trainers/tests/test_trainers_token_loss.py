@@ -86,7 +86,7 @@ def reference(toy):
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=str)
-def test_every_mesh_gives_what_one_device_gives(toy, reference, dims):
+def test_token_loss_on_every_mesh_matches_one_device(toy, reference, dims):
     one = outcome(*place((1, 1, 1, 1, 1), toy), None)
     np.testing.assert_allclose(one[0][1][0], reference.logp, atol=5e-6)
     np.testing.assert_allclose(one[0][1][1], reference.logz, atol=5e-6)

@@ -141,7 +141,7 @@ def test_outside_of_training_the_weights_are_the_models(toy, tmp_path):
     assert len(nnx.to_flat_state(weights.state)) == len(nnx.to_flat_state(nnx.state(run.model)))
 
 
-def test_after_a_step_that_failed_the_model_says_so(toy, tmp_path):
+def test_model_access_after_failed_step_raises_error(toy, tmp_path):
     class Break(Callback):
         def on_log(self, trainer, row):
             for leaf in trainer._loop._leaves:
