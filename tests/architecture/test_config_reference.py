@@ -86,7 +86,7 @@ def test_every_method_and_keyword_is_documented() -> None:
                 assert f"{method}({keyword.name})" in names, f"{method}({keyword.name})"
 
 
-def test_a_missing_row_is_noticed(tmp_path: Path, monkeypatch) -> None:
+def test_missing_config_reference_row_is_detected(tmp_path: Path, monkeypatch) -> None:
     tests = tmp_path / "packages/p/tests"
     tests.mkdir(parents=True)
     (tests / "test_x.py").write_text(

@@ -37,7 +37,7 @@ def test_every_row_of_every_family_has_its_results() -> None:
     assert not incomplete, "run: uv run python -m tools.conformance_results --missing"
 
 
-def test_what_the_table_says_of_results() -> None:
+def test_model_table_summarizes_results() -> None:
     results: conformance_results.Results = {
         "llama": {"a": {"parity": 2.3e-6, "cache": 0.0}, "b": {"parity": 4e-6, "saved": "torn"}}
     }

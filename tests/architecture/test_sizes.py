@@ -77,7 +77,7 @@ def test_modules_are_named_after_an_idea(package) -> None:
     assert not vague, "name the module after what it holds"
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     mute = [
         name(f) for f in sources() if not f.read_text(encoding="utf-8").lstrip().startswith('"')
     ]

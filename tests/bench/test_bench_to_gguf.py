@@ -92,7 +92,7 @@ def test_converted_gguf_has_sizes_tokens_and_dtypes(checkpoint: Path) -> None:
     assert set(tensors) > {"token_embd.weight", "blk.0.attn_q.weight"}
 
 
-def test_what_cannot_be_converted_says_so(checkpoint: Path) -> None:
+def test_unsupported_gguf_conversion_raises_value_error(checkpoint: Path) -> None:
     path = checkpoint / "model.gguf"
     (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 258}))
     with pytest.raises(ValueError, match=r"a vocabulary of 258: .* 259 already"):

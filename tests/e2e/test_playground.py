@@ -259,7 +259,7 @@ def test_a_model_without_template_continues_texts(open_tab) -> None:
 
 
 @needs_chromium
-def test_it_fits_a_phone_and_is_named(open_tab) -> None:
+def test_playground_fits_phone_width_and_labels_controls(open_tab) -> None:
     with background(ScriptedEngine(lambda prompt, choice: "word " * 30)) as url:
         tab = open_tab(url.removesuffix("v1"), width=360, height=640)
         ask(tab, "a question that is long enough to need two lines on a telephone")

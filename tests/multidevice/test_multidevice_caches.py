@@ -73,7 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "format", "sizes", "features"), CASES)
-def test_split_slots_give_what_one_device_gives(layout, format, sizes, features):
+def test_sharded_cache_slots_match_one_device(layout, format, sizes, features):
     """A prompt over several shards, one across an edge, single tokens on both sides of edges."""
     mesh = mesh_of(**sizes)
     qkv = inputs(21)

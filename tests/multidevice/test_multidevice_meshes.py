@@ -88,7 +88,7 @@ def test_partition_specs_are_those_of_the_table() -> None:
     )
 
 
-def test_the_table_is_what_arrays_have() -> None:
+def test_recorded_specs_match_array_sharding() -> None:
     for dims in case.USUAL:
         recorded = llama_specs.recorded(dims)
         for name, array in placed(dims).params.items():

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("several_processes")]
 MODULE = ["-m", "tests.multidevice.online_processes"]
 
 
-def test_two_processes_sample_and_learn_what_one_does(tmp_path: Path, record_property) -> None:
+def test_two_process_online_training_matches_one_process(tmp_path: Path, record_property) -> None:
     """The first run ends within a generation, whose completions the second one goes on with."""
     one, two = tmp_path / "one", tmp_path / "two"
     for steps in (3, 6):

@@ -241,7 +241,7 @@ def test_one_device_is_blockwise_with_the_blocks_of_ring() -> None:
     assert "[2,2,2,16,4]" in call.compiled.as_text(), "no scores of 16 queries and 4 keys"
 
 
-def test_auto_takes_it_where_the_mesh_splits_a_long_sequence() -> None:
+def test_auto_selects_ring_for_long_sequences_on_split_mesh() -> None:
     def taken(dims: Dims, s: int, **axes: Any) -> str:
         config = EasyDeLBaseConfig(
             attn_mechanism="auto", sharding_axis_dims=dims, partition_axis=axes

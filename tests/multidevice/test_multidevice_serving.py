@@ -51,7 +51,7 @@ def test_two_processes_take_the_same_steps(
 
 
 @pytest.mark.parametrize("dims", ["1,1,1,-1,1", "-1,1,1,1,1"])
-def test_the_first_process_serves_and_the_others_end_with_it(tmp_path: Path, dims: str) -> None:
+def test_first_process_serves_and_others_exit_with_it(tmp_path: Path, dims: str) -> None:
     fields = tiny_llama(vocab_size=260, num_hidden_layers=2)
     fields.pop("model_type")
     LlamaForCausalLM.create(LlamaConfig(**fields), seed=1).save_pretrained(tmp_path / "model")

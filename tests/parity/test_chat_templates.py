@@ -279,7 +279,7 @@ def test_pairs_of_texts_are_those_of_trl(encoded, name, row):
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=case_id)
-def test_a_reward_model_is_asked_about_the_tokens_it_was_trained_with(encoded, tmp_path, family):
+def test_reward_scoring_uses_same_tokens_as_training(encoded, tmp_path, family):
     """Pairs for training, and a prompt with a sampled answer for scoring."""
     tokenizer = family.tokenizer()
     for name in ("one turn", "several turns", "tools"):

@@ -51,7 +51,7 @@ def no_prefix(content):
         (no_prefix, True),
     ],
 )
-def test_files_of_a_model_whose_config_says_tied(references, tmp_path, change, tied):
+def test_tied_config_follows_checkpoint_files(references, tmp_path, change, tied):
     reference = references("tied")
     directory = shutil.copytree(reference.directory, tmp_path / "model")
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]

@@ -80,7 +80,7 @@ def test_the_dtype_of_the_file_does_not_matter(references):
     [("untied", (1, 2, 1, 2, 2), True), ("tied", ONE, False)],
     ids=["untied, sharded, scanned", "tied, unrolled"],
 )
-def test_torch_loads_what_we_save(references, tmp_path, case, dims, scan_layers):
+def test_torch_loads_saved_model(references, tmp_path, case, dims, scan_layers):
     import transformers
 
     reference = references(case)

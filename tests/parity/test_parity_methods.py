@@ -33,7 +33,7 @@ def test_every_method_has_a_parity_comparison() -> None:
     "name",
     [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in CASES],
 )
-def test_it_is_what_the_reference_says(name: str, record_property) -> None:
+def test_method_losses_match_reference(name: str, record_property) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = CASES[name].measure()

@@ -18,7 +18,7 @@ from tools.method_cases import harness  # noqa: E402 - imports torch inside
 
 
 @pytest.mark.nightly
-def test_it_moves_as_trl_moves_it(tmp_path) -> None:
+def test_reference_sync_matches_trl(tmp_path) -> None:
     from trl.trainer.callbacks import SyncRefModelCallback
 
     learner, reference = (harness.our_model(harness.folder(seed)) for seed in (0, 1))

@@ -129,7 +129,7 @@ def on_one_device(tmp_path_factory):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dims", [(1, 8, 1, 1, 1), (1, 4, 1, 2, 1), (8, 1, 1, 1, 1)], ids=str)
-def test_every_mesh_samples_and_learns_what_one_device_does(on_one_device, tmp_path, dims):
+def test_online_training_on_every_mesh_matches_one_device(on_one_device, tmp_path, dims):
     model = LlamaForCausalLM.create(config(sharding_axis_dims=dims), seed=0)
     rows = train(tmp_path, model)[2]
     checked(rows)

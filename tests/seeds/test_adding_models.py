@@ -100,7 +100,7 @@ def test_the_tool_prints_the_commands_of_the_page() -> None:
         assert f"  {command} " in printed
 
 
-def test_a_package_of_ones_own(mine: tuple[Path, list[Path]]) -> None:
+def test_external_model_package_passes_its_tests(mine: tuple[Path, list[Path]]) -> None:
     folder, path = mine
     stated = re.search(r"```text\n(\[project\.entry.*?)```", PAGE.read_text(), re.DOTALL)
     assert stated is not None and stated[1] in (folder / "pyproject.toml").read_text()
@@ -118,7 +118,9 @@ def test_new_model_passes_conformance_suite(mine: tuple[Path, list[Path]]) -> No
 
 
 @pytest.mark.nightly
-def test_it_trains_from_yaml_and_is_served(mine: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_external_model_trains_from_yaml_and_is_served(
+    mine: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
     import httpx
 
     _, path = mine

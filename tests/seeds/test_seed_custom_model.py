@@ -55,7 +55,7 @@ def config_class(monkeypatch: pytest.MonkeyPatch) -> type:
     return first
 
 
-def test_it_registers_creates_shards_trains_and_generates(
+def test_custom_model_registers_shards_trains_and_generates(
     config_class: Any, tmp_path: Path
 ) -> None:
     register(config_class)
