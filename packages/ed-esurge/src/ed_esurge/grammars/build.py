@@ -1,4 +1,4 @@
-"""From a structured output to a matcher of llguidance.
+"""Conversion of a structured output to a matcher of llguidance.
 
 The trial in a child process and the engine build the same grammar with the same limits.
 """
@@ -12,13 +12,14 @@ from typing import Any
 from ed_esurge.grammars.limits import GrammarError, check_lark, check_regex, check_schema
 
 Source = tuple[str, Any]
-"""The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its text or texts."""
+"""The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its string(s)."""
 
-# A model may put one space where JSON allows any white space: it would go on for ever otherwise.
+# At most one space is allowed between JSON tokens. Otherwise a model may generate white space
+# without end.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
-# What compiling a grammar and each step of its matcher may use. A matcher that needs more fails.
-# The limits of a grammar and of lexer states also bound memory: a state takes about 600 bytes.
+# Limits of the compilation and of each matcher step. A matcher that exceeds a limit fails. The
+# limits of grammar size and lexer states also limit memory: a state uses about 600 bytes.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -36,7 +37,7 @@ def make_tokenizer(serialized: str, size: int, eos_token_ids: Sequence[int]) -> 
     Args:
         serialized: the `tokenizers.Tokenizer`, as JSON.
         size: number of tokens.
-        eos_token_ids: allowed where a grammar is at its end.
+        eos_token_ids: tokens that are allowed at the end of a grammar.
     """
     from llguidance import LLTokenizer
 
@@ -44,7 +45,7 @@ def make_tokenizer(serialized: str, size: int, eos_token_ids: Sequence[int]) -> 
 
 
 def grammar_text(source: Source) -> str:
-    """Return a structured output in llguidance's own form.
+    """Return a structured output in llguidance's format.
 
     Raises:
         GrammarError: the text is not a grammar, or is too deep or too large.
@@ -72,7 +73,7 @@ def grammar_text(source: Source) -> str:
 
 
 def build(tokenizer: Any, text: str) -> Any:
-    """Compile a grammar; an error is in the matcher (`LLMatcher.get_error`)."""
+    """Compile a grammar. The matcher stores an error (`LLMatcher.get_error`)."""
     from llguidance import LLMatcher, LLParserLimits
 
     return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))

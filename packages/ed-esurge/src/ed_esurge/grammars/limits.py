@@ -1,9 +1,9 @@
 """Limits of a grammar that are checked before llguidance reads the grammar.
 
-llguidance compiles rules and schemas recursively. A chain of references that is deep enough
-overflows the stack of its thread, which ends the process. The depth that is limited here is an
-upper bound of that recursion: along a chain of references, the nesting of each rule adds up, and
-rules that refer to each other count as one rule of their total nesting.
+llguidance compiles rules and schemas recursively. A long chain of references overflows the stack of
+its thread, which ends the process. This module limits an upper bound of the recursion depth: the
+sum of the rules' nesting along a chain of references. Mutually recursive rules count as one rule
+with their total nesting.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# Levels of nesting along a chain of references, and values in a schema.
+# Maximum levels of nesting along a chain of references, and maximum number of values in a schema.
 MAX_DEPTH, MAX_SCHEMA_VALUES = 2048, 2**15
-# Nested parentheses of a regular expression; the parser of llguidance accepts 250.
+# Maximum nested parentheses of a regular expression; the parser of llguidance accepts 250.
 MAX_REGEX_DEPTH = 200
 
 Graph = Mapping[str, tuple[int, Sequence[str]]]
-"""Name of a rule -> its own nesting, and the rules that it refers to."""
+"""Name of a rule -> nesting of the rule, and the rules that it references."""
 
 
 class GrammarError(ValueError):
@@ -27,10 +27,10 @@ class GrammarError(ValueError):
 
 
 def check_schema(text: str) -> Any:
-    """Parse a JSON schema, and refuse a schema that is too deep or too large.
+    """Parse a JSON schema and check its depth and size.
 
     Raises:
-        GrammarError: see the messages.
+        GrammarError: the text is not a JSON schema, or is too deep or too large.
     """
     try:
         schema = json.loads(text)
@@ -47,19 +47,19 @@ def check_schema(text: str) -> Any:
 
 
 def check_lark(text: str) -> None:
-    """Refuse a grammar in Lark syntax whose rules are nested too deeply.
+    """Check the nesting of the rules of a grammar in Lark syntax.
 
     Raises:
-        GrammarError: see the message.
+        GrammarError: the rules are nested too deeply.
     """
     _check_depth("the grammar", _lark_graph(text))
 
 
 def check_regex(text: str) -> None:
-    """Refuse a regular expression with too many nested parentheses.
+    """Check the nesting of the parentheses of a regular expression.
 
     Raises:
-        GrammarError: see the message.
+        GrammarError: the parentheses are nested too deeply.
     """
     depth = deepest = 0
     for bracket in re.findall(r"\\.|[()]", text, re.DOTALL):
@@ -95,7 +95,7 @@ def _check_depth(name: str, graph: Graph) -> None:
 
 
 def _schema_graph(schema: Mapping[str, Any]) -> Graph:
-    """The schema itself is the rule "#"; each target of a `$ref` is a rule of its own.
+    """Return the rules of a schema: "#" for the schema, and one rule per target of a `$ref`.
 
     Raises:
         GrammarError: the schema has too many values.
@@ -160,7 +160,7 @@ _LARK = re.compile(
 
 
 def _lark_graph(text: str) -> Graph:
-    """The rules and tokens of a Lark grammar. Text that is no definition counts for "start"."""
+    """Return the rules and tokens of a Lark grammar. Other text is counted for "start"."""
     graph: dict[str, tuple[int, list[str]]] = {"start": (1, [])}
     current, depth = "start", 0
     for match in _LARK.finditer(text):
@@ -179,7 +179,7 @@ def _lark_graph(text: str) -> Graph:
 
 
 def _components(graph: Graph) -> Iterable[set[str]]:
-    """Strongly connected components, each after the components that it refers to (Tarjan)."""
+    """Return the strongly connected components, each after those that it references (Tarjan)."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     path: list[str] = []

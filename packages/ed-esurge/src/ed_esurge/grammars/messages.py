@@ -14,7 +14,7 @@ TOO_COMPLEX = (
 )
 UNSATISFIABLE = "no text satisfies the grammar: a rule refers to itself without an end"
 
-# Beginnings of the messages about schemas, and the way out.
+# Prefixes of llguidance's messages about schemas, and the advice for each.
 _SCHEMA = (
     (
         r"oneOf constraints are not supported.*",
@@ -54,18 +54,18 @@ _SCHEMA = (
 )
 _COMPLEX = re.compile(r"fuel|limit|too many|too big|precomputation|Current row|too complex", re.I)
 
-# Keywords whose values are schemas, lists of schemas, and schemas by name.
+# Keywords with a schema, a list of schemas, and a mapping of schemas as value.
 _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties")
 
 
 def plain(kind: str, said: str) -> str:
-    """Return a message of llguidance as a message for the sender of a grammar.
+    """Convert an error message of llguidance to a message for the sender of the grammar.
 
     Args:
-        kind: of the grammar; see `ed_esurge.grammars.build.Source`.
-        said: the error of a matcher.
+        kind: kind of the grammar; see `ed_esurge.grammars.build.Source`.
+        said: error message of the matcher.
     """
     first = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if kind == "json_schema":
@@ -86,11 +86,11 @@ def plain(kind: str, said: str) -> str:
 
 
 def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
-    """Return the JSON path of the innermost part of a schema that fails by itself.
+    """Return the JSON path of the innermost part of a schema that fails separately.
 
     Args:
-        schema: fails as a whole.
-        fails: whether another schema fails, given with the definitions of the whole.
+        schema: the schema that fails.
+        fails: function that returns whether a part fails, with the definitions of the schema.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path, here, seen = "$", schema, {"$"}
@@ -107,7 +107,7 @@ def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
 
 
 def _parts(schema: Any, here: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas inside a schema, each with its step of the path; `$…` is a whole path."""
+    """Yield the schemas inside a schema, each with its step of the path; `$…` is a full path."""
     if not isinstance(here, dict):
         return
     target = here.get("$ref")

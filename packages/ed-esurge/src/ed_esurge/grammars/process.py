@@ -1,4 +1,4 @@
-"""The worker process of one tokenizer, as the server sees it."""
+"""The server's interface to the worker process of one tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDED = (
 )
 
 Answer = Future[tuple[str, float]]
-"""The grammar as llguidance reads it, and the seconds of processor time that it took; or a
+"""The grammar in llguidance's format and the processor time of the trial in seconds, or a
 `GrammarError`."""
 
 
@@ -42,11 +42,11 @@ class TrialProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker process, once it has started."""
+        """Process id of the worker process after its start."""
         return None if self._connection is None else self._connection.process.pid
 
     def start(self) -> None:
-        """Start the process, if none runs."""
+        """Start the process if no process runs."""
         with self._lock:
             self._connected()
 
@@ -75,7 +75,7 @@ class TrialProcess:
 
 
 class _Connection:
-    """One process, and the answers that it owes."""
+    """One process and its pending answers."""
 
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}
@@ -97,7 +97,7 @@ class _Connection:
         self.process.stdin.flush()
 
     def fail(self, number: int) -> None:
-        """Answer that the process has ended, unless there is an answer."""
+        """Fail a job because the process has ended, unless the job has an answer."""
         answer = self.answers.pop(number, None)
         if answer is not None:
             answer.set_exception(GrammarError(ENDED))
@@ -110,7 +110,7 @@ class _Connection:
         self.process.wait()
 
     def _read(self) -> None:
-        """Pass answers on; when the process ends, fail what it still owes."""
+        """Deliver answers. When the process ends, fail the pending jobs."""
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:

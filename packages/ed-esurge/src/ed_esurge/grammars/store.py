@@ -1,4 +1,4 @@
-"""Compiled grammars: tried in a child process, then compiled here, and kept by content."""
+"""Compiled grammars: tried in a child process, then compiled in this process, and cached."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ed_esurge.grammars.process import TrialProcess
 from ed_esurge.grammars.thoughts import ThoughtEnds
 from ed_esurge.sampling import StructuredOutputs
 
-# Compiled grammars that are kept without a request that uses them, and grammars that may wait.
+# Maximum number of cached grammars that no request uses, and of queued grammars.
 KEPT, MAX_WAITING = 128, 64
-# Stack of the thread that compiles. A trial has a quarter, so what passes the trial fits here.
+# Stack of the compiler thread. A trial has a quarter of it, so a grammar that passes fits here.
 STACK = 2**27
 # `threading.stack_size` is a setting of the whole process.
 _STACK_LOCK = threading.Lock()
 
 
 class GrammarsBusyError(ConfigError):
-    """Too many grammars wait to be compiled."""
+    """Too many grammars are queued for compilation."""
 
 
 class Grammar:
     """A compiled grammar.
 
     Args:
-        template: an `LLMatcher` at the beginning; never used but for copies.
+        template: an `LLMatcher` at the beginning; used only for copies.
     """
 
     def __init__(self, template: Any) -> None:
@@ -49,23 +49,23 @@ class Grammar:
 
 
 class Grammars:
-    """The grammars of one tokenizer. Any thread may call the methods.
+    """The grammars of one tokenizer. Thread-safe.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        vocab_size: of the model.
-        eos_token_ids: allowed where a grammar is at its end.
+        vocab_size: vocabulary size of the model.
+        eos_token_ids: tokens that are allowed at the end of a grammar.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._hf = tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.size = max(vocab_size, len(tokenizer))
-        """Tokens that masks are made for: the tokenizer may have more than the model."""
+        """Number of tokens in a mask. The tokenizer may have more tokens than the model."""
         self._lock = threading.Lock()
         self._made: tuple[Any, TrialProcess] | None = None
         self._recent: OrderedDict[Source, Grammar] = OrderedDict()
-        # Also the grammars that are no longer recent, while requests use them.
+        # Includes older grammars while requests use them.
         self._known: weakref.WeakValueDictionary[Source, Grammar] = weakref.WeakValueDictionary()
         self._waiting: dict[Source, Future[Grammar]] = {}
         self._ends: dict[tuple[str, ...], ThoughtEnds] = {}
@@ -73,21 +73,21 @@ class Grammars:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars | None:
-        """The grammars of a tokenizer; None without one."""
+        """Return the grammars of a tokenizer; None without a tokenizer."""
         return None if tokenizer is None else cls(tokenizer, vocab_size, eos_token_ids)
 
     @property
     def tokenizer(self) -> Any:
-        """llguidance's form of the tokenizer.
+        """The tokenizer in llguidance's format.
 
         Raises:
-            ConfigError: the tokenizer has no such form.
+            ConfigError: the tokenizer cannot be converted.
         """
         return self._prepared()[0]
 
     @functools.cached_property
     def text_ends(self) -> Sequence[int]:
-        """End-of-sequence tokens that a grammar would take for text, where there are others."""
+        """End-of-sequence tokens that a grammar would treat as text, if there are others."""
         special = {each for each in self.eos_token_ids if self.tokenizer.is_special_token(each)}
         return sorted({*self.eos_token_ids} - special) if special else ()
 
@@ -95,11 +95,12 @@ class Grammars:
         """Compile a grammar that a client sent, after a trial in a child process.
 
         Returns:
-            The grammar, or a `ConfigError` that says why there is none. Equal grammars share one.
+            a future of the grammar; it raises `ConfigError` for an invalid grammar. Equal grammars
+            share one compilation.
 
         Raises:
             ConfigError: the tokenizer is not fast.
-            GrammarsBusyError: too many other grammars wait.
+            GrammarsBusyError: too many grammars are queued.
         """
         if wanted.after:
             self.thought_ends(wanted.after)
@@ -109,7 +110,7 @@ class Grammars:
             if result is not None:
                 return result
             result = Future()
-            # A caller that gives up cannot cancel what others wait for.
+            # A caller that cancels its future must not cancel the compilation for other callers.
             result.set_running_or_notify_cancel()
             known = self._find(source)
             if known is not None:
@@ -130,7 +131,7 @@ class Grammars:
         return result
 
     def get(self, wanted: StructuredOutputs) -> Grammar:
-        """Return a grammar that was submitted before, here or in the process that leads.
+        """Return a grammar that was submitted before, in this process or in the leader.
 
         Raises:
             ConfigError: the grammar does not compile.
@@ -151,7 +152,7 @@ class Grammars:
         return grammar
 
     def thought_ends(self, texts: tuple[str, ...]) -> ThoughtEnds:
-        """Return what finds the end of thoughts in tokens. The first call reads every token.
+        """Return the detector of the end of reasoning. The first call decodes every token.
 
         Args:
             texts: see `StructuredOutputs.after`.
@@ -161,8 +162,8 @@ class Grammars:
         return self._ends[texts]
 
     def forget(self, wanted: StructuredOutputs) -> None:
-        """Drop a grammar whose matcher has exceeded a limit: its copies share the lexer's states,
-        so each of them would."""
+        """Remove a grammar whose matcher has exceeded a limit. All copies share the lexer states,
+        so each copy would exceed the limit."""
         source = source_of(wanted)
         with self._lock:
             self._recent.pop(source, None)
@@ -190,14 +191,14 @@ class Grammars:
             return self._made
 
     def _find(self, source: Source) -> Grammar | None:
-        """Return a compiled grammar; the caller holds the lock."""
+        """Return a cached grammar or None. The caller must hold the lock."""
         known = self._known.get(source)
         if known is not None:
             self._note(source, known)
         return known
 
     def _note(self, source: Source, grammar: Grammar) -> None:
-        """Make a grammar the most recent one; the caller holds the lock."""
+        """Mark a grammar as most recently used. The caller must hold the lock."""
         self._known[source] = self._recent[source] = grammar
         self._recent.move_to_end(source)
         while len(self._recent) > KEPT:
@@ -220,7 +221,7 @@ class Grammars:
         return Grammar(matcher)
 
     def _settle(self, source: Source, outcome: Grammar | BaseException) -> None:
-        """Answer those who wait for a grammar."""
+        """Set the result of the futures for a grammar."""
         with self._lock:
             if isinstance(outcome, Grammar):
                 self._note(source, outcome)
@@ -234,7 +235,7 @@ class Grammars:
 
 
 class _Compiler:
-    """A thread with a large stack that compiles grammars one by one, the quickest first."""
+    """A thread with a large stack that compiles grammars one by one, the fastest first."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
@@ -243,7 +244,7 @@ class _Compiler:
         self._works = False
 
     def add(self, seconds: float, work: Callable[[], Grammar], done: Future[Grammar]) -> None:
-        """Queue work that is expected to take so many seconds."""
+        """Queue work with its expected duration in seconds."""
         with self._ready:
             heapq.heappush(self._queue, (seconds, next(self._numbers), work, done))
             if not self._works:
@@ -276,6 +277,6 @@ class _Compiler:
 
 
 def source_of(wanted: StructuredOutputs) -> Source:
-    """Return the kind and the text of a structured output, by which its grammar is kept."""
+    """Return the kind and the text of a structured output, the cache key of its grammar."""
     kinds = ("json_schema", "regex", "choice", "grammar")
     return next((kind, value) for kind in kinds if (value := getattr(wanted, kind)) is not None)

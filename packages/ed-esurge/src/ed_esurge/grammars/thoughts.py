@@ -1,7 +1,7 @@
-"""The end of a model's thoughts, found in the text of its tokens.
+"""Detection of the end of a model's reasoning in the text of its tokens.
 
-The text that ends thoughts may be one token or several, and its last token may hold more text. The
-grammar of the answer begins behind the text. White space there belongs to neither.
+The text that ends the reasoning may consist of several tokens, and its last token may contain more
+text. The grammar of the answer applies after this text and any white space in the same token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ BITS = 32
 
 
 class ThoughtEnds:
-    """The texts that end thoughts, for one tokenizer.
+    """The texts that end reasoning, for one tokenizer.
 
     Args:
-        texts: the first of them that appears ends the thoughts.
-        tokenizer: llguidance's form of the tokenizer.
-        size: tokens of a mask.
-        eos_token_ids: not allowed within thoughts: the answer is missing.
+        texts: strings; the first occurrence of one of them ends the reasoning.
+        tokenizer: the tokenizer in llguidance's format.
+        size: number of tokens in a mask.
+        eos_token_ids: tokens that are forbidden during reasoning, because the answer is missing.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class ThoughtEnds:
         self._tokenizer = tokenizer
         self._inside = np.full(-(-size // BITS), -1, np.int32)
         forbid(self._inside, eos_token_ids)
-        # Tokens that end thoughts and go on with text of an answer that no grammar has seen, by
-        # the beginning of the end that must come before them.
+        # Tokens that end the reasoning and also contain text of the answer, which would bypass the
+        # grammar. The key is the part of the end text that precedes the token.
         self._overrun: dict[bytes, list[int]] = {}
         lasts = {text[-1] for text in self._texts}
         for token in range(min(size, tokenizer.vocab_size)):
@@ -44,10 +44,11 @@ class ThoughtEnds:
         self._masks: dict[tuple[bytes, ...], np.ndarray] = {}
 
     def advance(self, tail: bytes, token: int) -> bytes | None:
-        """Return the end of the thoughts' text after a token; None where thoughts have ended.
+        """Return the last bytes of the reasoning after a token, or None if the reasoning has ended.
 
         Args:
-            tail: what was returned for the token before; b"" at the beginning.
+            tail: return value for the previous token; b"" at the beginning.
+            token: the next token.
         """
         tail += self._tokenizer.decode_bytes([token])
         if any(text in tail for text in self._texts):
@@ -55,7 +56,7 @@ class ThoughtEnds:
         return tail[-self._kept :]
 
     def mask(self, tail: bytes) -> np.ndarray:
-        """Return the bits of the tokens that are allowed within thoughts."""
+        """Return the mask of the tokens that are allowed during reasoning."""
         befores = tuple(before for before in self._overrun if tail.endswith(before))
         if befores not in self._masks:
             mask = self._inside.copy()

@@ -1,4 +1,4 @@
-"""Compile a grammar and try its matcher, in a process that may die of it."""
+"""Trial of a grammar in a process that may crash: compile it and run its matcher."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ed_esurge.grammars.build import Source, build, grammar_text
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, plain
 
-# Outputs that are tried, and tokens of each.
+# Number of trial outputs, and number of tokens in each.
 WALKS, STEPS = 2, 32
-# Seconds of processor time that one step may take, and that the search for the failing part of a
-# schema may take.
+# Limits in seconds of processor time: for one step, and for the search for the failing part of a
+# schema.
 STEP_SECONDS, LOCATE_SECONDS = 0.25, 0.5
 
 
 def compile_grammar(tokenizer: Any, source: Source) -> tuple[str, Any]:
-    """Return a grammar as llguidance reads it, and its matcher.
+    """Return a grammar in llguidance's format, and its matcher.
 
     Args:
-        tokenizer: of `ed_esurge.grammars.build.make_tokenizer`.
+        tokenizer: result of `ed_esurge.grammars.build.make_tokenizer`.
 
     Raises:
         GrammarError: the grammar is invalid, or exceeds a limit.
@@ -40,7 +40,7 @@ def compile_grammar(tokenizer: Any, source: Source) -> tuple[str, Any]:
 
 
 def try_matcher(matcher: Any) -> None:
-    """Check that a matcher keeps its limits while it generates tokens at random.
+    """Check that a matcher does not exceed its limits for random tokens.
 
     Raises:
         GrammarError: the matcher exceeds a limit, or allows no text.
@@ -50,7 +50,7 @@ def try_matcher(matcher: Any) -> None:
 
 
 def _walk(matcher: Any, rng: random.Random) -> None:
-    """Generate tokens at random, as the engine would."""
+    """Generate random allowed tokens in the same way as the engine."""
     for step in range(STEPS):
         began = time.process_time()
         mask = matcher.compute_bitmask()
@@ -70,7 +70,7 @@ def _walk(matcher: Any, rng: random.Random) -> None:
 
 
 def _choose(mask: bytes, rng: random.Random) -> int | None:
-    """Return one of the tokens whose bits are set; None without any."""
+    """Return a token with a set bit; None without set bits."""
     start = rng.randrange(len(mask))
     turned = mask[start:] + mask[:start]
     left = turned.lstrip(b"\0")
@@ -82,7 +82,7 @@ def _choose(mask: bytes, rng: random.Random) -> int | None:
 
 
 def _refusal(tokenizer: Any, source: Source, said: str) -> str:
-    """The message about a grammar that does not compile; for a schema, with a JSON path."""
+    """Return the message for an invalid grammar; for a schema, with a JSON path."""
     kind, content = source
     if kind != "json_schema":
         return plain(kind, said)

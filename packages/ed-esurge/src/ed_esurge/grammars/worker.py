@@ -1,9 +1,9 @@
-"""The process that tries grammars: each in a child of its own, which may crash or hang.
+"""The worker process that tries each grammar in a separate child, which may crash or hang.
 
 The process reads its tokenizer and then jobs from standard input, and writes results to standard
-output, one JSON object in a line. The process stays small and has one thread, so that a child is a
-fork of a few milliseconds. Processor time, memory and the depth of the stack of a child are
-limited. While other jobs wait, a child may run for `BUSY_SECONDS` only.
+output, one JSON object per line. The process is small and has one thread, so that a fork requires
+only a few milliseconds. Processor time, memory and stack depth of a child are limited. While other
+jobs wait, a child may run for at most `BUSY_SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.trial import compile_grammar, try_matcher
 
-# Of one job: processor time, wall time, wall time while others wait, and memory beyond the
-# process's own.
+# Limits of one job: processor time, wall time, wall time while other jobs wait, and memory in
+# addition to that of the worker process.
 CPU_SECONDS, WALL_SECONDS, BUSY_SECONDS, MEMORY = 2.0, 30.0, 1.0, 2**30
-# Stack for compiling and for the steps of a matcher. The engine has four times as much for the one
-# and twice as much for the other, so what passes here does not overflow a stack there.
+# Stack for compilation and for matcher steps. The engine has four times as much for the former and
+# twice as much for the latter, so a grammar that passes does not overflow a stack in the engine.
 STACK, STEP_STACK = 2**25, 2**20
-# Jobs at the same time.
+# Maximum number of concurrent jobs.
 CHILDREN = 4
 
 TOO_LONG = (
@@ -66,7 +66,7 @@ class Worker:
         self._tokenizer: Any = None
 
     def run(self) -> None:
-        """See the class."""
+        """Run jobs until standard input ends."""
         self._selector.register(0, selectors.EVENT_READ)
         while True:
             patience = 0.05 if self._waiting else None
@@ -81,7 +81,7 @@ class Worker:
                 self._start(self._waiting.popleft())
 
     def _read_jobs(self) -> bool:
-        """Take what was sent; False at the end of standard input."""
+        """Read standard input and queue the received jobs. Return False at its end."""
         data = os.read(0, 2**20)
         self._unread.append(data)
         if b"\n" not in data:
@@ -124,10 +124,10 @@ class Worker:
         _write(1, json.dumps({"id": running.job, **answer}).encode() + b"\n")
 
     def _end_late_jobs(self) -> None:
-        """Make room for the jobs that wait, the longest running jobs first."""
+        """End long-running jobs while other jobs wait, the longest first."""
         before = time.monotonic() - BUSY_SECONDS
         missing = len(self._waiting) - sum(running.late for running in self._running.values())
-        for running in self._running.values():  # in the order of their beginnings
+        for running in self._running.values():  # in the order of their starts
             if missing > 0 and running.began < before and not running.late:
                 running.late = True
                 os.kill(running.pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ class Worker:
 
 
 def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
-    """Run one job in a child. An answer without its line end is not whole, and does not count."""
+    """Run one job in a child. An answer without a line end is incomplete and is ignored."""
     _limit()
     answer: dict[str, Any] = {}
     made: list[tuple[str, Any]] = []
@@ -189,7 +189,7 @@ def _write(target: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    # An interrupt of the terminal is for the server, which then closes standard input.
+    # Ignore interrupts of the terminal. The server handles them and closes standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     Worker().run()
