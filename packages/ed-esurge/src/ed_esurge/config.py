@@ -166,7 +166,8 @@ class EngineConfig(Options):
     min_input_pad: PositiveInt = 16
     """Smallest token bucket of a prefill step."""
     max_num_seq_buckets: tuple[PositiveInt, ...] | None = None
-    """Padded sizes of a step in sequences, ascending. None: powers of two up to `max_num_seqs`."""
+    """Numbers of sequences that a step is padded to, ascending. None: powers of two up to
+    `max_num_seqs`."""
     max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 20
     """Maximum value of `logprobs` and `prompt_logprobs` in a request."""
     batch_invariant: bool = False

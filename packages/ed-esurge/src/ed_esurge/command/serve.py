@@ -12,7 +12,7 @@ from ed_esurge.command.flags import mapping_of, options_of
 from ed_esurge.command.load import add_model_arguments, engine_of, name_of
 from ed_esurge.config import EngineConfig, ServerLimits, UnknownFields
 
-#: Environment variables with keys: every user of the machine can read a command line.
+#: Environment variables with API keys. A command line is readable by every user of the machine.
 KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 
 

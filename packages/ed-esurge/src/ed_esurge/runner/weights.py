@@ -106,7 +106,7 @@ class Weights:
 
         Args:
             new: a module of the same architecture in any layout, its state, or its leaves.
-            copy: whether to copy the arrays. False shares arrays with equal dtype and sharding.
+            copy: whether to copy the arrays. False shares arrays that need no conversion.
 
         Raises:
             ConfigError: the structure or a shape differs.
