@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Any:
-    """A tokenizer with one token per byte, `<s>` before each text, and `</s>`.
+    """Return a tokenizer with one token per byte, `<s>` before each text, and `</s>`.
 
     Every non-ASCII character consists of several tokens: the hardest case for streams of text.
     """

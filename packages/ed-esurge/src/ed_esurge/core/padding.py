@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Fixed cost of a step in tokens: a step reads all weights once, which on a CPU takes about as long
-# as this number of tokens.
+# Fixed cost of a step in tokens: a step reads all weights once. On a CPU, this read costs about as
+# much as the computation of this number of tokens.
 STEP = 32
 
 

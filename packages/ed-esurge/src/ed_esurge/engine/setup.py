@@ -1,4 +1,4 @@
-"""What an `EngineConfig` comes to for a model and a machine: shapes, limits, and how much fits."""
+"""Effective sizes of an `EngineConfig` for a model and a machine: shapes, limits, memory."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
 
 def _limit() -> None:
     # An open standard output would hide the end of the worker process from the server. The library
-    # reports panics on standard error, which is the server's log.
+    # writes panics to standard error, which is the server's log.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

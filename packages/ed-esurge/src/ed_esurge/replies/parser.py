@@ -1,4 +1,4 @@
-"""One incremental parser over all formats: text in, events out."""
+"""Incremental parser for all formats: converts text to events."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ class DraftModel(Proposer):
     def __init__(self, runner: ModelRunner, most: int, token_budget: int) -> None:
         super().__init__(most)
         self.runner, self._budget = runner, token_budget
-        self._computed: dict[str, int] = {}  # tokens whose keys and values are there
-        self._pages: dict[str, list[int]] = {}  # pages that no row has told the runner yet
-        self._drafts: dict[str, tuple[int, list[int]]] = {}  # after how many tokens, which
-        self._starts: dict[str, NewSequence] = {}  # sequences that the runner does not know yet
+        self._computed: dict[str, int] = {}  # number of tokens with keys and values
+        self._pages: dict[str, list[int]] = {}  # pages not passed to the runner yet
+        self._drafts: dict[str, tuple[int, list[int]]] = {}  # length, drafts after it
+        self._starts: dict[str, NewSequence] = {}  # sequences not started in the runner yet
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """See `Proposer`."""
@@ -72,7 +72,7 @@ class DraftModel(Proposer):
             stop = min(self._room(request), request.num_tokens if row.samples else row.stop)
             stop = min(stop, start + budget)
             if stop <= start:
-                continue  # later: its pages and its beginning are kept
+                continue  # process the row later; its pages and its start data are stored
             budget -= stop - start
             left = request.max_tokens - len(request.output)
             wanted = row.samples and stop == request.num_tokens and left > 1

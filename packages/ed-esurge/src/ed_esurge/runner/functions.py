@@ -77,7 +77,7 @@ class Functions:
         return self._made[name]
 
     def missing(self) -> list[Name]:
-        """Names of the missing functions, in the order in which they are needed."""
+        """Return the names of the missing functions, in the order in which they are needed."""
         buckets = self._buckets
         first = buckets.prefill[0]
         names: list[Name] = [first, *(shape for shape in buckets.shapes if shape != first)]

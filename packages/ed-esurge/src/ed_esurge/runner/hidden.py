@@ -48,7 +48,7 @@ def pool(
     rows: Int[Array, "m 4"],
     sums: Float[Array, "m d"],
 ) -> tuple[Float[Array, "m d"], Float[Array, "m d"]]:
-    """Pool the tokens of each slot, over this step and those before it.
+    """Pool the tokens of each slot over this step and the previous steps.
 
     Args:
         hidden: hidden states after the last norm.

@@ -57,7 +57,7 @@ class HostMemory:
             _ = group.programs
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
-        """Execute the copies of a plan and return the new cache. The given cache is donated."""
+        """Execute the copies of a plan and return the new cache. Loads donate the given cache."""
         for name, (saves, loads) in moves.items():
             group, pages = self._groups[name], groups(cache)[name]
             self.bytes_saved += len(saves) * group.page_bytes
@@ -104,7 +104,7 @@ class HostGroup:
 
     @cached_property
     def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the compiled `taken` and `written`."""
+        """The compiled `taken` and `written`."""
         take = jax.jit(self._traced(taken), out_shardings=self._shardings)
         put = jax.jit(self._traced(written), donate_argnums=0, out_shardings=self._shardings)
         which = np.zeros(PAGES_AT_ONCE, np.int32)
