@@ -1,8 +1,8 @@
-"""`generate`: prompts in, tokens out, by one prefill and one compiled decoding loop.
+"""`generate`: continue prompts with one prefill and one compiled decoding loop.
 
-Rows are packed against the right edge of a bucketed length, so few programs are compiled, and what
-a row says depends neither on padding nor on the other rows. The engine (`ed_esurge`) is the tool
-for many requests; this one is the reference it is compared with.
+Rows are right-aligned in a bucketed length, so few programs are compiled. The output of a row
+depends neither on padding nor on the other rows. Use the engine (`ed_esurge`) for many requests;
+`generate` is the reference for the tests of the engine.
 
 Legend: b prompts, s prompt length, r rows of the output, n new tokens, v vocabulary.
 """
@@ -47,21 +47,22 @@ _MOST_OUTPUT = 4 * 2**30
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What `generate` returns, with the names of `transformers`.
+    """The result of `generate`, with the attribute names of `transformers`.
 
     Attributes:
-        sequences: int32 [r, s + n], the prompts as they came and then n new tokens; the
-            `num_return_sequences` of a prompt lie beside each other. A row that ended earlier than
-            others is filled with the padding token.
-        sequences_scores: of beams: the sum of log-probabilities over a power of the length; [r].
-        scores: with `output_scores`: what the next token was chosen by, processed; [n, r, v]. Of
-            beam search: of all beams of all prompts, [n, b * num_beams, v].
-        logits: with `output_logits`: the same before processing.
-        logprobs: with `output_logprobs`: log-probability of each new token under the model itself
-            at temperature 1, or with `logprobs_mode="processed_logprobs"` in the distribution that
-            the token was drawn from; [r, n]. 0 behind the end of a row.
-        beam_indices: of beams: for each new token the beam that it continued, -1 behind the end.
-        steps: forwards of the model behind the prompt; assistance saves some.
+        sequences: int32 [r, s + n], the unmodified prompts followed by n new tokens. The
+            `num_return_sequences` rows of a prompt are consecutive. A row that ended early is
+            filled with the padding token.
+        sequences_scores: beam search: sum of log-probabilities divided by a power of the length,
+            [r].
+        scores: with `output_scores`: processed scores from which each token was chosen, [n, r, v].
+            Beam search: the scores of all beams of all prompts, [n, b * num_beams, v].
+        logits: with `output_logits`: the logits before processing, in the shape of `scores`.
+        logprobs: with `output_logprobs`: log-probability of each new token, [r, n]; 0 after the end
+            of a row. The distribution is that of the model at temperature 1, or with
+            `logprobs_mode="processed_logprobs"` the distribution of the draw.
+        beam_indices: beam search: the beam that each new token continued, -1 after the end.
+        steps: number of forward passes after the prefill; assisted generation needs fewer.
     """
 
     sequences: np.ndarray
@@ -74,7 +75,7 @@ class GenerateOutput:
 
 
 class EasyGenerationMixin:
-    """Adds `generate` to a `LanguageModel`."""
+    """A mixin that adds `generate` to a `LanguageModel`."""
 
     config: EasyDeLBaseConfig
     generation_json: str | None = None
@@ -91,32 +92,32 @@ class EasyGenerationMixin:
         logits_processor: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]] = (),
         **options: object,
     ) -> GenerateOutput:
-        """Continue each row.
+        """Generate a continuation of each row.
 
         Args:
-            input_ids: [b, s]; shorter rows are padded on the left.
+            input_ids: token ids [b, s]; shorter rows are padded on the left.
             generation_config: a `transformers.GenerationConfig`, or a mapping with its names;
-                arguments of this call win over it. The checkpoint's own generation_config.json
-                says only what the special tokens are: how to sample is for the caller to say.
-            attention_mask: [b, s], 1 for a token, 0 for padding. Without it, padding tokens at the
-                start of a row count as padding where they are known and are no end-of-sequence
-                token.
-            seed: 0 to 2**32 - 1; a token is drawn by the seed, its row's number and its position.
-            tokenizer: what `stop_strings` read; anything with `decode(ids) -> str`.
-            assistant_model: a smaller model of the same vocabulary, which drafts
-                `num_assistant_tokens` at a time; the output stays that of plain decoding.
+                arguments of this call override it. The checkpoint's generation_config.json
+                supplies only the special tokens, not the sampling options.
+            attention_mask: [b, s], 1 for a token, 0 for padding. By default, padding tokens at the
+                start of a row are masked if the padding token is known and is not an
+                end-of-sequence token.
+            seed: 0 to 2**32 - 1; each draw depends on the seed, the row index and the position.
+            tokenizer: tokenizer for `stop_strings`; any object with `decode(ids) -> str`.
+            assistant_model: a smaller model with the same vocabulary, which drafts
+                `num_assistant_tokens` per step; the output equals that of plain decoding.
             logits_processor: functions `(input_ids, scores) -> scores` of jax arrays, traced into
-                the loop behind the other processors and before temperature and filters. `input_ids`
+                the loop after the other processors and before temperature and filters. `input_ids`
                 [r, t] are right-aligned, -1 to the left of a row's first token; `scores` [r, v].
-                Programs are compiled for each function: keep it, rather than make a new one.
-            options: those of a GenerationConfig, by name (docs/models.md has the list), and
-                `presence_penalty`, `frequency_penalty`, `output_logprobs`, `logprobs_mode`. By
-                default: 128 new tokens, the likeliest each time, until an end-of-sequence token.
+                Each function compiles a separate program: reuse the same function object.
+            options: options of a GenerationConfig, by name (docs/models.md lists them), and
+                `presence_penalty`, `frequency_penalty`, `output_logprobs`, `logprobs_mode`. The
+                default is greedy decoding of up to 128 new tokens until an end-of-sequence token.
                 `eos_token_id=None` disables the end-of-sequence token.
 
         Raises:
-            ConfigError: the prompts are no token ids of the vocabulary, an option is unknown, out
-                of range or without effect, or the model has too few positions for the result.
+            ConfigError: a prompt has a token id outside of the vocabulary, an option is unknown,
+                out of range or without effect, or the model has too few positions for the result.
         """
         ids = token_ids(input_ids)
         chosen = GenerationOptions.resolve(
@@ -149,11 +150,13 @@ class EasyGenerationMixin:
         *,
         attention_mask: Int[jax.Array, "b s"] | None = None,
     ) -> dict[str, Any]:
-        """What the model is called with beside the tokens of a prompt: their mask, an empty cache.
+        """Return the keyword arguments of the prefill: attention mask and empty cache.
 
         Args:
-            max_length: tokens that a row can have, the prompt's included.
-            pad_token_id: the token that is padding, if there is no `attention_mask`.
+            input_ids: token ids of the prompts, [b, s].
+            max_length: maximum number of tokens per row, including the prompt.
+            pad_token_id: the padding token, used when `attention_mask` is None.
+            attention_mask: 1 for a token, 0 for padding, [b, s].
         """
         if attention_mask is None and pad_token_id is not None:
             attention_mask = (input_ids != pad_token_id).astype(jnp.int32)
@@ -170,14 +173,14 @@ class EasyGenerationMixin:
         beam_indices: Int[np.ndarray, "r n"] | None = None,
         normalize_logits: bool = False,
     ) -> Float[np.ndarray, "r n"]:
-        """The score of each new token, out of what `output_scores` kept.
+        """Return the score of each new token from the scores of `output_scores`.
 
         Args:
-            sequences, scores, beam_indices: of the `GenerateOutput`.
-            normalize_logits: turn scores into log-probabilities first.
+            sequences, scores, beam_indices: attributes of the `GenerateOutput`.
+            normalize_logits: whether to convert scores to log-probabilities first.
 
         Returns:
-            0 where beams had ended.
+            Scores [r, n]; 0 after the end of a beam.
         """
         scores = np.asarray(scores, np.float32)
         if normalize_logits:
@@ -199,7 +202,7 @@ def _generate(
     options: GenerationOptions,
     seed: int,
 ) -> GenerateOutput:
-    """Prefill, then the loop that the options ask for."""
+    """Run the prefill, then the decoding loop that the options select."""
     tokens, valid = prompts.aligned()
     room = bucket(options.max_new_tokens)
     copies = options.num_return_sequences if options.beams is None else options.beams.size
@@ -253,7 +256,7 @@ def _generate(
 
 
 def _of_beams(found: Any, prompts: Prompts, options: GenerationOptions) -> GenerateOutput:
-    """The best beams of each prompt."""
+    """Return the best beams of each prompt."""
     count = options.num_return_sequences
     scores, tokens, parents = (
         on_host(x)[:, :count].reshape(len(prompts.ids) * count, *x.shape[2:])
@@ -271,7 +274,7 @@ def _of_beams(found: Any, prompts: Prompts, options: GenerationOptions) -> Gener
 
 
 def _behind(prompts: Prompts, new: Int[np.ndarray, "r n"]) -> Int[np.ndarray, "r t"]:
-    """New tokens behind their prompts."""
+    """Append the new tokens to their prompts."""
     copies = len(new) // len(prompts.ids)
     return np.concatenate([np.repeat(prompts.ids, copies, axis=0), new], axis=1)
 

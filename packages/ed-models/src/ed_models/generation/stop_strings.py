@@ -1,4 +1,4 @@
-"""Strings that end a row. The host decodes the latest tokens of each row, once a step.
+"""Strings that end a row. The host decodes the latest tokens of each row in every step.
 
 Legend: b rows, t tokens of a row.
 """
@@ -14,25 +14,27 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from jaxtyping import Array, Bool, Int
 
-#: Most strings, and most characters of one.
+#: Maximum number of strings, and maximum number of characters per string.
 MOST, LONGEST = 64, 1024
-# A token may be a byte of a character, and tokenizers treat the first of a text otherwise.
+# A token may be one byte of a character. Tokenizers decode the first token of a text differently,
+# so a few more tokens are decoded ahead of the string.
 _TOKENS_OF_A_CHARACTER, _AHEAD = 4, 4
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed."""
+    """The tokenizer method that stop strings require."""
 
     def decode(self, token_ids: Sequence[int], /) -> str | list[str]:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, including special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Strings, and the tokenizer that says what tokens read like.
+    """Stop strings, and the tokenizer that decodes the tokens.
 
-    A value of a compiled program: the same strings with the same tokenizer are the same program.
+    This is a static argument of a compiled program. Equal strings with the same tokenizer share a
+    program.
     """
 
     strings: tuple[str, ...]
@@ -40,10 +42,11 @@ class StopStrings:
 
     @classmethod
     def read(cls, name: str, value: object, tokenizer: Decoder | None) -> StopStrings | None:
-        """Read a string or several; None where the list is empty.
+        """Validate one string or a list of strings; return None for an empty list.
 
         Raises:
-            ConfigError: it is something else, or there is no tokenizer.
+            ConfigError: the value has another type, an empty string, too many strings or a string
+                that is too long; or there is no tokenizer.
         """
         strings = tuple(value) if isinstance(value, list | tuple) else (value,)
         kept = tuple(string for string in strings if isinstance(string, str) and string)
@@ -64,10 +67,10 @@ class StopStrings:
         return cls(kept, tokenizer)
 
     def reached(self, ids: Int[Array, "b t"]) -> Bool[Array, " b"]:
-        """Which rows have a string that ends within their latest token.
+        """Return the rows in which a stop string ends within the latest token.
 
         Args:
-            ids: right-aligned, -1 to the left of a row's first token.
+            ids: right-aligned token ids, -1 to the left of a row's first token.
         """
         longest = max(map(len, self.strings))
         latest = ids[:, -(_TOKENS_OF_A_CHARACTER * longest + _AHEAD) :]

@@ -1,1 +1,1 @@
-"""What stands on the body of a family beside its language-model head: classifiers, embedders."""
+"""Tasks other than language modeling on the body of a family: classifiers and embedders."""

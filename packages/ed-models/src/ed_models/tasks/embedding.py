@@ -1,4 +1,4 @@
-"""Vectors of whole sequences, from the body of any family.
+"""Sequence embeddings from the body of any family.
 
 Legend: b batch, s sequence, d hidden.
 """
@@ -18,10 +18,10 @@ from ed_models.tasks.pooling import Pooling
 
 
 class Embedder(EasyDeLBaseModule):
-    """A body whose call pools the hidden states of each row: a mixin in front of a body class.
+    """A mixin in front of a body class: the call pools the hidden states of each row.
 
-    The parameters and files are those of the body alone, with the files of sentence-transformers
-    beside them. `pooling` says how rows are pooled; it is read from the checkpoint.
+    The parameters and files are those of the body, plus the files of sentence-transformers.
+    `pooling` is the pooling method, which is read from the checkpoint.
     """
 
     pooling: Pooling = Pooling()
@@ -37,19 +37,19 @@ class Embedder(EasyDeLBaseModule):
         position_ids: Int[Array, "b s"] | None = None,
         key: jax.Array | None = None,
     ) -> EmbeddingOutput:
-        """Turn each row into a vector; or each of the texts that are packed into a row.
+        """Compute the embedding of each row, or of each text packed into a row.
 
         Args:
             input_ids: token ids [b, s], or `inputs_embeds` [b, s, d] instead.
             attention_mask: nonzero = a token, [b, s]; padding is not pooled.
-            segment_ids: packed texts 1, 2, ...; 0 = padding; together with `segments`.
-            segments: at most so many texts are packed into a row; embeddings are [b, segments, d],
-                and mean nothing where a row has fewer.
-            position_ids: rotary positions; default: count the tokens of a row (of a segment).
+            segment_ids: packed texts 1, 2, ...; 0 = padding; requires `segments`.
+            segments: maximum number of texts packed into a row. The embeddings have shape
+                [b, segments, d]; entries without a text have no meaning.
+            position_ids: rotary positions; default: token index within the row (the segment).
             key: dropout key; None = deterministic.
 
         Raises:
-            ConfigError: of `segment_ids` and `segments` one is missing.
+            ConfigError: only one of `segment_ids` and `segments` is given.
         """
         if (segment_ids is None) != (segments is None):
             raise ConfigError("segment_ids and segments come together: how many texts a row holds")
@@ -76,14 +76,14 @@ class Embedder(EasyDeLBaseModule):
 
     @classmethod
     def read_settings(cls, directory: Path) -> dict[str, object]:
-        """How rows are pooled, beside the settings that every module has."""
+        """Return the settings of every module, plus the pooling method."""
         return {
             **super().read_settings(directory),
             "pooling": Pooling.read(directory) or Pooling(),
         }
 
     def write_settings(self, directory: Path) -> None:
-        """Write how rows are pooled, beside the settings that every module has."""
+        """Write the settings of every module, plus the pooling method."""
         super().write_settings(directory)
         body: Any = self
         self.pooling.write(directory, body.embed_tokens.embedding.shape[-1])
