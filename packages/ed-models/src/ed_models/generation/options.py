@@ -1,9 +1,9 @@
-"""The options of `generate`, and where each one comes from.
+"""The options of `generate` and their sources.
 
-For every option the first that says something counts: the call's arguments, the
+The first source that sets an option has precedence: the arguments of the call, the
 `generation_config` of the call, the checkpoint's generation_config.json and config.json (special
-tokens only), the default. An option is an entry in one of two tables: `PROCESSORS`, of what changes
-logits, and `SETTINGS`.
+tokens only), the default. Each option is an entry in one of two tables: `PROCESSORS` for options
+that change logits, and `SETTINGS` for the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "generation_config.json"
 DEFAULT_NEW_TOKENS = 128
-# Entries of a GenerationConfig that say nothing about which tokens come out here.
+# Entries of a GenerationConfig that do not affect the generated tokens.
 _NEUTRAL = {"transformers_version", "_from_model_config"}
 _KNOWN = (*SETTINGS, *PROCESSORS)
 
@@ -41,15 +41,16 @@ class GenerationOptions:
     Attributes:
         max_new_tokens: at least 1.
         eos_token_id: tokens that end a row; may be empty.
-        pad_token_id: fills rows that ended.
-        pad_is_known: somebody named the padding token; otherwise it is a stand-in.
-        choice: how tokens are chosen.
+        pad_token_id: token that fills rows after their end.
+        pad_is_known: whether a source names the padding token; otherwise `pad_token_id` is the
+            first end-of-sequence token, or 0.
+        choice: the method of choosing tokens.
         stops: strings that end a row.
-        num_return_sequences: for each prompt.
-        beams: how to search; None = no beams.
-        drafts: how to draft; None = not at all.
-        outputs: what is kept of each step: some of "scores", "logits" and "logprobs". With
-            "processed_logprobs", the log-probabilities are those of the scores.
+        num_return_sequences: number of output rows per prompt.
+        beams: settings of beam search; None = no beam search.
+        drafts: settings of assisted generation; None = no drafting.
+        outputs: values kept of each step: a subset of "scores", "logits" and "logprobs". With
+            "processed_logprobs", the log-probabilities are computed from the scores.
     """
 
     max_new_tokens: int
@@ -75,17 +76,17 @@ class GenerationOptions:
         tokenizer: Decoder | None = None,
         assisted: bool = False,
     ) -> GenerationOptions:
-        """Merge the sources.
+        """Merge the sources and validate the result.
 
         Args:
-            arguments: of the call. None means that the caller left the option out, except for
+            arguments: options of the call. None means that the option is not set, except for
                 `eos_token_id`: None disables the end-of-sequence token, as in transformers.
-            generation_config: with the names of `transformers.GenerationConfig`.
+            generation_config: options with the names of `transformers.GenerationConfig`.
             checkpoint: text of generation_config.json, or None.
-            model_config: gives special tokens where nothing else does, and the vocabulary's size.
-            prompt_length: turns a `max_length` into new tokens, and a `min_length`.
-            tokenizer: what stop strings need.
-            assisted: there is an assistant model.
+            model_config: the last source of special tokens, and the vocabulary size.
+            prompt_length: number of prompt tokens, subtracted from `max_length` and `min_length`.
+            tokenizer: the tokenizer of the stop strings.
+            assisted: whether the call has an assistant model.
 
         Raises:
             ConfigError: an option is unknown, unsupported, out of range or without effect.
@@ -148,10 +149,10 @@ class GenerationOptions:
 
 
 def read_settings(directory: Path) -> str | None:
-    """Return the text of a checkpoint's generation_config.json, or None where there is none.
+    """Return the text of a checkpoint's generation_config.json, or None if the file is missing.
 
     Raises:
-        CheckpointError: it is no JSON object, or its special tokens are no token ids.
+        CheckpointError: the file is not a JSON object, or its special tokens are not token ids.
     """
     path = directory / FILE_NAME
     if not path.is_file():
@@ -172,7 +173,7 @@ def read_settings(directory: Path) -> str | None:
 
 
 def special_tokens(model_config: EasyDeLBaseConfig) -> dict[str, object]:
-    """The generation_config.json of a model that came without one."""
+    """Return the content of generation_config.json for a model without this file."""
     tokens = {name: getattr(model_config, name, None) for name in SPECIAL}
     return {name: value for name, value in tokens.items() if value is not None}
 
@@ -206,7 +207,7 @@ def _refuse_unknown(subject: str, entries: Mapping[str, object]) -> None:
 
 
 def _refuse_idle(arguments: Iterable[str], on: set[str], *, ends: bool) -> None:
-    """Refuse arguments without effect; in a configuration they may stand for other calls."""
+    """Reject arguments without effect. A configuration may contain them for use by other calls."""
     drawing = [n for n in arguments if n in PROCESSORS and PROCESSORS[n].drawing]
     if drawing and "do_sample" not in on:
         raise ConfigError(
@@ -286,7 +287,7 @@ def _drafts(settings: Mapping[str, Any], assisted: bool) -> Drafts | None:
 
 
 def _refuse_together(options: GenerationOptions) -> None:
-    """Refuse what does not go together."""
+    """Reject incompatible options."""
     beams, count = options.beams, options.num_return_sequences
     sampled = options.choice.do_sample
     refusals = (

@@ -1,6 +1,6 @@
-"""The options of `generate` that change no logits: what each may be, and what gives it an effect.
+"""The options of `generate` that do not change logits: allowed values and required options.
 
-Those that change logits are in `ed_models.generation.processors`.
+The options that change logits are in `ed_models.generation.processors`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _logprobs_mode(name: str, value: object) -> str:
 
 
 def _always(reason: str) -> Callable[[str, object], bool]:
-    """A reader of an option that has one value here."""
+    """Return a reader of an option whose only supported value is True."""
 
     def read(name: str, value: object) -> bool:
         if value is not True:
@@ -47,12 +47,12 @@ def _always(reason: str) -> Callable[[str, object], bool]:
 
 @dataclass(frozen=True)
 class Setting:
-    """An option that changes no logits.
+    """An option that does not change logits.
 
     Attributes:
-        read: `(name, value) -> value`, checked. Raises ConfigError.
-        needs: the option that gives it an effect.
-        off: the value with which it gives no other an effect.
+        read: `(name, value) -> value`, which validates the value. Raises ConfigError.
+        needs: the option without which this option has no effect.
+        off: the value that disables the options that need this option.
     """
 
     read: Callable[[str, object], Any]
@@ -97,8 +97,8 @@ SETTINGS: Mapping[str, Setting] = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Beams:
-    """Beam search: `size` beams a row, in `groups`; the other names are those of a
-    GenerationConfig. A pytree of its two penalties."""
+    """Beam search with `size` beams per row in `groups`. The other names are those of a
+    GenerationConfig. The two penalties are the leaves of this pytree."""
 
     size: int = field(metadata=_STATIC)
     groups: int = field(default=1, metadata=_STATIC)
@@ -109,8 +109,8 @@ class Beams:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Assisted generation: `num_tokens` are drafted at a time, by an assistant or by looking up the
-    latest tokens, up to `ngram` of them, in the row itself."""
+    """Assisted generation with `num_tokens` drafted tokens per step. The draft comes from an
+    assistant, or from a lookup of up to `ngram` latest tokens in the same row."""
 
     num_tokens: int
     ngram: int | None = None

@@ -1,7 +1,7 @@
-"""From the hidden states of a row to one vector: modes and files of sentence-transformers.
+"""Pooling of the hidden states of a row into one vector, as in sentence-transformers.
 
-A checkpoint for embeddings has `modules.json`, a list of modules, and `1_Pooling/config.json`
-beside the files of the model (https://sbert.net/docs/package_reference/sentence_transformer).
+An embedding checkpoint has the files of the model, `modules.json` (a list of modules) and
+`1_Pooling/config.json` (https://sbert.net/docs/package_reference/sentence_transformer).
 
 Legend: b batch, s sequence, d hidden.
 """
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.checkpoints.checks import MODULES_NAME
 
 PoolingMode = Literal["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
-#: Other spellings of modes.
+#: Alias -> mode.
 POOLING_ALIASES: dict[str, PoolingMode] = {"last": "lasttoken", "weighted": "weightedmean"}
 # Mode -> key of 1_Pooling/config.json.
 _KEYS: dict[PoolingMode, str] = {
@@ -36,13 +36,13 @@ _KEYS: dict[PoolingMode, str] = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a row becomes a vector.
+    """A pooling method.
 
     Attributes:
-        mode: `cls`: its first token; `lasttoken`; `max` and `mean` over its tokens;
-            `mean_sqrt_len_tokens`: their sum over the root of their number; `weightedmean`: token n
-            of a row counts n times.
-        normalize: whether vectors have length one.
+        mode: `cls`: the first token; `lasttoken`: the last token; `max` and `mean` over the tokens;
+            `mean_sqrt_len_tokens`: the sum divided by the square root of the number of tokens;
+            `weightedmean`: the mean in which token n of a row has weight n.
+        normalize: whether vectors are normalized to length one.
     """
 
     mode: PoolingMode = "mean"
@@ -50,7 +50,7 @@ class Pooling:
 
     @classmethod
     def of(cls, mode: str = "mean", normalize: bool = False) -> Pooling:
-        """Make one of any spelling of a mode.
+        """Create a pooling method from a mode or its alias.
 
         Raises:
             ConfigError: the mode is unknown.
@@ -63,7 +63,7 @@ class Pooling:
     def __call__(
         self, hidden: Float[Array, "b s d"], mask: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b d"]:
-        """Pool the tokens of each row, float32; `mask` is nonzero where there is one."""
+        """Pool the tokens of each row in float32; `mask` is nonzero for tokens."""
         b, s, _ = hidden.shape
         real = jnp.ones((b, s), bool) if mask is None else jnp.asarray(mask) != 0
         return self._normalized(self._pooled(hidden.astype(jnp.float32), real))
@@ -71,9 +71,9 @@ class Pooling:
     def of_segments(
         self, hidden: Float[Array, "b s d"], segment_ids: Int[Array, "b s"], segments: int
     ) -> Float[Array, "b n d"]:
-        """Pool the tokens of each segment 1 to n (`segments`), float32; zeros where there is none.
+        """Pool the tokens of each segment 1 to n (`segments`) in float32; zeros if it is missing.
 
-        Padding is segment 0; the tokens of a segment stand together.
+        Padding is segment 0. The tokens of a segment are contiguous.
         """
         before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
         after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
@@ -108,7 +108,7 @@ class Pooling:
     def _normalized(self, vectors: Array) -> Array:
         if not self.normalize:
             return vectors
-        # Not `norm`, whose gradient at 0 (a segment that is not there) is not a number.
+        # The gradient of `norm` at 0 (a missing segment) is NaN.
         squares = jnp.sum(vectors**2, axis=-1, keepdims=True)
         return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
@@ -129,10 +129,10 @@ class Pooling:
 
     @classmethod
     def read(cls, directory: Path) -> Pooling | None:
-        """Read it from a checkpoint; None where the checkpoint says nothing.
+        """Read the pooling method of a checkpoint; return None without `modules.json`.
 
         Raises:
-            CheckpointError: the files are damaged, or ask for modules that are not here.
+            CheckpointError: the files are damaged or list unsupported modules.
         """
         path = directory / MODULES_NAME
         if not path.is_file():
@@ -150,7 +150,7 @@ class Pooling:
         return cls(_mode(directory / modules[1][1] / "config.json"), "Normalize" in kinds)
 
     def write(self, directory: Path, features: int) -> None:
-        """Write the files of a checkpoint; `features` is d."""
+        """Write the pooling files of a checkpoint; `features` is d."""
         kinds = ["", "1_Pooling", *(["2_Normalize"] if self.normalize else [])]
         modules = [
             {
@@ -176,7 +176,7 @@ def _mode(path: Path) -> PoolingMode:
     settings = _json(path)
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path} is no JSON object")
-    named = settings.get("pooling_mode")  # newer files say it in one word
+    named = settings.get("pooling_mode")  # newer files have one field
     wanted = [named] if isinstance(named, str) else [m for m, k in _KEYS.items() if settings.get(k)]
     chosen: list[PoolingMode] = [mode for mode in _KEYS if mode in wanted]
     if len(wanted) != 1 or len(chosen) != 1:
