@@ -254,7 +254,7 @@ def test_the_server_never_fetches_an_address_that_a_client_names(http: httpx.Cli
 def test_a_header_has_a_limit(url: str, size: int) -> None:
     try:
         answer = raw(url, f"GET /health HTTP/1.1\nHost: localhost\nX-Long: {'a' * size}\n")
-    except ConnectionError:  # the server closes while the rest is sent
+    except OSError:  # the server closes the connection while the client still sends
         answer = b""
     assert not answer or answer.split(b" ", 2)[1] in (b"400", b"431"), answer[:200]
     assert httpx.get(url.replace("/v1", "/health"), timeout=60).status_code == 200
