@@ -1,7 +1,7 @@
-"""The attention of a decoder's layers, from the hidden states that a forward pass kept.
+"""The attention of a decoder's layers, computed from the hidden states of a forward pass.
 
-Each layer is asked once more, from its input; of what it computes only its queries and keys remain
-in a compiled program.
+Each layer is recomputed from its input. In a compiled program, only the computation of its queries
+and keys remains.
 
 Legend: b batch, s sequence, d hidden.
 """
@@ -23,16 +23,16 @@ from ed_models.inputs import layer_context
 def watched_attention(
     model: Any, hidden_states: Sequence[Float[Array, "b s d"]], layers: Sequence[int], **inputs: Any
 ) -> list[Watched]:
-    """Return what the attention of some layers compares.
+    """Return the queries and keys of the attention of some layers.
 
     Args:
         model: a `CausalLM`.
-        hidden_states: the input of every layer, as `output_hidden_states` gives them.
-        layers: numbers of layers, from 0.
-        inputs: masks and positions of that forward pass.
+        hidden_states: the input of every layer, as returned with `output_hidden_states`.
+        layers: layer indices, from 0.
+        inputs: masks and positions of the same forward pass.
 
     Raises:
-        ConfigError: the layers of this model have no such attention.
+        ConfigError: the layers of this model do not expose their attention.
     """
     body = model.model
     if not isinstance(body, Decoder) or type(body).through is not Decoder.through:

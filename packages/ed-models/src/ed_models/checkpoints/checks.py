@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself, and whether it contradicts itself: before anything is made.
+"""Validation of the configuration and the tokenizer of a checkpoint, before weights are loaded.
 
-All of it is in small files; no weights are opened.
+The checks read only small files and open no weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-#: The file of sentence-transformers that says what stands behind a model.
+#: The file of sentence-transformers that lists the modules of an embedding model.
 MODULES_NAME = "modules.json"
 #: The settings of an adapter in PEFT's layout.
 ADAPTER_NAME = "adapter_config.json"
 logger = get_logger(__name__)
 _MAX_CONFIG = 2**24  # bytes
 _MAX_TOKENIZER = 2**28  # bytes
-#: Fields that count something, where a configuration has them.
+#: Optional fields of a configuration that must be at least 1.
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -46,7 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read config.json as a mapping.
 
     Raises:
-        CheckpointError: it is not there, too large, or no JSON object.
+        CheckpointError: the file is missing, too large, or not a JSON object.
     """
     if not path.is_file():
         if (path.parent / ADAPTER_NAME).is_file():
@@ -69,13 +69,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def task_of(directory: Path) -> TaskType:
-    """The task that a checkpoint was saved for.
+    """Return the task of a checkpoint.
 
-    The files of sentence-transformers mean an embedding model; else the class that config.json
-    names in `architectures` counts; without one it is a causal language model.
+    A checkpoint with the files of sentence-transformers is an embedding model. Otherwise the class
+    in `architectures` of config.json determines the task. The default is a causal language model.
 
     Raises:
-        CheckpointError: the class is of a task that no module is for.
+        CheckpointError: the class belongs to an unsupported task.
     """
     if (directory / MODULES_NAME).is_file():
         return TaskType.EMBEDDING
@@ -94,15 +94,15 @@ def task_of(directory: Path) -> TaskType:
 
 
 def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfig) -> None:
-    """Compare fields of a configuration with each other.
+    """Check the fields of a configuration and their consistency.
 
     Args:
-        path: of the file, for messages.
-        stored: its content.
-        config: what was made of it.
+        path: path of the file, for error messages.
+        stored: content of the file.
+        config: the configuration created from the file.
 
     Raises:
-        CheckpointError: numbers that must be positive are not, or two fields contradict each other.
+        CheckpointError: a count is not positive, or two fields contradict each other.
     """
     wrong = []
     for name in _COUNTS:
@@ -122,15 +122,15 @@ def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfi
 def _field(config: EasyDeLBaseConfig, name: str) -> object:
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers': each layer has a value of its own
+    except RuntimeError:  # transformers raises it for a per-layer value
         return None
 
 
 def check_tokenizer(directory: Path, vocab_size: int | None) -> None:
-    """Compare the tokenizer that lies beside a model with the model's vocabulary.
+    """Check that the token ids of a checkpoint's tokenizer are within the model's vocabulary.
 
-    Added tokens beyond the vocabulary, which a text cannot produce unasked, are said once: some
-    published models have them (Gemma 3's `<image_soft_token>`).
+    Added tokens beyond the vocabulary are only logged, once: ordinary text does not produce them,
+    and some published models have them (Gemma 3's `<image_soft_token>`).
 
     Raises:
         CheckpointError: tokens of ordinary text are beyond the vocabulary.

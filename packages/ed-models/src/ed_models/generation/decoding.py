@@ -1,4 +1,4 @@
-"""The compiled programs of `generate`: the prompt, and the loop that chooses a token a step.
+"""The compiled programs of `generate`: the prefill, and the loop that chooses one token per step.
 
 A program closes over the graphdef and takes flat leaves: as a static argument the graphdef would be
 hashed on every call. Another bucket of lengths compiles another program, and so does another
@@ -40,29 +40,29 @@ class Split:
 
     @classmethod
     def of(cls, model: nnx.Module, mesh: jax.sharding.Mesh) -> tuple[Split, Leaves]:
-        """A model's static half, and its leaves."""
+        """Split a model into its static half and its leaves."""
         graphdef, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
         return cls(graphdef, structure, mesh), leaves
 
     def merge(self, leaves: Leaves) -> LanguageModel:
-        """The model again."""
+        """Return the model with these leaves."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, leaves))
 
 
 class Draws(NamedTuple):
-    """What fixes the draws of rows.
+    """The values that determine the draws of rows.
 
     Attributes:
-        keys: of each row; None where nothing is drawn.
-        lengths: tokens of its prompt.
+        keys: random key of each row; None for greedy decoding.
+        lengths: number of prompt tokens of each row.
     """
 
     keys: Key[Array, " b"] | None
     lengths: Int[Array, " b"]
 
     def choose(self, candidates: Candidates, choice: TokenChoice, rows: Rows) -> Int[Array, " b"]:
-        """The next token of each row."""
+        """Choose the next token of each row."""
         return candidates.choose(choice, self.keys, self.lengths + rows.new)
 
 
@@ -85,15 +85,15 @@ def prefill_program(split: Split) -> Callable[..., tuple[ContiguousCache, jax.Ar
 def repeated(
     cache: CacheT, logits: Float[Array, "b v"], *, copies: int
 ) -> tuple[CacheT, Float[Array, "n v"]]:
-    """Each row several times, its copies beside each other."""
+    """Repeat each row `copies` times; the copies of a row are consecutive."""
     rows = jnp.repeat(jnp.arange(logits.shape[0]), copies)
     return cache.select_rows(rows), logits[rows]
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "copies"))
 def draw_keys(seed: jax.Array, *, rows: int, copies: int) -> Key[Array, " n"]:
-    """A key for each copy of each row. The first copy has the key of the row: it draws what the row
-    draws alone."""
+    """Return a key for each copy of each row. The first copy has the key of the row, so its draws
+    equal those of a row without copies."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
     # Positions are folded in later, and are smaller.
     folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
@@ -125,23 +125,23 @@ def measured(
 
 
 def empty(kept: Kept, steps: int) -> Kept:
-    """Room for what is kept of so many steps, step first."""
+    """Return zeros for the values kept of `steps` steps; the first axis is the step."""
     return {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in kept.items()}
 
 
 def record(kept: Kept, n: jax.Array | int, step: Kept) -> Kept:
-    """Keep a step."""
+    """Write the values of step `n`."""
     return {name: kept[name].at[n].set(x) for name, x in step.items()}
 
 
 class Finished(NamedTuple):
-    """What a loop returns.
+    """The result of a decoding loop.
 
     Attributes:
         ids: prompt and new tokens, [b, t]; see `Rows`.
-        new: new tokens of the longest row.
-        steps: forwards of the model behind the prompt.
-        kept: what was asked to be kept of each step, step first.
+        new: number of new tokens of the longest row.
+        steps: number of forward passes after the prefill.
+        kept: the requested values of each step; the first axis is the step.
     """
 
     ids: Int[Array, "b t"]
@@ -154,7 +154,7 @@ class Finished(NamedTuple):
 def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache]]:
     """`(leaves, cache, logits, rows, draws, choice, pad, room=, outputs=) -> (Finished, cache)`.
 
-    The cache comes back only so that its donated memory is used.
+    The cache is returned only so that the compiler reuses its donated memory.
     """
 
     @functools.partial(jax.jit, static_argnames=("room", "outputs"), donate_argnames="cache")
