@@ -307,7 +307,7 @@ VALID: dict[str, str] = {
     "half": (
         "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
         "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
-        "trainer.temperature trainer.alpha "
+        "trainer.temperature trainer.alpha lora.alpha "
         "actions.serve.limits.body_timeout actions.serve.limits.request_timeout "
         "actions.eval.limit actions.generate.repetition_penalty actions.generate.temperature "
         "actions.generate.top_p base_config.values.fcm_max_ratio eval.limit eval.top_p "
@@ -418,8 +418,9 @@ ELSEWHERE: dict[str, str] = {
 
 #: What another package tells in two messages (a name that is missing, and one that is too much).
 KNOWN: dict[str, str] = {
-    "misspelled": "mixture.mixture_weights.texts mixture.mixture_weights.topics",
-    "upper": "mixture.mixture_weights.texts mixture.mixture_weights.topics",
+    "misspelled": "mixture.mixture_weights.texts mixture.mixture_weights.topics "
+    "model.tokenizer.train",
+    "upper": "mixture.mixture_weights.texts mixture.mixture_weights.topics model.tokenizer.train",
 }
 
 FILES = {path.name: path.read_text() for path in sorted(EXAMPLES.glob("*.yaml"))}

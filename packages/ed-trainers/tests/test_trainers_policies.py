@@ -241,7 +241,7 @@ def test_a_judge_compares_both_completions(toy, tmp_path, monkeypatch):
         seen.append((completion_ids, completions, others, wanted))
         return [1.0, 0.0, 0.5, 0.75] * 2
 
-    monkeypatch.setattr("ed_trainers.rewards.reward_function", lambda name: (name, judge))
+    monkeypatch.setattr("ed_trainers.rewards.reward_function", lambda name, folders: (name, judge))
     options = {"rewards": (), "judge": "module:judge"}
     run = online("xpo", toy(), tmp_path, **options)
     generation = run.generate(run.feed.dataset.batch_at(0), run.weights(), 0)

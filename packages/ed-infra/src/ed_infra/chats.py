@@ -38,6 +38,10 @@ def read_chat_template(value: str) -> str:
 def _message(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value.get("role"), str):
         raise ValueError("a message needs a role: {role: user, content: TEXT}")
+    if not isinstance(value.get("content"), str | list | None):
+        raise ValueError(
+            f"the content of a message is {value['content']!r}: write a text, or a list of parts"
+        )
     return value
 
 

@@ -94,7 +94,8 @@ class Evaluator:
         if self._method.statistics is None:
             return {}
         dataset = self._share.dataset
-        if isinstance(dataset, Iterator):
+        # A loader of ed-data is an iterator that starts again; it has a `state_dict`.
+        if isinstance(dataset, Iterator) and not hasattr(dataset, "state_dict"):
             raise ConfigError(
                 f"eval_dataset {type(dataset).__name__} can be read only once, and this method "
                 "reads the held-out data twice: give a list of batches, or a loader"
