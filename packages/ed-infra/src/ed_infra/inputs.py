@@ -1,0 +1,175 @@
+"""`Inputs`: the named arrays of a batch, each with its logical axes.
+
+A loader, a collator or a request creates the arrays. Placement, train step, loss, model call,
+`generate` and engine pass them on unchanged. A component that needs one array reads the array
+by its name and ignores the others.
+
+Every array has the axis `batch` first, so a batch can be split into microbatches and sharded over
+devices without knowledge of its content. Images of a row are therefore `[b, i, c, h, w]`, padded to
+the largest number of images of a row.
+
+Legend: b rows, s positions, t encoder positions, i images of a row, n features of a row, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ed_infra.errors import ConfigError
+
+Axes = tuple[str | None, ...]
+
+_TOKENS: Axes = ("batch", "sequence")
+
+#: Logical axes of the arrays that models read, by name. An array with another name has the axes
+#: that `Inputs` receives for it, or `batch` followed by unsharded axes.
+AXES: Mapping[str, Axes] = {
+    "input_ids": _TOKENS,
+    "attention_mask": _TOKENS,
+    "segment_ids": _TOKENS,
+    "position_ids": _TOKENS,
+    "token_type_ids": _TOKENS,
+    "labels": _TOKENS,
+    "loss_weights": _TOKENS,
+    "decoder_input_ids": _TOKENS,
+    "decoder_attention_mask": _TOKENS,
+    "decoder_segment_ids": _TOKENS,
+    "decoder_position_ids": _TOKENS,
+    "inputs_embeds": ("batch", "sequence", "embed"),
+    "pixel_values": ("batch", None, None, None, None),
+}
+
+
+class Shaped(Protocol):
+    """An array of numpy or jax, or an abstract array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        ...
+
+
+ArrayT = TypeVar("ArrayT", bound=Shaped)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
+    """An immutable mapping from names to arrays, which knows the logical axes of each array.
+
+    Args:
+        arrays: numpy, jax or abstract arrays by name, each with the axis `batch` first.
+        axes: logical axes by name, for arrays whose axes are not in `AXES`.
+
+    Raises:
+        ConfigError: an array has a different number of axes than declared.
+    """
+
+    __slots__ = ("_arrays", "_axes")
+
+    def __init__(
+        self, arrays: Mapping[str, ArrayT], axes: Mapping[str, Axes] | None = None
+    ) -> None:
+        known = dict(arrays.items())
+        given = {**(arrays.declared if isinstance(arrays, Inputs) else {}), **(axes or {})}
+        self._arrays = known
+        self._axes = {name: value for name, value in given.items() if name in known}
+        for name, array in known.items():
+            declared = self._axes.get(name, AXES.get(name))
+            if declared is not None and len(array.shape) != len(declared):
+                raise ConfigError(
+                    f"{name} has shape {tuple(array.shape)}, but its axes are {declared}: give one "
+                    "size for each axis"
+                )
+
+    def __getitem__(self, name: str) -> ArrayT:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(a.shape)}" for name, a in self._arrays.items())
+        return f"Inputs({shapes})"
+
+    @property
+    def declared(self) -> Mapping[str, Axes]:
+        """The axes that were passed to the constructor, by name."""
+        return self._axes
+
+    def axes_of(self, name: str) -> Axes:
+        """Return the logical axes of an array."""
+        rank = len(self._arrays[name].shape)
+        return self._axes.get(name) or AXES.get(name) or ("batch", *[None] * (rank - 1))
+
+    def select(self, names: Iterable[str]) -> Inputs[ArrayT]:
+        """Return the arrays with these names; names without an array are ignored."""
+        return Inputs({n: self._arrays[n] for n in names if n in self._arrays}, self._axes)
+
+    def replace(self, **arrays: ArrayT) -> Inputs[ArrayT]:
+        """Return a copy in which some arrays are added or replaced."""
+        return Inputs({**self._arrays, **arrays}, self._axes)
+
+    def tree_flatten_with_keys(self):
+        names = tuple(self._arrays)
+        keys = tuple((jax.tree_util.DictKey(name), self._arrays[name]) for name in names)
+        return keys, (names, tuple(sorted(self._axes.items())))
+
+    def tree_flatten(self):
+        names = tuple(self._arrays)
+        return tuple(self._arrays.values()), (names, tuple(sorted(self._axes.items())))
+
+    @classmethod
+    def tree_unflatten(cls, aux, arrays) -> Inputs:
+        names, axes = aux
+        new = object.__new__(cls)
+        new._arrays, new._axes = dict(zip(names, arrays, strict=True)), dict(axes)
+        return new
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Encoded:
+    """The output of an encoder: a modality tower, or the encoder of an encoder-decoder.
+
+    Attributes:
+        embeddings: [b, t, d].
+        segment_ids: [b, t]; 0 = padding. Decoder tokens attend to positions of their own segment.
+    """
+
+    embeddings: Float[Array, "b t d"]
+    segment_ids: Int[Array, "b t"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Features:
+    """Embeddings that replace the embeddings of placeholder tokens.
+
+    Attributes:
+        values: [b, n, d].
+        index: [b, s], index into the `values` of the row; -1 keeps the embedding of the token.
+    """
+
+    values: Float[Array, "b n d"]
+    index: Int[Array, "b s"]
+
+    @classmethod
+    def at(cls, values: Float[Array, "b n d"], placeholders: Bool[Array, "b s"]) -> Features:
+        """Assign features to placeholder tokens in order: the k-th placeholder gets feature k."""
+        order = jnp.cumsum(placeholders, axis=1, dtype=jnp.int32) - 1
+        return cls(values, jnp.where(placeholders, order, -1))
+
+    def insert(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """Return token embeddings [b, s, d] in which features replace the placeholders."""
+        index = jnp.maximum(self.index, 0)[..., None]
+        features = jnp.take_along_axis(self.values.astype(x.dtype), index, axis=1)
+        return jnp.where((self.index >= 0)[..., None], features, x)
