@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ed_infra import sharding
+from ed_infra import placement as sharding
 from ed_infra.axes import AXIS_NAMES
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec

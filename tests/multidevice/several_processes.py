@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from ed_infra import distributed, sharding
+from ed_infra import distributed
+from ed_infra import placement as sharding
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger, once
 from flax import nnx

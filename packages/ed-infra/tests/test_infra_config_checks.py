@@ -17,7 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import transformers
-from ed_infra import rope, rope_parameters, sharding
+from ed_infra import placement as sharding
+from ed_infra import rope_frequencies as rope
+from ed_infra import rope_parameters
 from ed_infra.axes import AXIS_NAMES, PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError

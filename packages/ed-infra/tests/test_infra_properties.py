@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from ed_infra import sharding
+from ed_infra import placement as sharding
 from ed_infra.axes import ACTIVATION_AXES, AXIS_NAMES, PARAM_AXES, PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError

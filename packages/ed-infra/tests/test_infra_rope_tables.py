@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from ed_infra import rope
+from ed_infra import rope_frequencies as rope
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.rotary import axis_of_frequency

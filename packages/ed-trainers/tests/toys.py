@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import sharding
+from ed_infra import placement as sharding
 from ed_infra.mesh import create_mesh
 from ed_infra.outputs import CausalLMOutput
 from ed_infra.partition import PartitionManager

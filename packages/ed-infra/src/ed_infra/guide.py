@@ -19,8 +19,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ed_infra import masks, rope
+from ed_infra import masks
 from ed_infra import mesh as meshes
+from ed_infra import rope_frequencies as rope
 from ed_infra.axes import PartitionAxis
 from ed_infra.errors import ConfigError
 from ed_infra.rope_parameters import RopeSettings

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ed_infra import sharding
+from ed_infra import placement as sharding
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import RegistryError, did_you_mean
 

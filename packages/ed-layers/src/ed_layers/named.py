@@ -23,7 +23,7 @@ policy that excludes one name would keep the array under the other name.
 from __future__ import annotations
 
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.sharding import constrain
+from ed_infra.placement import constrain
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) of a batch; frequencies are `ed_infra.rope`.
+"""Rotary position embedding (Su et al. 2021) of a batch; frequencies are `ed_infra.rope_frequencies`.
 
 Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
 """

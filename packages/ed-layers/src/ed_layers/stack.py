@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Report
 from ed_infra.paths import Run
-from ed_infra.sharding import constrain
+from ed_infra.placement import constrain
 from flax import nnx
 from jaxtyping import Array, Float
 

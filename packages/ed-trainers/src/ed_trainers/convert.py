@@ -21,7 +21,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ed_infra import registry, sharding
+from ed_infra import placement as sharding
+from ed_infra import registry
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_infra.paths import canonical
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM

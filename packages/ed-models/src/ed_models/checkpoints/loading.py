@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import paths, sharding
+from ed_infra import paths
+from ed_infra import placement as sharding
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean

@@ -17,7 +17,7 @@ from functools import cache, partial
 
 import jax.numpy as jnp
 import transformers
-from ed_infra import rope
+from ed_infra import rope_frequencies as rope
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError

@@ -291,7 +291,7 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int
                 raise ConfigError(
                     f"an array of shape {array.shape} from process {jax.process_index()}, which "
                     f"holds rows {own.start} to {own.stop} of {rows}: give these "
-                    f"{own.stop - own.start} rows (ed_infra.sharding.local_rows)"
+                    f"{own.stop - own.start} rows (ed_infra.placement.local_rows)"
                 )
         fitted = _fitted(where, shape)
 
