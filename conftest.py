@@ -28,7 +28,7 @@ for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimiz
     if _flag.split("=")[0] not in _flags:
         _flags = f"{_flags} {_flag}".strip()
 os.environ["XLA_FLAGS"] = _flags
-# Threads of XLA; `ed_infra.compile_cache` says why programs from the cache need so many.
+# Threads of XLA; `ed_infra.compilation.cache` says why programs from the cache need so many.
 os.environ.setdefault("NPROC", "64")
 # Workers share the folder. An entry that is read while it is written does not decompress; jax then
 # warns and compiles.

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from ed_data.config import Mixture
-from ed_infra.fields import FIELDS, canonical_field
+from ed_infra.config.fields import FIELDS, canonical_field
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 

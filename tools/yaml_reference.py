@@ -161,7 +161,7 @@ def table(
 
 def base_config() -> Iterator[str]:
     """The execution fields that `base_config.values` may set."""
-    from ed_infra.fields import FIELD_ALIASES, FIELDS
+    from ed_infra.config.fields import FIELD_ALIASES, FIELDS
 
     yield "### `base_config.values`: execution fields\n"
     yield "Architecture keys of the model's own configuration may stand here too.\n"

@@ -30,9 +30,9 @@ VIOLATIONS = [
     ("inference", "ed_esurge/stray.py", "import orbax.checkpoint"),
     ("core", "ed_esurge/core/stray.py", "import ed_layers.linear"),
     ("core", "ed_esurge/core/stray.py", "import jax"),
-    ("options", "ed_infra/fields.py", "def late():\n    import ed_infra.mesh"),
+    ("options", "ed_infra/config/fields.py", "def late():\n    import ed_infra.sharding.mesh"),
     ("families", "ed_models/families/stray.py", "import ed_models.families.llama"),
-    ("acyclic", "ed_infra/errors.py", "def late():\n    import ed_infra.mesh"),
+    ("acyclic", "ed_infra/errors.py", "def late():\n    import ed_infra.sharding.mesh"),
 ]
 
 

@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.config_files import StoredConfig
-from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
+from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
+from ed_infra.config.files import StoredConfig
 
 from tools import config_reference, yaml_reference
 
 # Shrink it: whoever gives a name its effect takes it off here, in tools/config_reference.py and,
-# for a field, in ed_infra.fields.WITHOUT_EFFECT.
+# for a field, in ed_infra.config.fields.WITHOUT_EFFECT.
 LATER = {
     "hardware_abstraction",
     *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),

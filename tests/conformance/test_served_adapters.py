@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.specs import LoraSpec
 from ed_layers.cache import RaggedBatch
 from ed_layers.lora_slots import LoRASlots, SlotParam, written

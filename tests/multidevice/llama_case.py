@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from ed_infra import paths
-from ed_infra import placement as sharding
+from ed_infra import parameter_names as paths
+from ed_infra.sharding import placement as sharding
 from ed_infra.testing import LLAMA3_ROPE, tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ed_infra import placement as sharding
-from ed_infra.axes import AXIS_NAMES
+from ed_infra.sharding import placement as sharding
+from ed_infra.sharding.axes import AXIS_NAMES
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 

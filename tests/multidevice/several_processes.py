@@ -14,9 +14,9 @@ import jax
 import numpy as np
 import pytest
 from ed_infra import distributed
-from ed_infra import placement as sharding
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger, once
+from ed_infra.sharding import placement as sharding
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 

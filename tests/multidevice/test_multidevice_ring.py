@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra.axes import AXIS_NAMES
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
+from ed_infra.sharding.axes import AXIS_NAMES
 from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.choose import choose
 from ed_layers.attention.kernel import Projected

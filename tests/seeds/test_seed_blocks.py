@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import placement as sharding
+from ed_infra.sharding import placement as sharding
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax.sharding import PartitionSpec

@@ -49,7 +49,7 @@ def work(directory: str, options: str) -> dict[str, Any]:
     import ed_models.families.llama  # noqa: F401
     import jax
     from ed_esurge import SamplingParams, eSurge
-    from ed_infra.compile_cache import keep_compiled_programs
+    from ed_infra.compilation.cache import keep_compiled_programs
     from ed_models.checkpoints import hub
     from flax import nnx
 

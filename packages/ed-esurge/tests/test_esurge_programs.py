@@ -14,8 +14,8 @@ import jax
 import pytest
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.runner.programs import Loading
-from ed_infra.compile_cache import compiled_afresh, engines_folder
-from ed_infra.private_files import UntrustedFileError, user_key
+from ed_infra.compilation.cache import compiled_afresh, engines_folder
+from ed_infra.compilation.private_files import UntrustedFileError, user_key
 from ed_infra.testing import tiny_llama
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 24)]]
@@ -190,7 +190,7 @@ def test_another_process_computes_the_same(tmp_path, devices):
     """Also where jax's own cache has the programs: what jax reads from there lacks code."""
     fields = {k: v for k, v in tiny_llama(vocab_size=260).items() if k != "model_type"}
     code = f"""
-        from ed_infra.compile_cache import keep_compiled_programs
+        from ed_infra.compilation.cache import keep_compiled_programs
         keep_compiled_programs()
         from ed_esurge import SamplingParams, eSurge
         from ed_models.families.llama import LlamaConfig, LlamaForCausalLM

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT
 from ed_infra.errors import ConfigError
-from ed_infra.fields import FIELDS, WITHOUT_EFFECT
 from ed_infra.logging import forget_said
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_infra.testing import LLAMA3_ROPE, tiny_llama

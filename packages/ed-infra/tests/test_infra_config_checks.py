@@ -17,14 +17,14 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import transformers
-from ed_infra import placement as sharding
-from ed_infra import rope_frequencies as rope
-from ed_infra import rope_parameters
-from ed_infra.axes import AXIS_NAMES, PartitionAxis
+from ed_infra.compilation.fingerprint import fingerprint
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError
-from ed_infra.fingerprint import fingerprint
 from ed_infra.logging import forget_said
+from ed_infra.rope import frequencies as rope
+from ed_infra.rope import parameters as rope_parameters
+from ed_infra.sharding import placement as sharding
+from ed_infra.sharding.axes import AXIS_NAMES, PartitionAxis
 from ed_infra.specs import BaseOperationConfig
 from ed_infra.testing import require_torch, tiny_llama
 from flax import nnx

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra.axes import PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.config.documented import ModuleCaches
 from ed_infra.errors import ConfigError, MeshError
-from ed_infra.guide import ModuleCaches
-from ed_infra.mesh import create_mesh
+from ed_infra.sharding.axes import PartitionAxis
+from ed_infra.sharding.mesh import create_mesh
 from ed_infra.specs import AttnMaskDetail
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
@@ -63,7 +63,7 @@ def device(number: int, process: int, slice_index: int | None, x: int = 0) -> An
 @proves("create_mesh(sharding_dcn_axis_dims)", "sharding_dcn_axis_dims")
 @proves("create_mesh(process_is_granule)", "create_mesh(should_sort_granules_by_key)")
 def test_create_mesh_groups_devices_by_slice_or_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ed_infra.mesh.Mesh", lambda array, names, axis_types: array)
+    monkeypatch.setattr("ed_infra.sharding.mesh.Mesh", lambda array, names, axis_types: array)
     # Two slices of two processes each, two devices a process; the second slice comes first.
     devices = [device(i, i // 2, 1 - i // 4) for i in range(8)]
 
@@ -91,8 +91,8 @@ def test_create_mesh_rejects_split_torus_when_disallowed(monkeypatch: pytest.Mon
             raise NotImplementedError("would split")
         return np.asarray(devices, dtype=object).reshape(shape)
 
-    monkeypatch.setattr("ed_infra.mesh.mesh_utils.create_device_mesh", torus)
-    monkeypatch.setattr("ed_infra.mesh.Mesh", lambda array, names, axis_types: array)
+    monkeypatch.setattr("ed_infra.sharding.mesh.mesh_utils.create_device_mesh", torus)
+    monkeypatch.setattr("ed_infra.sharding.mesh.Mesh", lambda array, names, axis_types: array)
     devices = [device(i, 0, 0, i) for i in range(4)]
     for one in devices:
         one.platform = "tpu"

@@ -15,11 +15,11 @@ import pytest
 import transformers
 from ed_infra import enums
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.config_dict import EasyDeLBaseConfigDict
+from ed_infra.config.documented import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
+from ed_infra.config.fields import FIELDS, ExecutionFields
+from ed_infra.config.typed_dict import EasyDeLBaseConfigDict
 from ed_infra.enums import EasyMethod
 from ed_infra.errors import ConfigError
-from ed_infra.fields import FIELDS, ExecutionFields
-from ed_infra.guide import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
 from ed_infra.specs import EasyDeLQuantizationConfig
 
 proves = pytest.mark.proves

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import compile_cache
-from ed_infra.fingerprint import NoFingerprintError, _source, fingerprint
+from ed_infra.compilation import cache as compile_cache
+from ed_infra.compilation.fingerprint import NoFingerprintError, _source, fingerprint
 
 
 @dataclass
@@ -109,8 +109,8 @@ def test_fingerprint_changes_with_jax_settings():
 
 def test_every_process_gives_the_same_name():
     code = (
-        "from ed_infra.fingerprint import fingerprint\n"
-        "from ed_infra.sealed import FrozenDict\n"
+        "from ed_infra.compilation.fingerprint import fingerprint\n"
+        "from ed_infra.config.frozen import FrozenDict\n"
         "import ed_infra.masks as masks\n"
         "print(fingerprint({'a', 'b', 'c'}, FrozenDict(x=1), masks, imported=4e9))"
     )

@@ -6,10 +6,10 @@ import math
 
 import jax
 import pytest
-from ed_infra.axes import PARAM_AXES, PartitionAxis
 from ed_infra.errors import ConfigError, MeshError
-from ed_infra.mesh import create_mesh, resolve_axis_dims
-from ed_infra.partition import PartitionManager, fit_spec
+from ed_infra.sharding.axes import PARAM_AXES, PartitionAxis
+from ed_infra.sharding.mesh import create_mesh, resolve_axis_dims
+from ed_infra.sharding.partition import PartitionManager, fit_spec
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
-from ed_infra import errors, fields, options, specs
-from ed_infra.axes import PartitionAxis
+from ed_infra import errors, options, specs
+from ed_infra.config import fields
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.options import Options, choice, dtype_name, explain
+from ed_infra.sharding.axes import PartitionAxis
 
 
 class Inner(Options):

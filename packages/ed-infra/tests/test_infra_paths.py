@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from hypothesis import given
 from hypothesis import strategies as st
 

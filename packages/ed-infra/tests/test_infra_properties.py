@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import transformers
-from ed_infra import placement as sharding
-from ed_infra.axes import ACTIVATION_AXES, AXIS_NAMES, PARAM_AXES, PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError
-from ed_infra.mesh import create_mesh, resolve_axis_dims
-from ed_infra.partition import PartitionManager, fit_spec
+from ed_infra.sharding import placement as sharding
+from ed_infra.sharding.axes import ACTIVATION_AXES, AXIS_NAMES, PARAM_AXES, PartitionAxis
+from ed_infra.sharding.mesh import create_mesh, resolve_axis_dims
+from ed_infra.sharding.partition import PartitionManager, fit_spec
 from ed_infra.testing import tiny_llama
 from flax import nnx
 from hypothesis import given

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from ed_infra import rope_frequencies as rope
-from ed_infra import rope_parameters, rotary
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
+from ed_infra.rope import frequencies as rope
+from ed_infra.rope import parameters as rope_parameters
+from ed_infra.rope import rotation as rotary
 from ed_infra.testing import require_torch
 
 BASE = {

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from ed_infra import rope_frequencies as rope
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.rotary import axis_of_frequency
+from ed_infra.rope import frequencies as rope
+from ed_infra.rope.rotation import axis_of_frequency
 from ed_infra.testing import require_torch
 
 HEAD_DIM, TRAINED = 64, 512

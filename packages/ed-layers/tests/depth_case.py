@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import Metric, Report
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import placement as sharding
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
+from ed_infra.sharding import placement as sharding
 from ed_infra.specs import LoraSpec
 from ed_layers.context import Ctx
 from ed_layers.experts import ExpertLinear, Experts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
-from ed_infra.rope_frequencies import inv_frequencies
+from ed_infra.rope.frequencies import inv_frequencies
 from ed_layers.cache import DenseCache, Format, PagedCache, RaggedBatch
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.mla import LatentAttention, yarn_factor

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import placement as sharding
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import Report
+from ed_infra.sharding import placement as sharding
 from ed_infra.testing import require_torch
 from ed_layers.context import Ctx
 from ed_layers.experts import Experts, blocks_of

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import placement as sharding
+from ed_infra.sharding import placement as sharding
 from ed_layers.expert_mesh import whole_groups
 from ed_layers.experts import Experts
 from ed_layers.parts import Parts

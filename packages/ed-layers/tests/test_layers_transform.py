@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_layers.linear import Linear

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.testing import require_torch
 from ed_layers.updated import apply_updates
 from ed_models.conformance import Subject, forward

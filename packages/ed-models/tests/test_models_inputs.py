@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.rope_frequencies import inv_frequencies, settings
-from ed_infra.rotary import angles
+from ed_infra.rope.frequencies import inv_frequencies, settings
+from ed_infra.rope.rotation import angles
 from ed_layers.context import ALL_LAYERS
 from ed_models.inputs import layer_context
 

@@ -189,8 +189,8 @@ def test_the_rules_of_a_configuration_are_those_of_its_model():
 
 @proves("get_partition_rules", "sharding_axis_dims", "sharding_axis_names", "partition_axis")
 def test_sharding_options_place_parameters():
-    from ed_infra.axes import PartitionAxis
-    from ed_infra.placement import specs
+    from ed_infra.sharding.axes import PartitionAxis
+    from ed_infra.sharding.placement import specs
 
     def kernel_spec(**changes: Any) -> tuple:
         made = config(**changes)

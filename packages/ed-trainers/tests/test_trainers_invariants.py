@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ed_infra import registry
 from ed_infra.enums import TaskType
-from ed_infra.paths import canonical, is_stacked
+from ed_infra.parameter_names import canonical, is_stacked
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_models.adapters import merge_lora

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from ed_infra.errors import ConfigError
-from ed_infra.paths import canonical
+from ed_infra.parameter_names import canonical
 from ed_infra.specs import LoraSpec
 from ed_models.families.gemma3_text import Gemma3Config, Gemma3ForCausalLM
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM

@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import placement as sharding
-from ed_infra.mesh import create_mesh
 from ed_infra.outputs import CausalLMOutput
-from ed_infra.partition import PartitionManager
+from ed_infra.sharding import placement as sharding
+from ed_infra.sharding.mesh import create_mesh
+from ed_infra.sharding.partition import PartitionManager
 from ed_layers.head import Head
 from flax import nnx
 

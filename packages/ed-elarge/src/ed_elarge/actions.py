@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_infra.compile_cache import keep_compiled_programs
+from ed_infra.compilation.cache import keep_compiled_programs
 
 from ed_elarge.action_options import (
     EvalOptions,

@@ -10,9 +10,9 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Mixture
+from ed_infra.config.fields import canonical_field
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.fields import canonical_field
 
 from ed_elarge.adaptation import WeightFormat
 from ed_elarge.errors import Problem
@@ -180,7 +180,7 @@ def _load_other(
 ) -> CausalLM:
     """A model on the learner's mesh, with the execution fields of the run."""
     from ed_infra import registry
-    from ed_infra.fields import FIELDS
+    from ed_infra.config.fields import FIELDS
     from ed_models.checkpoints import hub
 
     assert section is not None, "the part is asked for where the section is"
@@ -212,7 +212,7 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     if not elm.config.loader.verbose:
         return model
     import jax
-    from ed_infra import paths
+    from ed_infra import parameter_names as paths
     from flax import nnx
 
     total = 0

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ed_data.checks import without_tokens
-from ed_infra.axes import AXIS_NAMES
+from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
+from ed_infra.config.fields import normalize as normalize_field
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.fields import FIELD_ALIASES, FIELDS, canonical_field
-from ed_infra.fields import normalize as normalize_field
+from ed_infra.sharding.axes import AXIS_NAMES
 
 from ed_elarge import architectures, local_tasks
 from ed_elarge.errors import KeyPath, Problem

@@ -13,7 +13,7 @@ import pydantic
 from ed_data import checks as data_checks
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
-from ed_infra.fields import FIELDS, WITHOUT_EFFECT, canonical_field
+from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
 from ed_trainers.arguments import TrainingArguments, idle_options
 
 from ed_elarge.action_options import GenerateOptions

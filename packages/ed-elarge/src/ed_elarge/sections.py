@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from ed_infra.config.fields import FIELDS, canonical_field
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
-from ed_infra.fields import FIELDS, canonical_field
 from ed_infra.options import Options, choice, dtype_name
 from pydantic import (
     AfterValidator,

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Self, TypeVar
 
-from ed_infra.fields import FIELDS, canonical_field
+from ed_infra.config.fields import FIELDS, canonical_field
 
 from ed_elarge.errors import Document
 

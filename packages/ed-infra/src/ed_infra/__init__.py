@@ -11,11 +11,11 @@ from ed_infra.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "AXIS_NAMES": "ed_infra.axes",
-        "PARAM_AXES": "ed_infra.axes",
-        "PartitionAxis": "ed_infra.axes",
+        "AXIS_NAMES": "ed_infra.sharding.axes",
+        "PARAM_AXES": "ed_infra.sharding.axes",
+        "PartitionAxis": "ed_infra.sharding.axes",
         "EasyDeLBaseConfig": "ed_infra.config",
-        "EasyDeLBaseConfigDict": "ed_infra.config_dict",
+        "EasyDeLBaseConfigDict": "ed_infra.config.typed_dict",
         "canonical_dtype": "ed_infra.dtypes",
         "EasyDeLBackends": "ed_infra.enums",
         "EasyDeLGradientCheckPointers": "ed_infra.enums",
@@ -27,19 +27,19 @@ __getattr__, __dir__, __all__ = attach(
         "EasyDeLError": "ed_infra.errors",
         "MeshError": "ed_infra.errors",
         "RegistryError": "ed_infra.errors",
-        "ModuleCaches": "ed_infra.guide",
-        "NOT_GIVEN": "ed_infra.guide",
-        "extract_commit_hash": "ed_infra.guide",
-        "set_attrs_smartly": "ed_infra.guide",
+        "ModuleCaches": "ed_infra.config.documented",
+        "NOT_GIVEN": "ed_infra.config.documented",
+        "extract_commit_hash": "ed_infra.config.documented",
+        "set_attrs_smartly": "ed_infra.config.documented",
         "MaskInfo": "ed_infra.masks",
-        "create_mesh": "ed_infra.mesh",
+        "create_mesh": "ed_infra.sharding.mesh",
         "Options": "ed_infra.options",
         "BaseModelOutput": "ed_infra.outputs",
         "CausalLMOutput": "ed_infra.outputs",
         "EmbeddingOutput": "ed_infra.outputs",
         "SequenceClassifierOutput": "ed_infra.outputs",
         "Metric": "ed_infra.outputs",
-        "PartitionManager": "ed_infra.partition",
+        "PartitionManager": "ed_infra.sharding.partition",
         "get_config": "ed_infra.registry",
         "get_module": "ed_infra.registry",
         "register_config": "ed_infra.registry",
@@ -53,9 +53,14 @@ __getattr__, __dir__, __all__ = attach(
 )
 
 if TYPE_CHECKING:
-    from ed_infra.axes import AXIS_NAMES, PARAM_AXES, PartitionAxis
     from ed_infra.config import EasyDeLBaseConfig
-    from ed_infra.config_dict import EasyDeLBaseConfigDict
+    from ed_infra.config.documented import (
+        NOT_GIVEN,
+        ModuleCaches,
+        extract_commit_hash,
+        set_attrs_smartly,
+    )
+    from ed_infra.config.typed_dict import EasyDeLBaseConfigDict
     from ed_infra.dtypes import canonical_dtype
     from ed_infra.enums import (
         EasyDeLBackends,
@@ -71,9 +76,7 @@ if TYPE_CHECKING:
         MeshError,
         RegistryError,
     )
-    from ed_infra.guide import NOT_GIVEN, ModuleCaches, extract_commit_hash, set_attrs_smartly
     from ed_infra.masks import MaskInfo
-    from ed_infra.mesh import create_mesh
     from ed_infra.options import Options
     from ed_infra.outputs import (
         BaseModelOutput,
@@ -82,9 +85,11 @@ if TYPE_CHECKING:
         Metric,
         SequenceClassifierOutput,
     )
-    from ed_infra.partition import PartitionManager
     from ed_infra.registry import get_config, get_module, register_config, register_module
     from ed_infra.rules import Rules
+    from ed_infra.sharding.axes import AXIS_NAMES, PARAM_AXES, PartitionAxis
+    from ed_infra.sharding.mesh import create_mesh
+    from ed_infra.sharding.partition import PartitionManager
     from ed_infra.specs import (
         AttnMaskDetail,
         BaseOperationConfig,

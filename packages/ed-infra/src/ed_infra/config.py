@@ -23,9 +23,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from transformers import PretrainedConfig
 
-from ed_infra import guide, registry
-from ed_infra.axes import total_sizes
-from ed_infra.config_class import (
+from ed_infra import registry
+from ed_infra.config import documented as guide
+from ed_infra.config.fields import (
+    FIELD_ALIASES,
+    FIELDS,
+    OPERATIONS,
+    WITHOUT_EFFECT,
+    canonical_field,
+    check_together,
+    normalize,
+)
+from ed_infra.config.files import StoredConfig, reading_file
+from ed_infra.config.frozen import MeshRecipe, Runtime, freeze, thaw
+from ed_infra.config.subclass import (
     architecture_classes,
     architecture_value,
     as_config_error,
@@ -35,22 +46,12 @@ from ed_infra.config_class import (
     outside,
     set_bare_fields,
 )
-from ed_infra.config_files import StoredConfig, reading_file
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.fields import (
-    FIELD_ALIASES,
-    FIELDS,
-    OPERATIONS,
-    WITHOUT_EFFECT,
-    canonical_field,
-    check_together,
-    normalize,
-)
 from ed_infra.logging import get_logger, once
-from ed_infra.mesh import create_mesh
-from ed_infra.partition import PartitionManager
-from ed_infra.rope_parameters import check_parameters
-from ed_infra.sealed import MeshRecipe, Runtime, freeze, thaw
+from ed_infra.rope.parameters import check_parameters
+from ed_infra.sharding.axes import total_sizes
+from ed_infra.sharding.mesh import create_mesh
+from ed_infra.sharding.partition import PartitionManager
 from ed_infra.specs import FORMAT_OF_BITS, EasyDeLQuantizationConfig, to_json
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ _MESH_FIELDS = ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_
 
 
 class EasyDeLBaseConfig(StoredConfig):
-    """Base of all configurations: the fields of `ed_infra.fields` beside Hugging Face's.
+    """Base of all configurations: the fields of `ed_infra.config.fields` beside Hugging Face's.
 
     Construction raises `ConfigError` for a keyword that is neither a field nor known to
     transformers, and for a value that a field does not allow. Files read from disk keep the keys
@@ -209,7 +210,7 @@ class EasyDeLBaseConfig(StoredConfig):
         """Set execution fields, here and in the configurations nested in this one.
 
         Args:
-            kwargs: fields of `ed_infra.fields`, or their aliases; architecture fields of this class
+            kwargs: fields of `ed_infra.config.fields`, or their aliases; architecture fields of this class
                 (set here only). A value of `NOT_GIVEN` leaves the field as it is.
 
         Raises:

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ed_infra import placement as sharding
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import RegistryError, did_you_mean
+from ed_infra.sharding import placement as sharding
 
 C = TypeVar("C", bound=type)
 

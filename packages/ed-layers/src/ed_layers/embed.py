@@ -7,7 +7,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.placement import constrain
+from ed_infra.sharding.placement import constrain
 from flax import nnx
 from jaxtyping import Array, Float, Int
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ed_infra.axes import split
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.partition import fit_spec
+from ed_infra.sharding.axes import split
+from ed_infra.sharding.partition import fit_spec
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 

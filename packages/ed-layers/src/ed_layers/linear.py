@@ -76,7 +76,7 @@ class Linear(nnx.Module):
 
     Args:
         in_features, out_features: sizes.
-        axes: logical axes of the kernel, (in, out), as `ed_infra.partition` names them.
+        axes: logical axes of the kernel, (in, out), as `ed_infra.sharding.partition` names them.
         use_bias: add a bias [out].
         dtype: dtype of the product.
         param_dtype: dtype of the stored parameters.

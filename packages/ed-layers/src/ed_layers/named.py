@@ -23,7 +23,7 @@ policy that excludes one name would keep the array under the other name.
 from __future__ import annotations
 
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.placement import constrain
+from ed_infra.sharding.placement import constrain
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
@@ -33,7 +33,7 @@ _HEADS = ("batch", "sequence", "heads", None)
 _KEY_HEADS = ("batch", "sequence", "kv_heads", None)
 _INNER = ("batch", "sequence", "mlp")
 
-#: Logical axes (`ed_infra.axes.ACTIVATION_AXES`) of the named arrays with a fixed sharding.
+#: Logical axes (`ed_infra.sharding.axes.ACTIVATION_AXES`) of the named arrays with a fixed sharding.
 AXES: dict[str, tuple[str | None, ...]] = {
     "attn_query": _HEADS,
     "attn_key": _KEY_HEADS,

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) of a batch; frequencies are `ed_infra.rope_frequencies`.
+"""Rotary position embedding (Su et al. 2021) of a batch; frequencies are `ed_infra.rope.frequencies`.
 
 Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from ed_infra.rotary import angles, rotate
+from ed_infra.rope.rotation import angles, rotate
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import Rope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ed_infra.paths import Run
+from ed_infra.parameter_names import Run
 
 
 def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:

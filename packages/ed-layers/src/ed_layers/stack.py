@@ -4,7 +4,7 @@ Both layouts produce the same numbers and the same checkpoint. The scanned layou
 for any depth. The unrolled layout is faster per step on a CPU, because every weight is a separate
 leaf.
 
-The storage names contain the layer numbers (`ed_infra.paths`): `run_0_30_1` holds layers 0 to 29,
+The storage names contain the layer numbers (`ed_infra.parameter_names`): `run_0_30_1` holds layers 0 to 29,
 stacked; `layer_3` holds layer 3.
 
 Legend: L layers, n layers of a run, p period.
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import Report
-from ed_infra.paths import Run
-from ed_infra.placement import constrain
+from ed_infra.parameter_names import Run
+from ed_infra.sharding.placement import constrain
 from flax import nnx
 from jaxtyping import Array, Float
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError
-from ed_infra.paths import Run
+from ed_infra.parameter_names import Run
 from ed_infra.rules import Rules
 from flax import nnx
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from flax import nnx
 
 #: `(value, reported sum) -> new value`, for one layer; hashable.

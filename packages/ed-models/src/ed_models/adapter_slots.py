@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_layers.linear import Linear

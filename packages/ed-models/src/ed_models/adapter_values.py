@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.specs import LoraSpec
 from ed_layers.quantization.model import matrix_of
 from flax import nnx

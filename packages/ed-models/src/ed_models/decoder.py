@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from ed_infra import rope_frequencies as rope
 from ed_infra.outputs import BaseModelOutput, Report
-from ed_infra.rope_frequencies import RopeSettings
+from ed_infra.rope import frequencies as rope
+from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import Ctx

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ed_infra import rope_frequencies as rope
 from ed_infra.masks import MaskInfo, segment_index
-from ed_infra.placement import constrain
-from ed_infra.rope_frequencies import RopeSettings
-from ed_infra.rotary import sections_of, select_axis
+from ed_infra.rope import frequencies as rope
+from ed_infra.rope.frequencies import RopeSettings
+from ed_infra.rope.rotation import sections_of, select_axis
+from ed_infra.sharding.placement import constrain
 from ed_layers.cache import RaggedBatch
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.rotary import rope_tables

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from ed_infra.rope_frequencies import RopeSettings
+from ed_infra.rope.frequencies import RopeSettings
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
 from ed_layers.recurrence.mamba import MambaMixer

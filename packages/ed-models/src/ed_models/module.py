@@ -1,6 +1,6 @@
 """`EasyDeLBaseModule`: the base class of every model.
 
-Its methods delegate: sharding to `ed_infra.placement`, loading and saving to
+Its methods delegate: sharding to `ed_infra.sharding.placement`, loading and saving to
 `ed_models.checkpoints`, caches to `ed_models.caches`, generation to `ed_models.generation`.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from ed_infra import placement as sharding
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
+from ed_infra.sharding import placement as sharding
 from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx

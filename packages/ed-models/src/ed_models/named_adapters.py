@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.specs import LoraSpec
 from flax import nnx

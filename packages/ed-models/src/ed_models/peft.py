@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.specs import LoraSpec
 from flax import nnx

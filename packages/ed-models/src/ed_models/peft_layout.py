@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_layers.experts import ExpertLinear

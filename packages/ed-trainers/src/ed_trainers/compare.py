@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from ed_infra.errors import CheckpointError, EasyDeLError
-from ed_infra.paths import canonical, is_stacked
+from ed_infra.parameter_names import canonical, is_stacked
 
 #: Reads an array by its stored name.
 Read = Callable[[str], np.ndarray]

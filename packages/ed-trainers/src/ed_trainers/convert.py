@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ed_infra import placement as sharding
 from ed_infra import registry
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
-from ed_infra.paths import canonical
+from ed_infra.parameter_names import canonical
+from ed_infra.sharding import placement as sharding
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.module import EasyDeLBaseModule
 from flax import nnx

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.paths import normalize
-from ed_infra.placement import local_rows, make_global
+from ed_infra.parameter_names import normalize
+from ed_infra.sharding.placement import local_rows, make_global
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding

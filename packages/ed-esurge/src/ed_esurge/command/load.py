@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_infra.compile_cache import keep_compiled_programs
+from ed_infra.compilation.cache import keep_compiled_programs
+from ed_infra.config.fields import canonical_field, normalize
 from ed_infra.errors import ConfigError
-from ed_infra.fields import canonical_field, normalize
 from ed_infra.specs import (
     FORMAT_OF_BITS,
     KV_CACHE_FORMATS,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra.compile_cache import compiled_afresh
+from ed_infra.compilation.cache import compiled_afresh
 from ed_models.adapter_slots import slot_values
 from flax import nnx
 from tqdm import tqdm

@@ -24,11 +24,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
-from ed_infra.compile_cache import IMPORTED, engines_folder
-from ed_infra.fingerprint import NoFingerprintError, fingerprint
-from ed_infra.logging import get_logger, once
-from ed_infra.mesh import Device
-from ed_infra.private_files import (
+from ed_infra.compilation.cache import IMPORTED, engines_folder
+from ed_infra.compilation.fingerprint import NoFingerprintError, fingerprint
+from ed_infra.compilation.private_files import (
     UntrustedFileError,
     check_private,
     make_private,
@@ -36,6 +34,8 @@ from ed_infra.private_files import (
     user_key,
     write_private,
 )
+from ed_infra.logging import get_logger, once
+from ed_infra.sharding.mesh import Device
 from ed_layers import native
 from ed_layers.attention.registry import kernels
 from ed_models.protocol import LanguageModel

@@ -29,7 +29,7 @@ def rotate(
     cos: Float[Array, "b s r2"],
     sin: Float[Array, "b s r2"],
 ) -> Float[Array, "b s h k"]:
-    """As `ed_infra.rotary.rotate`; the tables are constants of a gradient."""
+    """As `ed_infra.rope.rotation.rotate`; the tables are constants of a gradient."""
     return _turn(interleaved, x, cos, sin, back=False)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import QUANTIZATION_FIELD_ALIASES, EasyDeLQuantizationConfig, from_mapping

@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ed_infra.placement import constrain
+from ed_infra.sharding.placement import constrain
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.cache.protocol import StateCache, States

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 

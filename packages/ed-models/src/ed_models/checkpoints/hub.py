@@ -12,10 +12,10 @@ from typing import Protocol, TypedDict, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 from ed_infra import registry
-from ed_infra.axes import PartitionAxis
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
+from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.quantization.model import QuantizationRules, spec_of
 from huggingface_hub import snapshot_download

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import paths
-from ed_infra import placement as sharding
+from ed_infra import parameter_names as paths
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.logging import get_logger, once
+from ed_infra.sharding import placement as sharding
 from ed_layers.quantization.model import QuantizationRules, quantize
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 import jax
 import numpy as np
-from ed_infra import paths
+from ed_infra import parameter_names as paths
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.distributed import on_host
 from ed_infra.errors import CheckpointError

@@ -17,11 +17,11 @@ from functools import cache, partial
 
 import jax.numpy as jnp
 import transformers
-from ed_infra import rope_frequencies as rope
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
+from ed_infra.rope import frequencies as rope
 from ed_layers.cache.shared import SharedKeys
 from ed_layers.experts import Experts
 from ed_layers.mlp import GatedMLP, activation

@@ -14,7 +14,7 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_infra.rope_frequencies import RopeSettings
+from ed_infra.rope.frequencies import RopeSettings
 from ed_layers.context import ALL_LAYERS
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from ed_infra.paths import canonical, normalize, parse_run
+from ed_infra.parameter_names import canonical, normalize, parse_run
 from ed_layers.quantization import QuantParam
 from flax import nnx
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ed_infra.paths import normalize
+from ed_infra.parameter_names import normalize
 from jaxtyping import Array, Float, UInt8
 
 #: Arrays of fewer numbers keep their moments as they are: little is saved, and norms are delicate.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import optax
-from ed_infra.paths import canonical
+from ed_infra.parameter_names import canonical
 from ed_infra.rules import Rules
 
 from ed_trainers.options.base import TrainingArguments

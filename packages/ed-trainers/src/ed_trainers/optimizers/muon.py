@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from ed_infra.paths import canonical
+from ed_infra.parameter_names import canonical
 from jaxtyping import Array, Float
 
 from ed_trainers.optimizers.per_array import logical_axes, map_parameters, stacked_axes

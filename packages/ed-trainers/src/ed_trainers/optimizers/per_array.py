@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import optax
-from ed_infra.paths import normalize, parse_run
+from ed_infra.parameter_names import normalize, parse_run
 from flax import nnx
 
 #: Logical axis of experts: the first axis of their parameters.

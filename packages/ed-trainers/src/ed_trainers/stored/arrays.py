@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
-from ed_infra.paths import canonical, is_stacked, normalize
+from ed_infra.parameter_names import canonical, is_stacked, normalize
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ed_trainers.stored.library_log import hushed

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import CheckpointError
-from ed_infra.paths import canonical, is_stacked
+from ed_infra.parameter_names import canonical, is_stacked
 from jax.sharding import Sharding
 
 from ed_trainers.placement import replicated

@@ -20,12 +20,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike, DTypeLike
 
 from ed_infra import masks
-from ed_infra import mesh as meshes
-from ed_infra import rope_frequencies as rope
-from ed_infra.axes import PartitionAxis
 from ed_infra.errors import ConfigError
-from ed_infra.rope_parameters import RopeSettings
-from ed_infra.rotary import RotaryTable, angles, sections_of
+from ed_infra.rope import frequencies as rope
+from ed_infra.rope.parameters import RopeSettings
+from ed_infra.rope.rotation import RotaryTable, angles, sections_of
+from ed_infra.sharding import mesh as meshes
+from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import AttnMaskDetail
 
 
@@ -128,7 +128,7 @@ def create_mesh(
     axis_dims: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
 ) -> Mesh:
-    """Make a mesh; see `ed_infra.mesh.create_mesh`. `axis_dims`, `axis_names` are aliases."""
+    """Make a mesh; see `ed_infra.sharding.mesh.create_mesh`. `axis_dims`, `axis_names` are aliases."""
     for name, value, alias in (
         ("axis_dims", sharding_axis_dims, axis_dims),
         ("axis_names", sharding_axis_names, axis_names),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-from ed_infra.axes import PartitionAxis
 from ed_infra.enums import (
     AVAILABLE_ATTENTION_MECHANISMS,
     AVAILABLE_GRADIENT_CHECKPOINT_TARGETS,
     AVAILABLE_MOE_METHODS,
 )
+from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import BaseOperationConfig, EasyDeLQuantizationConfig
 
 
 class EasyDeLBaseConfigDict(TypedDict, total=False):
     """Keywords of `EasyDeLBaseConfig`: `EasyDeLBaseConfig(**values)`.
 
-    The names and types are those of `ed_infra.fields`, where their meaning is said; a test compares
+    The names and types are those of `ed_infra.config.fields`, where their meaning is said; a test compares
     the two.
     """
 

@@ -1,7 +1,7 @@
 """Frequencies of rotary position embeddings, of every kind of scaling.
 
 The formulas are those of `transformers/modeling_rope_utils.py`; tests compare the results with
-theirs. `ed_infra.rotary` makes tables of the frequencies.
+theirs. `ed_infra.rope.rotation` makes tables of the frequencies.
 
 Shapes: `k` head dimension, `r` rotary dimension (`r <= k`), `r2` = r / 2, `p` any leading
 dimensions.
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ed_infra.errors import ConfigError, unknown_name
-from ed_infra.rope_parameters import RopeSettings, settings
+from ed_infra.rope.parameters import RopeSettings, settings
 
 
 def _periods(theta: float, dim: int) -> np.ndarray:

@@ -15,10 +15,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PretrainedConfig
 
+from ed_infra.config.bounds import check_plausible
+from ed_infra.config.fields import FIELD_ALIASES, ExecutionFields
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.fields import FIELD_ALIASES, ExecutionFields
-from ed_infra.plausible import check_plausible
 
 #: Architecture fields that a class without a Hugging Face class knows, and their defaults.
 BARE_FIELDS: dict[str, Any] = {

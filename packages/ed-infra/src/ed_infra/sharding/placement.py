@@ -18,12 +18,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ed_infra import paths
-from ed_infra.axes import split
+from ed_infra import parameter_names as paths
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
 from ed_infra.logging import get_logger, once
-from ed_infra.partition import PartitionManager, fit_spec
 from ed_infra.rules import Rules
+from ed_infra.sharding.axes import split
+from ed_infra.sharding.partition import PartitionManager, fit_spec
 
 M = TypeVar("M", bound=nnx.Module)
 State = nnx.State | nnx.Module
@@ -251,7 +251,7 @@ def constrain(
 
     Args:
         x: any array.
-        axes: for each dimension a key of `ed_infra.axes.ACTIVATION_AXES`, or None.
+        axes: for each dimension a key of `ed_infra.sharding.axes.ACTIVATION_AXES`, or None.
         config: says the mesh and the rules.
         mode: `"train"`, `"prefill"` or `"decode"`.
     """
@@ -291,7 +291,7 @@ def make_global(batch: Any, sharding: Any, *, rows: int | None = None, axis: int
                 raise ConfigError(
                     f"an array of shape {array.shape} from process {jax.process_index()}, which "
                     f"holds rows {own.start} to {own.stop} of {rows}: give these "
-                    f"{own.stop - own.start} rows (ed_infra.placement.local_rows)"
+                    f"{own.stop - own.start} rows (ed_infra.sharding.placement.local_rows)"
                 )
         fitted = _fitted(where, shape)
 

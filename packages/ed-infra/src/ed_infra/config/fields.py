@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ed_infra.axes import AXIS_NAMES, PartitionAxis, check_names, check_sizes, split, total_sizes
 from ed_infra.dtypes import canonical_float
 from ed_infra.enums import (
     AVAILABLE_ATTENTION_MECHANISMS,
@@ -30,6 +29,14 @@ from ed_infra.enums import (
 )
 from ed_infra.errors import ConfigError, MeshError, did_you_mean, unknown_name
 from ed_infra.options import Count, Fraction, NotNegative, NumbersAreNumbers, Positive
+from ed_infra.sharding.axes import (
+    AXIS_NAMES,
+    PartitionAxis,
+    check_names,
+    check_sizes,
+    split,
+    total_sizes,
+)
 from ed_infra.specs import (
     KV_CACHE_FORMATS,
     OPERATION_FIELD_ALIASES,

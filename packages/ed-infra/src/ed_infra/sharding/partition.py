@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ed_infra.axes import (
+from ed_infra.errors import ConfigError, MeshError, did_you_mean
+from ed_infra.sharding.axes import (
     ACTIVATION_AXES,
     DECODE_AXES,
     PARAM_AXES,
@@ -16,7 +17,6 @@ from ed_infra.axes import (
     PartitionAxis,
     split,
 )
-from ed_infra.errors import ConfigError, MeshError, did_you_mean
 
 __all__ = ["ACTIVATION_AXES", "PARAM_AXES", "PartitionAxis", "PartitionManager", "fit_spec"]
 

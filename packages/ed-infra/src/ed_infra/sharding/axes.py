@@ -1,7 +1,7 @@
 """Names of axes: of the device mesh, of parameters, of activations. Imports nothing heavy.
 
 A parameter says what its dimensions mean (`("embed", "heads")`); `PartitionAxis` says over which
-mesh axes each meaning is split. `ed_infra.partition` joins the two.
+mesh axes each meaning is split. `ed_infra.sharding.partition` joins the two.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ed_infra.compilation.private_files import UntrustedFileError, make_private
 from ed_infra.logging import get_logger
-from ed_infra.private_files import UntrustedFileError, make_private
 
 logger = get_logger(__name__)
 

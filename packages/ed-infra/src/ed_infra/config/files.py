@@ -12,12 +12,12 @@ from typing import Any, Self
 import fsspec
 from transformers import PretrainedConfig
 
-from ed_infra.config_class import known_names
+from ed_infra.config.fields import FIELDS, ExecutionFields, canonical_field
+from ed_infra.config.frozen import thaw
+from ed_infra.config.subclass import known_names
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.fields import FIELDS, ExecutionFields, canonical_field
 from ed_infra.logging import get_logger, once
-from ed_infra.rope_parameters import check_parameters
-from ed_infra.sealed import thaw
+from ed_infra.rope.parameters import check_parameters
 from ed_infra.specs import to_json
 
 logger = get_logger(__name__)

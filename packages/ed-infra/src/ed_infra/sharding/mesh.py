@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ed_infra.axes import AXIS_NAMES, check_names, check_sizes
 from ed_infra.errors import MeshError
+from ed_infra.sharding.axes import AXIS_NAMES, check_names, check_sizes
 
 # jax.Device is a variable to type checkers.
 Device = Any

@@ -1,0 +1,1 @@
+"""The compilation cache of XLA and the fingerprints that key compiled programs."""

@@ -1,0 +1,1 @@
+"""`EasyDeLBaseConfig` and its execution fields."""

@@ -1,0 +1,1 @@
+"""Device meshes, logical axes, and the placement of arrays over them."""
