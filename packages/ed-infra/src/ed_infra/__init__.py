@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = attach(
         "AXIS_NAMES": "ed_infra.sharding.axes",
         "PARAM_AXES": "ed_infra.sharding.axes",
         "PartitionAxis": "ed_infra.sharding.axes",
-        "EasyDeLBaseConfig": "ed_infra.config",
+        "EasyDeLBaseConfig": "ed_infra.config.base",
         "EasyDeLBaseConfigDict": "ed_infra.config.typed_dict",
         "canonical_dtype": "ed_infra.dtypes",
         "EasyDeLBackends": "ed_infra.enums",
@@ -53,7 +53,7 @@ __getattr__, __dir__, __all__ = attach(
 )
 
 if TYPE_CHECKING:
-    from ed_infra.config import EasyDeLBaseConfig
+    from ed_infra.config.base import EasyDeLBaseConfig
     from ed_infra.config.documented import (
         NOT_GIVEN,
         ModuleCaches,

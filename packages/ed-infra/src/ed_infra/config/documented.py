@@ -1,6 +1,6 @@
 """Methods of `EasyDeLBaseConfig` that only users of EasyDeL's guide call; no package does.
 
-`ed_infra.config` binds each function as a method or property; `Guided` lists what they read of
+`ed_infra.config.base` binds each function as a method or property; `Guided` lists what they read of
 the configuration. Rotary tables and masks of the models themselves are made where they are used;
 `expert_axes` is what models and `expert_mesh` share.
 """
@@ -128,7 +128,10 @@ def create_mesh(
     axis_dims: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
 ) -> Mesh:
-    """Make a mesh; see `ed_infra.sharding.mesh.create_mesh`. `axis_dims`, `axis_names` are aliases."""
+    """Create a mesh with `ed_infra.sharding.mesh.create_mesh`.
+
+    `axis_dims` and `axis_names` are aliases.
+    """
     for name, value, alias in (
         ("axis_dims", sharding_axis_dims, axis_dims),
         ("axis_names", sharding_axis_names, axis_names),

@@ -16,8 +16,7 @@ from ed_infra.specs import BaseOperationConfig, EasyDeLQuantizationConfig
 class EasyDeLBaseConfigDict(TypedDict, total=False):
     """Keywords of `EasyDeLBaseConfig`: `EasyDeLBaseConfig(**values)`.
 
-    The names and types are those of `ed_infra.config.fields`, where their meaning is said; a test compares
-    the two.
+    `ed_infra.config.fields` describes the fields. A test compares names and types with that table.
     """
 
     sharding_axis_dims: tuple[int, ...]

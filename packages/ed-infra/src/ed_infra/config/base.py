@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from transformers import PretrainedConfig
 
 from ed_infra import registry
-from ed_infra.config import documented as guide
+from ed_infra.config import documented
 from ed_infra.config.fields import (
     FIELD_ALIASES,
     FIELDS,
@@ -210,13 +210,13 @@ class EasyDeLBaseConfig(StoredConfig):
         """Set execution fields, here and in the configurations nested in this one.
 
         Args:
-            kwargs: fields of `ed_infra.config.fields`, or their aliases; architecture fields of this class
-                (set here only). A value of `NOT_GIVEN` leaves the field as it is.
+            kwargs: Execution fields (`ed_infra.config.fields`) or their aliases, and architecture
+                fields of this class. `NOT_GIVEN` leaves a field unchanged.
 
         Raises:
             ConfigError: a name is no field; values of your own go to `attach_custom_arguments`.
         """
-        values = {n: value for n, value in kwargs.items() if value is not guide.NOT_GIVEN}
+        values = {n: value for n, value in kwargs.items() if value is not documented.NOT_GIVEN}
         known = known_names(type(self))
         for name in values:
             if name not in known:
@@ -276,7 +276,7 @@ class EasyDeLBaseConfig(StoredConfig):
         cache = self.kv_cache_sharding_sequence_axis_name
         if cache != FIELDS["kv_cache_sharding_sequence_axis_name"].default:
             axis = dataclasses.replace(axis, decode_key_sequence_axis=cache)
-        return PartitionManager(axis, tuple(guide.expert_axes(self, axis)))
+        return PartitionManager(axis, tuple(documented.expert_axes(self, axis)))
 
     def get_partition_rules(
         self, fully_sharded: bool = True
@@ -383,19 +383,19 @@ class EasyDeLBaseConfig(StoredConfig):
 
     # --- methods of EasyDeL's guide ---------------------------------------------------------------
 
-    jax_mesh = guide.jax_mesh
-    create_mesh = staticmethod(guide.create_mesh)
-    expert_mesh = property(guide.expert_mesh)
-    auto_expert_mesh = property(guide.auto_expert_mesh)
-    expert_abstract_mesh = property(guide.expert_abstract_mesh)
-    get_axis_dims = guide.get_axis_dims
-    get_axis_names = guide.get_axis_names
-    get_backend = guide.get_backend
-    get_mask_details = guide.get_mask_details
-    granted_freq_max_position_embedding = property(guide.granted_freq_max_position_embedding)
-    granted_mask_max_position_embedding = property(guide.granted_mask_max_position_embedding)
-    get_basic_inv_frequencies = guide.get_basic_inv_frequencies
-    get_basic_frequencies = guide.get_basic_frequencies
-    get_basic_rope = guide.get_basic_rope
-    get_basic_causal_mask = guide.get_basic_causal_mask
-    get_fcm_mask = guide.get_fcm_mask
+    jax_mesh = documented.jax_mesh
+    create_mesh = staticmethod(documented.create_mesh)
+    expert_mesh = property(documented.expert_mesh)
+    auto_expert_mesh = property(documented.auto_expert_mesh)
+    expert_abstract_mesh = property(documented.expert_abstract_mesh)
+    get_axis_dims = documented.get_axis_dims
+    get_axis_names = documented.get_axis_names
+    get_backend = documented.get_backend
+    get_mask_details = documented.get_mask_details
+    granted_freq_max_position_embedding = property(documented.granted_freq_max_position_embedding)
+    granted_mask_max_position_embedding = property(documented.granted_mask_max_position_embedding)
+    get_basic_inv_frequencies = documented.get_basic_inv_frequencies
+    get_basic_frequencies = documented.get_basic_frequencies
+    get_basic_rope = documented.get_basic_rope
+    get_basic_causal_mask = documented.get_basic_causal_mask
+    get_fcm_mask = documented.get_fcm_mask
