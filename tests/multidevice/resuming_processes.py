@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import ed_data.loader
+import ed_data.batches.loader
 import jax
 import numpy as np
 from ed_data import Mixture, build_loader, train_bpe
@@ -69,8 +69,8 @@ def train(folder: Path, directory: Path, steps: int, dims: case.Dims) -> None:
         use_tensorboard=False,
     )
     model = case.LlamaForCausalLM.create(config, seed=1)
-    make = ed_data.loader.make_batch
-    with mock.patch.object(ed_data.loader, "make_batch", side_effect=make) as made:
+    make = ed_data.batches.loader.make_batch
+    with mock.patch.object(ed_data.batches.loader, "make_batch", side_effect=make) as made:
         SFTTrainer(arguments, model=model, train_dataset=loader).train()
     rows = [call.args[2] for call in made.call_args_list]
     (directory / f"read_{jax.process_index()}.json").write_text(json.dumps(rows))

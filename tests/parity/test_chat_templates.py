@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_data import DataError, Inform, Mixture, Tokenization, build_loader, build_prompts, documents
-from ed_data.chats import end_of_answer
 from ed_data.schema import COMPLETION, LABELLED, PREFERENCE, REWARD, TEXT, Schema
-from ed_data.tokenize import Encoder
+from ed_data.tokens.chats import end_of_answer
+from ed_data.tokens.encoder import Encoder
 
 from tests.parity.chat_families import (
     AGAIN,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_data.tokenizer import train_bpe
+from ed_data.tokens.bpe import train_bpe
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.lm_eval import eSurgeLM
 from ed_infra.testing import english_topics, tiny_llama

@@ -38,7 +38,7 @@ KEY = "a-secret-key"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 #: Modules that may unpickle, and the reason why the sender is trusted.
 UNPICKLERS = {
-    "ed_data/worker.py": "reads the pipe of the parent process",
+    "ed_data/tokens/worker.py": "reads the pipe of the parent process",
     "ed_esurge/runner/programs.py": "reads files that only this user can write",
 }
 

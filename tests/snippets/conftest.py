@@ -12,7 +12,7 @@ import pytest
 def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in Hugging Face layout: a random two-layer Llama, and a trained tokenizer."""
     import jax.numpy as jnp
-    from ed_data.tokenizer import train_bpe
+    from ed_data.tokens.bpe import train_bpe
     from ed_models.auto import AutoEasyDeLModelForCausalLM
     from ed_models.families.llama import LlamaConfig
 

@@ -22,7 +22,7 @@ STATEMENTS = (
     "import ed_elarge",
     "from ed_data import Inform, Mixture; Mixture(informs=[Inform(data_files='a.jsonl')])",
     "from ed_data import build_loader",
-    "import ed_data.worker",
+    "import ed_data.tokens.worker",
     "from ed_esurge import eSurge",
 )
 _PROGRAM = """

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from ed_data.packing import Packing, pack
-from ed_data.store import joined
+from ed_data.order.packing import Packing, pack
+from ed_data.storage.store import joined
 from numpy.typing import NDArray
 
 from tools.bench.measure import all_turns, table

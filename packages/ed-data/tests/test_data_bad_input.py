@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ed_data import DataError, Inform, Mixture, build_loader, check_names, documents, read_rows
-from ed_data.transforms import Documents
+from ed_data.rows.documents import Documents
 from pydantic import ValidationError
 
 GOOD = b'{"content": "good"}\n'

@@ -19,7 +19,7 @@ from ed_data import (
     documents,
 )
 from ed_data.schema import PREFERENCE, TEXT, Example
-from ed_data.tokenize import Encoder
+from ed_data.tokens.encoder import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

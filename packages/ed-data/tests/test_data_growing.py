@@ -7,9 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from ed_data import DataError, build_loader, growing, plan, prepare
-from ed_data.encoding import Encoding
-from ed_data.growing import GrowingTokens
+from ed_data import DataError, build_loader
+from ed_data.order import plan
+from ed_data.storage import background as growing
+from ed_data.storage import prepare
+from ed_data.storage.background import GrowingTokens
+from ed_data.tokens.parallel import Encoding
 
 TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(300)]
 

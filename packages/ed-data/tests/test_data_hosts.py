@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ed_data import DataError, build_loader
 from ed_data.schema import LABELLED, PREFERENCE, TEXT
-from ed_data.store import TokenStore
+from ed_data.storage.store import TokenStore
 
 ROWS = {
     TEXT: [f"{i} " + "sheep " * (i % 17) for i in range(90)],

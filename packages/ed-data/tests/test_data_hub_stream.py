@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ed_data import DataError, Inform, build_loader, data_report, report, stream
+from ed_data import DataError, Inform, build_loader, data_report, report
+from ed_data.order import stream
 from ed_data.sources import open_source, records
 from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.hub import HubStream

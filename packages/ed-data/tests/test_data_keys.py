@@ -159,7 +159,7 @@ def test_tokenization_options_change_document_tokens(mixture, tokenizer):
 
 @pytest.mark.proves("mixture.tokenization.batch_size")
 def test_documents_are_encoded_so_many_at_a_time(mixture, tokenizer, monkeypatch):
-    from ed_data.tokenize import Encoder
+    from ed_data.tokens.encoder import Encoder
 
     sizes, encode = [], Encoder.encode
 

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ed_data import build_loader, lazy
+from ed_data import build_loader
+from ed_data.storage import lazy
 
 TEXTS = [f"{i} " + "sheep " * (i % 40) for i in range(120)]
 
@@ -33,7 +34,7 @@ def test_the_same_batches_with_hardly_any_memory(
         for i in range(2):
             part = rows[i * 60 : i * 60 + 60]
             (path.parent / f"{i}.jsonl").write_text("\n".join(map(json.dumps, part)))
-    monkeypatch.setattr("ed_data.plan.WINDOW", 50)
+    monkeypatch.setattr("ed_data.order.plan.WINDOW", 50)
     made = mixture(
         informs=[{"data_files": str(path)}],
         pack_strategy=strategy,

@@ -174,7 +174,7 @@ def cached(tmp_path_factory):
 
 def test_small_windows_change_nothing_but_the_grouping(mixture, tokenizer, monkeypatch):
     """Many windows per epoch: rows are found across their borders, and none is lost."""
-    monkeypatch.setattr("ed_data.plan.WINDOW", 7)
+    monkeypatch.setattr("ed_data.order.plan.WINDOW", 7)
     loader = build_loader(mixture(LONG), tokenizer, batch_size=3)
     rows = loader.stats["rows"]
     batches = [loader.batch_at(step) for step in range(-(-rows // 3))]
@@ -295,7 +295,7 @@ def test_packed_rows_are_shuffled_within_their_buffer(mixture, tokenizer):
 
 @pytest.mark.proves("mixture.pack_on_the_fly")
 def test_on_the_fly_loader_encodes_only_needed_documents(mixture, tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setattr("ed_data.plan.WINDOW", 10)
+    monkeypatch.setattr("ed_data.order.plan.WINDOW", 10)
     loader = build_loader(mixture(LONG, pack_on_the_fly=True), tokenizer, batch_size=1)
     loader.batch_at(0)
     (store,) = loader._order.tokens
@@ -309,7 +309,9 @@ def test_packing_plan_is_stored_next_to_the_cache(mixture, tokenizer, monkeypatc
     made = mixture(LONG)
     first = build_loader(made, tokenizer, batch_size=2)
     rows = first.stats["rows"]
-    monkeypatch.setattr("ed_data.plan.pack", None)  # finding a row must not pack an epoch again
+    monkeypatch.setattr(
+        "ed_data.order.plan.pack", None
+    )  # finding a row must not pack an epoch again
     assert build_loader(made, tokenizer, batch_size=2).stats["rows"] == rows
 
 
@@ -356,7 +358,7 @@ def test_defaults_of_batch_size_seed_and_cache(mixture, tokenizer, tmp_path):
 
 
 def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
-    from ed_data.loader import Prefetcher
+    from ed_data.batches.loader import Prefetcher
 
     def make(step):
         if step == 2:
@@ -374,7 +376,7 @@ def test_a_failure_in_a_thread_is_raised_where_the_batch_is_asked_for():
 def test_prefetcher_makes_batches_before_request():
     import threading
 
-    from ed_data.loader import Prefetcher
+    from ed_data.batches.loader import Prefetcher
 
     made, reached = [], threading.Event()
 
@@ -394,7 +396,7 @@ def test_prefetcher_makes_batches_before_request():
 
 
 def test_nothing_is_made_beyond_the_end():
-    from ed_data.loader import Prefetcher
+    from ed_data.batches.loader import Prefetcher
 
     made = []
     ahead = Prefetcher(made.append, workers=1, depth=4)

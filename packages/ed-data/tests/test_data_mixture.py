@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from ed_data import DataError
-from ed_data.mixture import DocumentOrder, permutation
+from ed_data.order.mixing import DocumentOrder, permutation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

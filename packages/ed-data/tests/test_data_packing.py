@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from ed_data import DataError, pack
-from ed_data.packing import STRATEGIES, Packing
+from ed_data.order.packing import STRATEGIES, Packing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,7 +129,7 @@ def test_unknown_strategy_and_impossible_length():
 )
 @settings(deadline=None, max_examples=200)
 def test_both_ways_of_best_fit_give_one_plan(lengths, capacity):
-    from ed_data.packing import best_fit_by_length, best_fit_by_row
+    from ed_data.order.packing import best_fit_by_length, best_fit_by_row
 
     pieces = np.array(lengths, np.int64)
     first, second = best_fit_by_row(pieces, capacity), best_fit_by_length(pieces, capacity)
@@ -143,7 +143,7 @@ def test_both_ways_of_best_fit_give_one_plan(lengths, capacity):
 @settings(deadline=None)
 def test_best_fit_is_the_textbooks(lengths, capacity):
     """Of rows with equal room the one that has had this room the longest."""
-    from ed_data.packing import best_fit_by_row
+    from ed_data.order.packing import best_fit_by_row
 
     rows: list[list[int]] = []  # room, and when it came to be
     chosen = [0] * len(lengths)

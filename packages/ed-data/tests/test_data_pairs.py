@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ed_data import DataError, Inform, Tokenization, build_loader, check_names, documents
 from ed_data.schema import COMPLETION, LABELLED, PREFERENCE, REWARD
-from ed_data.tokenize import Encoder
+from ed_data.tokens.encoder import Encoder
 
 
 def user(text):

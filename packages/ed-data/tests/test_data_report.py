@@ -6,10 +6,10 @@ import re
 
 import pytest
 from ed_data import data_report
-from ed_data.encoding import Encoding
-from ed_data.near import near_duplicates
-from ed_data.prepare import prepare
-from ed_data.tokenize import Encoder
+from ed_data.minhash import near_duplicates
+from ed_data.storage.prepare import prepare
+from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.parallel import Encoding
 
 CHAT = [{"role": "user", "content": "hi <b>"}, {"role": "assistant", "content": "hello & bye"}]
 

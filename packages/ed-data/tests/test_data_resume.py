@@ -8,9 +8,10 @@ import signal
 
 import numpy as np
 import pytest
-from ed_data import build_loader, cache, stream
-from ed_data.growing import GrowingTokens
+from ed_data import build_loader, cache
+from ed_data.order import stream
 from ed_data.schema import PREFERENCE, TEXT
+from ed_data.storage.background import GrowingTokens
 
 TEXTS = [f"{i} " + "sheep " * (i % 17) for i in range(230)]
 PAIRS = [
@@ -89,14 +90,14 @@ def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        ("ed_data.tokenize:Encoder", "encode", 1),
-        ("ed_data.tokenize:Encoder", "encode", 3),
-        ("ed_data.store:", "digest_of", 1),
+        ("ed_data.tokens.encoder:Encoder", "encode", 1),
+        ("ed_data.tokens.encoder:Encoder", "encode", 3),
+        ("ed_data.storage.store:", "digest_of", 1),
         ("pathlib:Path", "write_text", 1),
         ("pathlib:Path", "rename", 1),
-        ("ed_data.store:", "TokenStore", 1),
-        ("ed_data.plan:", "pack", 1),
-        ("ed_data.plan:", "pack", 3),
+        ("ed_data.storage.store:", "TokenStore", 1),
+        ("ed_data.order.plan:", "pack", 1),
+        ("ed_data.order.plan:", "pack", 3),
         ("os:", "replace", 1),
     ],
 )
@@ -105,7 +106,7 @@ def test_a_kill_at_each_stage_of_preparation(
 ):
     import pkgutil
 
-    monkeypatch.setattr("ed_data.plan.WINDOW", 60)
+    monkeypatch.setattr("ed_data.order.plan.WINDOW", 60)
     made = mixture(TEXTS, tokenization={"batch_size": 50})
 
     def work() -> list[dict[str, np.ndarray]]:
@@ -122,14 +123,15 @@ def test_a_kill_at_each_stage_of_preparation(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [("ed_data.store:", "digest_of"), ("ed_data.store:", "TokenStore")]
+    ("owner", "name"),
+    [("ed_data.storage.store:", "digest_of"), ("ed_data.storage.store:", "TokenStore")],
 )
 def test_a_kill_while_a_store_is_written_aside(
     mixture, tokenizer, tmp_path, monkeypatch, owner, name
 ):
     import pkgutil
 
-    monkeypatch.setattr("ed_data.prepare.ASIDE", 0)
+    monkeypatch.setattr("ed_data.storage.prepare.ASIDE", 0)
     made = mixture(TEXTS, tokenization={"batch_size": 50})
 
     def work() -> list[dict[str, np.ndarray]]:

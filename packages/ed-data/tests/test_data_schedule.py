@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from ed_data import Inform, Mixture, build_loader, build_prompts, plan, stream
-from ed_data.schedule import UNIT, Schedule, ScheduledOrder, divided
+from ed_data import Inform, Mixture, build_loader, build_prompts
+from ed_data.order import plan, stream
+from ed_data.order.schedule import UNIT, Schedule, ScheduledOrder, divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 from ed_data import Column, DataError, Schema, StreamLoader, build_loader, contents, texts
-from ed_data.batch import Layout
-from ed_data.encoding import Encoding
-from ed_data.lazy import LazyTokens
-from ed_data.mixture import IntArray
-from ed_data.plan import Rows
+from ed_data.batches.arrays import Layout
+from ed_data.order.mixing import IntArray
+from ed_data.order.plan import Rows
 from ed_data.schema import PREFERENCE, TEXT, Example
-from ed_data.tokenize import Encoder
+from ed_data.storage.lazy import LazyTokens
+from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.parallel import Encoding
 
 PAIRS = [
     {

@@ -251,7 +251,7 @@ def test_a_new_kind_of_source_is_one_entry(monkeypatch, mixture, tokenizer):
     import sys
 
     from ed_data import check_names, texts
-    from ed_data.inform import KINDS, Kind
+    from ed_data.config.source import KINDS, Kind
 
     monkeypatch.setitem(sys.modules, "my_bucket", SimpleNamespace(Bucket=_Bucket))
     monkeypatch.setitem(KINDS, "bucket", Kind("my_bucket:Bucket", aliases=("s3",)))

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ed_data import DataError, Mixture, StreamLoader, build_loader, stream
+from ed_data import DataError, Mixture, StreamLoader, build_loader
+from ed_data.order import stream
 from ed_data.schema import PREFERENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ed_data import DataError, build_loader, stream
-from ed_data.encoding import Encoding, Job
+from ed_data import DataError, build_loader
+from ed_data.order import stream
 from ed_data.schema import Example
-from ed_data.tokenize import Encoder
-from ed_data.workers import Workers
+from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.parallel import Encoding, Job
+from ed_data.tokens.processes import Workers
 
 
 def same(first, second) -> bool:
@@ -25,7 +26,7 @@ def same(first, second) -> bool:
 
 def test_a_worker_imports_nothing_heavy():
     code = (
-        "import sys, ed_data.worker; "
+        "import sys, ed_data.tokens.worker; "
         "heavy = {'jax', 'transformers', 'datasets', 'tokenizers', 'numpy', 'torch', 'pydantic'}; "
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
@@ -100,7 +101,7 @@ def test_a_bar_counts_the_documents(mixture, tokenizer, monkeypatch):
         def update(self, count):
             shown["documents"] += count
 
-    monkeypatch.setattr("ed_data.prepare.tqdm", Bar)
+    monkeypatch.setattr("ed_data.storage.prepare.tqdm", Bar)
     build_loader(mixture(tokenization={"num_proc": 1, "batch_size": 25}), tokenizer)
     assert shown["documents"] == 60
     assert shown["desc"] == "tokenize data"
@@ -129,7 +130,7 @@ def test_worker_processes_raise_errors_and_stop_on_close(tokenizer):
 
 PARENT = """
 import os, time
-from ed_data.workers import Workers
+from ed_data.tokens.processes import Workers
 workers = Workers(time.sleep, 1, "num_proc")
 future = workers.submit(600)
 while not workers._all:

@@ -8,20 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ed_data.batches.loader import Loader, StreamLoader
+    from ed_data.batches.prompts import PromptLoader, build_prompts
     from ed_data.build import build_loader
     from ed_data.checks import check_names, idle_options, without_tokens
     from ed_data.config import Inform, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
-    from ed_data.loader import Loader, StreamLoader
-    from ed_data.packing import Packing, pack
-    from ed_data.prepare import contents, default_cache_dir, texts
-    from ed_data.prompts import PromptLoader, build_prompts
+    from ed_data.order.packing import Packing, pack
     from ed_data.report import Report, data_report
+    from ed_data.rows.documents import documents
     from ed_data.save import remove_cache, save_mixture
     from ed_data.schema import Column, Example, Schema, Value
     from ed_data.sources import read_rows
-    from ed_data.tokenizer import train_bpe
-    from ed_data.transforms import documents
+    from ed_data.storage.prepare import contents, default_cache_dir, texts
+    from ed_data.tokens.bpe import train_bpe
 
 _OWNERS = {
     "build": "build_loader",

@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_data import stream
-from ed_data.batch import Layout
+from ed_data.batches.arrays import Layout
+from ed_data.batches.loader import Loader, StreamLoader, hash_of
 from ed_data.checks import check_names, without_tokens
 from ed_data.config import Inform, Mixture
-from ed_data.encoding import Encoding
 from ed_data.errors import DataError
-from ed_data.loader import Loader, StreamLoader, hash_of
-from ed_data.ordering import document_order, order_details, schedule_of, shares_of
-from ed_data.plan import WINDOW, RowOptions, RowPlan
-from ed_data.prepare import check_split, default_cache_dir, file_cache, named, prepare
-from ed_data.pretrained import load_tokenizer
-from ed_data.reading import SHARDS, MixedDocuments, Passes, in_split
+from ed_data.order import stream
+from ed_data.order.options import document_order, order_details, schedule_of, shares_of
+from ed_data.order.plan import WINDOW, RowOptions, RowPlan
+from ed_data.order.reading import SHARDS, MixedDocuments, Passes, in_split
+from ed_data.order.stream import StreamPlan
+from ed_data.rows.documents import Documents
 from ed_data.save import save_mixture
 from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
-from ed_data.stream import StreamPlan
-from ed_data.tokenize import Encoder
-from ed_data.transforms import Documents
+from ed_data.storage.prepare import check_split, default_cache_dir, file_cache, named, prepare
+from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.parallel import Encoding
+from ed_data.tokens.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator
 
 from ed_data.config import Mixture
+from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath
-from ed_data.inform import FILE_TYPES, Inform
+from ed_data.rows.documents import Documents, function
 from ed_data.schema import PROMPT, TEXT, Schema
 from ed_data.sources.python import resolve
-from ed_data.transforms import Documents, function
 
 #: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ed_data.batches.loader import Loader
 from ed_data.build import build_loader
 from ed_data.config import Mixture
-from ed_data.encoding import Encoding
-from ed_data.loader import Loader
-from ed_data.near import near_duplicates
-from ed_data.prepare import default_cache_dir, prepare
-from ed_data.pretrained import load_tokenizer
+from ed_data.minhash import near_duplicates
 from ed_data.schema import TEXT, Schema
-from ed_data.store import Part
-from ed_data.tokenize import Encoder
+from ed_data.storage.prepare import default_cache_dir, prepare
+from ed_data.storage.store import Part
+from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.parallel import Encoding
+from ed_data.tokens.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

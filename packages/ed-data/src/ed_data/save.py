@@ -13,15 +13,15 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import fsspec
 import numpy as np
 
-from ed_data.batch import Batch
+from ed_data.batches.arrays import Batch
 from ed_data.config import Mixture, Saving
 from ed_data.errors import DataError
-from ed_data.prepare import default_cache_dir, file_cache, read_documents
+from ed_data.rows.images import Image
+from ed_data.rows.template import template_fields
 from ed_data.schema import TEXT, Row, Schema
 from ed_data.sources.files import is_local
-from ed_data.template import template_fields
-from ed_data.tokenize import Encoder
-from ed_data.visual import Image
+from ed_data.storage.prepare import default_cache_dir, file_cache, read_documents
+from ed_data.tokens.encoder import Encoder
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -120,7 +120,7 @@ class Schema:
 _ANSWER = Column("", "completion", "prompt")
 #: A text, a chat, or token ids in one field.
 TEXT = Schema((Column("", "content"),))
-#: A prompt alone, for rollouts; see `ed_data.prompts`.
+#: A prompt alone, for rollouts; see `ed_data.batches.prompts`.
 PROMPT = Schema((Column("", "prompt"),), "prompt")
 #: A prompt and its answer: the loss is on the answer alone.
 COMPLETION = Schema((_ANSWER,), "prompt")
@@ -151,8 +151,8 @@ class Example:
         extra: the row's `additional_fields`.
         place: file and line (or row) of the document, for messages.
         values: the numbers, in the order of `Schema.values`.
-        image: of a visual row, as `ed_data.visual.Image`.
-        template: arguments of the chat template; see `ed_data.template`.
+        image: of a visual row, as `ed_data.rows.images.Image`.
+        template: arguments of the chat template; see `ed_data.rows.template`.
     """
 
     fields: dict[str, Content]

@@ -28,7 +28,7 @@ from ed_elarge.summary import Summary
 from ed_elarge.table import ACTIONS, look
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader, StreamLoader
+    from ed_data.batches.loader import Loader, StreamLoader
 
 #: Exit codes of a run that a signal ended. SIGTERM is a request, which the run has met: it saved.
 _BY_SIGNAL = {"SIGINT": 130}

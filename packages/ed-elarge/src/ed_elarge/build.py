@@ -22,7 +22,7 @@ from ed_elarge.sections import ModelSection, OtherModelSection
 from ed_elarge.table import SECTIONS
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader, StreamLoader
+    from ed_data.batches.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
     from ed_infra.specs import EasyDeLQuantizationConfig

@@ -23,7 +23,7 @@ from ed_elarge.table import SECTIONS, look
 from ed_elarge.validation import validate
 
 if TYPE_CHECKING:
-    from ed_data.loader import Loader, StreamLoader
+    from ed_data.batches.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
     from ed_models.heads import CausalLM
     from ed_trainers.trainer import Trainer, TrainerOutput

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from ed_data.chats import end_of_answer
+from ed_data.tokens.chats import end_of_answer
 from ed_models.generation.options import special_tokens
 from ed_models.generation.values import token_ids
 

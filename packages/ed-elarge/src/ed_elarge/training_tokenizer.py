@@ -53,8 +53,8 @@ def load_or_train(
 
 def _record(options: TokenizerTraining, mixture: Mixture, schema: Schema) -> str:
     """Everything that the tokenizer depends on, as text."""
+    from ed_data.rows.documents import fingerprint
     from ed_data.sources import open_source
-    from ed_data.transforms import fingerprint
 
     def of(informs: Sequence[Inform]) -> list[dict[str, Any]]:
         return [fingerprint(inform, open_source(inform), schema) for inform in informs]

@@ -1,7 +1,7 @@
 """Where rows come from: one reader per kind of source, all behind `open_source`.
 
 A source is a stream of rows and a fingerprint that changes when its data does. The kinds are the
-entries of `ed_data.inform.KINDS`.
+entries of `ed_data.config.source.KINDS`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ed_data.inform import KINDS, Inform
+from ed_data.config.source import KINDS, Inform
 from ed_data.schema import Row
 from ed_data.sources.files import FileCache
 from ed_data.sources.lines import START, Record, Spot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ed_data.template import FIELDS
+from ed_data.rows.template import FIELDS
 
 
 def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import fsspec
 
 from ed_data.cache import new_file, remove_abandoned
+from ed_data.config.source import COMPRESSIONS, FILE_TYPES, Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.inform import COMPRESSIONS, FILE_TYPES, Inform
 from ed_data.schema import Row
 from ed_data.sources.formats import SourceFile, read_file
 from ed_data.sources.lines import START, Record, Spot

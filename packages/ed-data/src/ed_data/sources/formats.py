@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 import fsspec
 from fsspec.utils import infer_compression
 
+from ed_data.config.source import COMPRESSIONS, Inform
 from ed_data.errors import DataError
-from ed_data.inform import COMPRESSIONS, Inform
 from ed_data.schema import Row
 from ed_data.sources.columns import present
 from ed_data.sources.lines import START, Lines, Record, Spot, decoded

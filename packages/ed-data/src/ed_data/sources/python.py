@@ -7,8 +7,8 @@ import json
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 
+from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean
-from ed_data.inform import Inform
 from ed_data.schema import Row
 from ed_data.sources.lines import START, Record, Spot
 

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ed_data.batches.loader import check_state, hash_of
 from ed_data.checks import check_names
 from ed_data.config import Mixture
 from ed_data.errors import DataError
-from ed_data.lazy import ReadAgain
-from ed_data.loader import check_state, hash_of
-from ed_data.mixture import DocumentOrder
-from ed_data.ordering import document_order, order_details
-from ed_data.prepare import default_cache_dir, file_cache, named, report, split_members
-from ed_data.pretrained import load_tokenizer
+from ed_data.order.mixing import DocumentOrder
+from ed_data.order.options import document_order, order_details
+from ed_data.rows.documents import Documents
 from ed_data.schema import COMPLETION, PROMPT, Content, Example, Schema
 from ed_data.sources import open_source
-from ed_data.store import digest_of
-from ed_data.tokenize import Encoder
-from ed_data.transforms import Documents
+from ed_data.storage.lazy import ReadAgain
+from ed_data.storage.prepare import default_cache_dir, file_cache, named, report, split_members
+from ed_data.storage.store import digest_of
+from ed_data.tokens.encoder import Encoder
+from ed_data.tokens.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

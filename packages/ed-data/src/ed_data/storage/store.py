@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
-from ed_data.tokenize import Encoded
-from ed_data.transforms import Tally
+from ed_data.rows.documents import Tally
+from ed_data.tokens.encoder import Encoded
 
 #: Raised when the layout, or the meaning of the files, changes: old caches are then not read.
 VERSION = 1

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ed_data.content import checked, checked_steps, number
+from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.extraction import separated
-from ed_data.inform import Inform
-from ed_data.kinds import kind_of
+from ed_data.rows.contents import checked, checked_steps, number
+from ed_data.rows.images import image_of
+from ed_data.rows.preferences import separated
+from ed_data.rows.template import FIELDS, template_arguments
 from ed_data.schema import TEXT, Content, Example, Row, Schema
 from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
 from ed_data.sources.files import FileSource
 from ed_data.sources.lines import START, Record, Spot
 from ed_data.sources.python import resolve
-from ed_data.template import FIELDS, template_arguments
-from ed_data.visual import image_of
+from ed_data.tokens.items import kind_of
 
 
 @dataclass

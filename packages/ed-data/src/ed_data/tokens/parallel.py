@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import NamedTuple
 
+from ed_data.rows.documents import Tally
 from ed_data.schema import Example
-from ed_data.tokenize import Encoded, Encoder
-from ed_data.transforms import Tally
-from ed_data.workers import Workers
+from ed_data.tokens.encoder import Encoded, Encoder
+from ed_data.tokens.processes import Workers
 
 
 class Job(NamedTuple):

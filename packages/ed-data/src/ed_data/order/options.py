@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ed_data.config import Mixture
-from ed_data.mixture import DocumentOrder, Shares
-from ed_data.schedule import Schedule, ScheduledOrder, ScheduledShares
+from ed_data.order.mixing import DocumentOrder, Shares
+from ed_data.order.schedule import Schedule, ScheduledOrder, ScheduledShares
 
 #: The block of a stream without block_mixture.
 _WHOLE = 2**16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.store import Part
+from ed_data.storage.store import Part
 
 SHINGLE = 5
 #: Two documents are nearly equal where at least this share of their shingles is the same.

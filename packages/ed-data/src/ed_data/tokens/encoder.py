@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.chats import ChatEncoder
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
-from ed_data.kinds import Item, Tokens, kind_of, of_one_kind, with_blame
-from ed_data.pretrained import chat_template, plain_backend, tokenizer_fingerprint
 from ed_data.schema import NO_VALUE, TEXT, Column, Example, Schema
+from ed_data.tokens.chats import ChatEncoder
+from ed_data.tokens.items import Item, Tokens, kind_of, of_one_kind, with_blame
+from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
 
 
 class Skipped(Protocol):
-    """Counts what is left out: `ed_data.transforms.Tally`."""
+    """Counts what is left out: `ed_data.rows.documents.Tally`."""
 
     def drop(self, reason: str, where: str) -> None: ...
 

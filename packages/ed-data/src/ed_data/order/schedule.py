@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ed_data.mixture import DocumentOrder, IntArray, shuffled
+from ed_data.order.mixing import DocumentOrder, IntArray, shuffled
 
 UNIT = 2**32
 _BLOCKS = 9  # names a use of the seed, as in mixture

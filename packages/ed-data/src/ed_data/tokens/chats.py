@@ -14,12 +14,12 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ed_data.answers import with_answers
 from ed_data.errors import DataError
-from ed_data.kinds import Item, Tokens, with_blame
-from ed_data.pretrained import chat_template, end_tokens
+from ed_data.rows.template import KWARGS, TOOLS
 from ed_data.schema import Message
-from ed_data.template import KWARGS, TOOLS
+from ed_data.tokens.answers import with_answers
+from ed_data.tokens.items import Item, Tokens, with_blame
+from ed_data.tokens.tokenizers import chat_template, end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ed_data.errors import DataError
-from ed_data.mixture import Shares, permutation
-from ed_data.schedule import ScheduledShares
+from ed_data.order.mixing import Shares, permutation
+from ed_data.order.schedule import ScheduledShares
+from ed_data.rows.documents import Documents, Placed, Tally
 from ed_data.schema import Example
 from ed_data.sources.lines import START, Spot
-from ed_data.transforms import Documents, Placed, Tally
 
 SHARDS, _DRAWS = 5, 6  # they name uses of the seed, as in mixture
 

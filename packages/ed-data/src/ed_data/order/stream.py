@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.encoding import Encoding, Job
-from ed_data.mixture import IntArray, permutation
-from ed_data.packing import pack
-from ed_data.plan import RowOptions, Rows, Window, has_labels, no_labels, one_per_row
-from ed_data.reading import Drawn, Mark, MixedDocuments
-from ed_data.store import digest_of, joined
-from ed_data.tokenize import Encoded
-from ed_data.transforms import Tally
+from ed_data.order.mixing import IntArray, permutation
+from ed_data.order.packing import pack
+from ed_data.order.plan import RowOptions, Rows, Window, has_labels, no_labels, one_per_row
+from ed_data.order.reading import Drawn, Mark, MixedDocuments
+from ed_data.rows.documents import Tally
+from ed_data.storage.store import digest_of, joined
+from ed_data.tokens.encoder import Encoded
+from ed_data.tokens.parallel import Encoding, Job
 
 #: Documents of a window, at least: enough for best-fit to fill rows to 99 %.
 WINDOW = 4096

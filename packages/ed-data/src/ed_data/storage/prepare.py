@@ -24,20 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ed_data import transforms
 from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
-from ed_data.encoding import Encoding
 from ed_data.errors import DataError
-from ed_data.growing import GrowingTokens, Through
-from ed_data.lazy import LazyTokens, ReadAgain
-from ed_data.mixture import IntArray
+from ed_data.order.mixing import IntArray
+from ed_data.rows import documents as transforms
+from ed_data.rows.documents import Documents, Tally
 from ed_data.schema import TEXT, Content, Example, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
-from ed_data.store import VERSION, Part, Tokens, TokenStore, write_store
-from ed_data.tokenize import Encoded
-from ed_data.transforms import Documents, Tally
+from ed_data.storage.background import GrowingTokens, Through
+from ed_data.storage.lazy import LazyTokens, ReadAgain
+from ed_data.storage.store import VERSION, Part, Tokens, TokenStore, write_store
+from ed_data.tokens.encoder import Encoded
+from ed_data.tokens.parallel import Encoding
 
 T = TypeVar("T")
 log = logging.getLogger("ed_data")

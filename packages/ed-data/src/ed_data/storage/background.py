@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.lazy import LazyTokens
-from ed_data.mixture import IntArray
-from ed_data.store import TokenStore
-from ed_data.tokenize import Encoded
-from ed_data.transforms import Tally
+from ed_data.order.mixing import IntArray
+from ed_data.rows.documents import Tally
+from ed_data.storage.lazy import LazyTokens
+from ed_data.storage.store import TokenStore
+from ed_data.tokens.encoder import Encoded
 
 #: Passes the tokens of a store on, on their way into it.
 Through = Callable[[Iterable[Encoded]], Iterable[Encoded]]

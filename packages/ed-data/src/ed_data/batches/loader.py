@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from ed_data.batch import Batch, Layout, make_batch
+from ed_data.batches.arrays import Batch, Layout, make_batch
 from ed_data.errors import DataError, listing
-from ed_data.plan import IndexedOrder, StreamedOrder
+from ed_data.order.plan import IndexedOrder, StreamedOrder
 
 T = TypeVar("T")
 

@@ -13,11 +13,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ed_data.config.base import Options
+from ed_data.config.source import FILE_TYPES as FILE_TYPES
+from ed_data.config.source import Inform as Inform
+from ed_data.config.source import path_text
 from ed_data.errors import KeyPath, did_you_mean
-from ed_data.inform import FILE_TYPES as FILE_TYPES
-from ed_data.inform import Inform as Inform
-from ed_data.inform import path_text
-from ed_data.options import Options
 
 # Bounds catch slips of the pen before they cost memory; each is far above what a run needs.
 TokenCount = Annotated[int, Field(gt=0, le=2**24)]

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.encoding import Encoding, Job
-from ed_data.mixture import IntArray
+from ed_data.order.mixing import IntArray
+from ed_data.rows.documents import Documents, Placed, Tally
 from ed_data.schema import Example
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
-from ed_data.store import digest_of
-from ed_data.transforms import Documents, Placed, Tally
+from ed_data.storage.store import digest_of
+from ed_data.tokens.parallel import Encoding, Job
 
 #: Tokens that are kept, about 128 MiB of them.
 KEPT = 2**25

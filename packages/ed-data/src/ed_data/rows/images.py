@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ed_data.config.source import Inform
 from ed_data.errors import DataError
-from ed_data.inform import Inform
 
 #: The path of a file, encoded bytes, both as `datasets` has them, or pixels.
 Image = str | bytes | dict[str, Any] | np.ndarray

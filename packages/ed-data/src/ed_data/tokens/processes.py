@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from ed_data.errors import DataError
-from ed_data.worker import receive, send
+from ed_data.tokens.worker import receive, send
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -81,7 +81,7 @@ class Workers(Generic[A, B]):
     def _start(self) -> subprocess.Popen[bytes]:
         path = [entry or os.getcwd() for entry in sys.path]
         process = subprocess.Popen(
-            [sys.executable, "-m", "ed_data.worker"],
+            [sys.executable, "-m", "ed_data.tokens.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The processes are the parallelism: the tokenizer's threads would only crowd them.

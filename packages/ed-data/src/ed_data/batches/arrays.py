@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.mixture import IntArray
-from ed_data.plan import Rows
+from ed_data.order.mixing import IntArray
+from ed_data.order.plan import Rows
 from ed_data.schema import NO_VALUE, Value
 
 Batch = dict[str, NDArray[Any]]

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ed_data.config.base import Options
 from ed_data.errors import DataError, KeyPath, did_you_mean
-from ed_data.options import Options
 
 
 @dataclass(frozen=True)

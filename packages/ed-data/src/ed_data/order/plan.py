@@ -25,9 +25,9 @@ import numpy as np
 
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
-from ed_data.mixture import DocumentOrder, IntArray, permutation
-from ed_data.packing import Packing, pack, split_pieces
-from ed_data.store import Part, Tokens
+from ed_data.order.mixing import DocumentOrder, IntArray, permutation
+from ed_data.order.packing import Packing, pack, split_pieces
+from ed_data.storage.store import Part, Tokens
 
 log = logging.getLogger("ed_data")
 #: Documents that are packed together: enough for best-fit to leave hardly a gap, and few enough for

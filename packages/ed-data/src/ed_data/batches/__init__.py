@@ -1,0 +1,1 @@
+"""Batches: arrays, loaders, prompts."""

@@ -1,0 +1,1 @@
+"""Which documents form the rows of each batch: mixing, shuffling, packing, streaming."""

@@ -1,0 +1,1 @@
+"""Rows of a source to documents: fields, contents, chat arguments, images, splits."""

@@ -1,0 +1,1 @@
+"""Tokens of documents: on disk, in memory, or encoded on demand."""

@@ -1,0 +1,1 @@
+"""Documents to tokens: tokenizers, chat templates, loss masks, worker processes."""
