@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any
 
-from ed_elarge.architectures import model_types
+from ed_elarge.config.checks.architectures import model_types
 
 from tools.workspace import ROOT
 

@@ -178,8 +178,8 @@ def base_config() -> Iterator[str]:
 
 def actions() -> Iterator[str]:
     """The actions with their parameters."""
-    from ed_elarge.sections import EvalSection
-    from ed_elarge.table import ACTIONS
+    from ed_elarge.config.sections import EvalSection
+    from ed_elarge.config.table import ACTIONS
 
     yield "## `actions`\n"
     yield "| action | what it does | also spelled |\n| --- | --- | --- |"
@@ -196,7 +196,7 @@ def actions() -> Iterator[str]:
 
 def reference() -> str:
     """The generated part of the page."""
-    from ed_elarge.table import SECTIONS
+    from ed_elarge.config.table import SECTIONS
 
     parts: list[str] = []
     for name, section in SECTIONS.items():

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from ed_elarge import nodes
-from ed_elarge.actions import execute
-from ed_elarge.normalize import normalize
+from ed_elarge.actions.execution import execute
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
 from ed_trainers.arguments import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from ed_elarge.rollout import EngineRollout
+from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig
 from ed_infra import distributed
 from ed_infra.errors import EasyDeLError

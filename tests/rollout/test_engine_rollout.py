@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from ed_elarge.rollout import EngineRollout
+from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import eSurge
 from ed_infra.errors import EasyDeLError
 from ed_infra.testing import tiny_llama

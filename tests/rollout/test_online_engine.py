@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from ed_elarge.rollout import EngineRollout
+from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig
 from ed_infra import registry
 from ed_infra.enums import TaskType

@@ -87,8 +87,8 @@ def test_documentation_block_runs_without_error(chosen: list[Block], reader: Pat
 
 def validate(block: Block, folder: Path) -> None:
     """A YAML block is read as `elarge --dry-run` reads it, errors at the page's own lines."""
-    from ed_elarge import nodes
-    from ed_elarge.normalize import normalize
+    from ed_elarge.config import nodes
+    from ed_elarge.config.normalize import normalize
 
     file = folder / "run.yaml"
     file.write_text(joined([block]), encoding="utf-8")

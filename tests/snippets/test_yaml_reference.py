@@ -16,7 +16,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_section_and_action_is_on_the_page() -> None:
-    from ed_elarge.table import ACTIONS, SECTIONS
+    from ed_elarge.config.table import ACTIONS, SECTIONS
 
     text = yaml_reference.PAGE.read_text(encoding="utf-8")
     for name in SECTIONS:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ed_elarge import nodes
-from ed_elarge.actions import execute
-from ed_elarge.normalize import normalize
+from ed_elarge.actions.execution import execute
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
 from ed_infra.testing import english_topics
 
 GOOD: dict[str, Any] = {

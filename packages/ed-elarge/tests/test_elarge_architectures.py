@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-from ed_elarge import architectures
+from ed_elarge.config.checks import architectures
 
 from tools.architectures import generate, render
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ed_elarge import eLargeModel, nodes
+from ed_elarge import eLargeModel
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
+from ed_elarge.config.table import look
 from ed_elarge.errors import InputError
-from ed_elarge.normalize import normalize
-from ed_elarge.openings import question
-from ed_elarge.table import look
+from ed_elarge.evaluation.prompts import question
 from run_files import run, small, with_changes
 
 TEMPLATE = (

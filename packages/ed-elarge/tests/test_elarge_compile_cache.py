@@ -4,7 +4,7 @@ import os
 
 import jax
 import pytest
-from ed_elarge import actions
+from ed_elarge.actions.execution import execution as actions
 
 
 @pytest.fixture

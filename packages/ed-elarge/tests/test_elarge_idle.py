@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
-from ed_elarge import eLargeModel, nodes
+from ed_elarge import eLargeModel
 from ed_elarge.__main__ import run_file
-from ed_elarge.build import look_ahead
+from ed_elarge.building.parts import look_ahead
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.table import look
 from ed_elarge.errors import InputError
-from ed_elarge.normalize import normalize
-from ed_elarge.run_config import RunConfig
-from ed_elarge.table import look
 from run_files import GOOD, with_changes
 
 

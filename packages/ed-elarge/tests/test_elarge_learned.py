@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ed_elarge import learned
+from ed_elarge.evaluation.harness import heldout_metrics as learned
 from ed_infra.testing import tiny_llama
 
 

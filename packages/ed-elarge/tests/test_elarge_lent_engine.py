@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import ed_elarge.lent_engine
+import ed_elarge.engine.lending
 import pytest
-from ed_elarge.lent_engine import LentEngine
-from ed_elarge.rollout import EngineRollout
+from ed_elarge.engine.lending import LentEngine
+from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig
 from ed_infra.errors import ConfigError
 from run_files import run, small
@@ -33,7 +33,7 @@ class Made:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ed_elarge.lent_engine, "eSurge", Made)
+    monkeypatch.setattr(ed_elarge.engine.lending, "eSurge", Made)
 
 
 def test_lent_engine_options_depend_on_benchmarks(engines: None) -> None:

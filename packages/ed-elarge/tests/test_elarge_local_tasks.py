@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from ed_elarge import eLargeModel, evaluation, local_tasks
-from ed_elarge.action_options import EvalOptions
+from ed_elarge import eLargeModel
+from ed_elarge.config.action_options import EvalOptions
+from ed_elarge.evaluation.harness import harness as evaluation
+from ed_elarge.evaluation.harness import heldout_tasks as local_tasks
 from ed_infra.errors import ConfigError
 from ed_infra.testing import english_topics
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from ed_elarge import nodes
 from ed_elarge.__main__ import run_file
+from ed_elarge.config import nodes
 from ed_elarge.errors import InputError, KeyPath, dotted
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

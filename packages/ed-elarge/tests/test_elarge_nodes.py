@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ed_elarge import nodes
+from ed_elarge.config import nodes
 from ed_elarge.errors import InputError
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ed_elarge import nodes
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
-from ed_elarge.normalize import normalize
 from run_files import run, small, with_texts
 
 

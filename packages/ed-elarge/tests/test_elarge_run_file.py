@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from ed_elarge import nodes
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.table import look
 from ed_elarge.errors import InputError
-from ed_elarge.normalize import normalize
-from ed_elarge.run_config import RunConfig
-from ed_elarge.table import look
 from ed_trainers.options.optimizers import OPTIMIZERS
 from run_files import GOOD, with_changes
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from ed_data import train_bpe
-from ed_elarge.stopping import stop_after_answers
+from ed_elarge.building.end_tokens import stop_after_answers
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ed_elarge.summary import Summary
+from ed_elarge.actions.summary import Summary
 
 
 def test_the_summary_shows_the_progress_figures_of_the_method_and_the_perplexity() -> None:

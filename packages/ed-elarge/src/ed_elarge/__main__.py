@@ -62,7 +62,7 @@ def data(
     ] = False,
 ) -> None:
     """Tell what the mixture of FILE holds: rows, tokens, lengths, fill, duplicates, first rows."""
-    from ed_elarge.data_report import show
+    from ed_elarge.actions.data_report import show
 
     raise typer.Exit(_guarded(lambda: show(file, output, near, samples), verbose))
 
@@ -86,21 +86,21 @@ def _guarded(work: Callable[[], int], verbose: bool) -> int:
 
 
 def _run(path: str, dry_run: bool, verbose: bool) -> int:
-    from ed_elarge import nodes
-    from ed_elarge.normalize import normalize
+    from ed_elarge.config import nodes
+    from ed_elarge.config.normalize import normalize
 
     run = normalize(nodes.read(path), require_actions=True)
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
-        from ed_elarge.describe import describe
-        from ed_elarge.table import look
+        from ed_elarge.config.description import describe
+        from ed_elarge.config.table import look
 
         look(run)
         print(run.to_yaml(secrets=False))
         print(describe(run))
         return 0
-    from ed_elarge.actions import execute
+    from ed_elarge.actions.execution import execute
 
     return execute(run, verbose=verbose)
 

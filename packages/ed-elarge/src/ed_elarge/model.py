@@ -12,15 +12,15 @@ from ed_infra.chats import Chat, Prompt
 from ed_infra.options import Options
 from ed_trainers.arguments import TrainingArguments
 
-from ed_elarge import nodes
-from ed_elarge.action_options import EvalOptions, GenerateOptions, ServeOptions
-from ed_elarge.describe import describe
+from ed_elarge.config import nodes
+from ed_elarge.config.action_options import EvalOptions, GenerateOptions, ServeOptions
+from ed_elarge.config.description import describe
+from ed_elarge.config.normalize import check_section, normalize
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.table import SECTIONS, look
+from ed_elarge.config.validation import validate
 from ed_elarge.errors import Document, InputError
-from ed_elarge.normalize import check_section, normalize
-from ed_elarge.run_config import RunConfig
 from ed_elarge.setters import Setters
-from ed_elarge.table import SECTIONS, look
-from ed_elarge.validation import validate
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
 
-    from ed_elarge.evaluation import Tasks
+    from ed_elarge.evaluation.harness import Tasks
 
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -146,7 +146,7 @@ class eLargeModel(Setters):
     # Building; each part is built once.
 
     def part(self, name: str) -> Any:
-        """A part of `ed_elarge.table.SECTIONS`, built when it is first asked for.
+        """A part of `ed_elarge.config.table.SECTIONS`, built when it is first asked for.
 
         Raises:
             InputError: the section that it is built of is missing, or cannot be built.
@@ -243,7 +243,7 @@ class eLargeModel(Setters):
         Raises:
             ConfigError: an option is wrong, a task does not exist, or its data cannot be had.
         """
-        from ed_elarge import evaluation
+        from ed_elarge.evaluation.harness import harness as evaluation
 
         if tasks is not None:
             options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
@@ -252,7 +252,7 @@ class eLargeModel(Setters):
 
     def prepare_eval(self, options: EvalOptions) -> Tasks:
         """Find the tasks of an evaluation and load their data; `eval` then uses them."""
-        from ed_elarge import evaluation
+        from ed_elarge.evaluation.harness import harness as evaluation
 
         merged = options.over(self.config.eval)
         directory = self.config.directory / "eval" if self.config.trainer is not None else None
@@ -280,7 +280,7 @@ class eLargeModel(Setters):
         from ed_esurge.sampling import SamplingParams
         from ed_esurge.template import ChatTemplate
 
-        from ed_elarge.openings import held_out_prompt
+        from ed_elarge.evaluation.prompts import held_out_prompt
 
         keys = options if prompts is None else {**options, "prompts": prompts}
         values = _options(GenerateOptions, keys).model_dump()

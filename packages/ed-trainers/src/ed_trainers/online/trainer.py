@@ -157,7 +157,7 @@ class OnlineTrainer(Trainer):
         if rollout is None:
             raise ConfigError(
                 f"{type(self).__name__} has nothing that completes prompts: give rollout=, such as "
-                "ed_elarge.rollout.EngineRollout(engine)"
+                "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
         arguments = self.arguments
         if copies is None:

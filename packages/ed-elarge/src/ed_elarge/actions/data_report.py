@@ -8,9 +8,9 @@ from pathlib import Path
 from ed_data import data_report
 from ed_infra.errors import ConfigError
 
-from ed_elarge import nodes
+from ed_elarge.config import nodes
+from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel
-from ed_elarge.normalize import normalize
 
 
 def show(path: str, output: Path | None, near: bool, samples: int) -> int:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError, did_you_mean
 
-from ed_elarge import local_tasks
-from ed_elarge.sections import EvalSection
+from ed_elarge.config.sections import EvalSection
+from ed_elarge.evaluation.harness import heldout_tasks as local_tasks
 
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge

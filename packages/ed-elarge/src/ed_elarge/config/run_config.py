@@ -20,9 +20,8 @@ from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 
-from ed_elarge.adaptation import LoraSection, QuantizationSection, WeightFormat
-from ed_elarge.errors import Document, InputError, KeyPath, Problem
-from ed_elarge.sections import (
+from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
+from ed_elarge.config.sections import (
     BaseConfigSection,
     EvalSection,
     LoaderSection,
@@ -32,7 +31,8 @@ from ed_elarge.sections import (
     SetsConfig,
     ShardingSection,
 )
-from ed_elarge.validation import typed_path, value_at
+from ed_elarge.config.validation import typed_path, value_at
+from ed_elarge.errors import Document, InputError, KeyPath, Problem
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Action:
     """One thing to do, checked.
 
     Attributes:
-        name: a key of `ed_elarge.table.ACTIONS`.
+        name: a key of `ed_elarge.config.table.ACTIONS`.
         options: its parameters.
         path: where it stands in the file.
         parameter_path: where its parameters stand.
@@ -53,7 +53,7 @@ class Action:
 
 
 class RunConfig:
-    """A checked configuration: one attribute for each section of `ed_elarge.table.SECTIONS`.
+    """A checked configuration: one attribute for each section of `ed_elarge.config.table.SECTIONS`.
 
     Sections that the user left out have their defaults; the models, `quantization`, `lora`,
     `mixture` and `trainer` have none and are None instead.

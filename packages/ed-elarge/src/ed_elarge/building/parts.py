@@ -1,6 +1,6 @@
 """From sections to objects: each function builds one part of an `eLargeModel`.
 
-`ed_elarge.table` says which part each section is built into; `eLargeModel.part` calls the builder
+`ed_elarge.config.table` says which part each section is built into; `eLargeModel.part` calls the builder
 when the part is first asked for, and keeps it. Each function imports what it needs.
 """
 
@@ -14,12 +14,12 @@ from ed_infra.config.fields import canonical_field
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 
-from ed_elarge.adaptation import WeightFormat
+from ed_elarge.config.adaptation import WeightFormat
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.sections import ModelSection, OtherModelSection
+from ed_elarge.config.table import SECTIONS
 from ed_elarge.errors import Problem
 from ed_elarge.model import eLargeModel
-from ed_elarge.run_config import RunConfig
-from ed_elarge.sections import ModelSection, OtherModelSection
-from ed_elarge.table import SECTIONS
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
 
-    from ed_elarge.rollout import EngineRollout
+    from ed_elarge.engine.rollout import EngineRollout
 
 
 # The tokenizer.
@@ -40,7 +40,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     """Load the tokenizer, or train it on the training texts (once: it is kept in the run)."""
     from ed_models.checkpoints.tokenizers import load_tokenizer, set_chat_template
 
-    from ed_elarge import training_tokenizer
+    from ed_elarge.building import tokenizer_training as training_tokenizer
 
     run = elm.config
     model = _model_section(run)
@@ -324,7 +324,7 @@ def trainer(elm: eLargeModel) -> Trainer:
     from ed_trainers.methods import trainer_class
     from ed_trainers.options.online import RewardedArguments
 
-    from ed_elarge.stopping import stop_after_answers
+    from ed_elarge.building.end_tokens import stop_after_answers
 
     arguments = elm.build_training_arguments()
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
@@ -335,7 +335,7 @@ def trainer(elm: eLargeModel) -> Trainer:
     frozen = {name: elm.part(name) for name in others if run.sections[f"{name}_model"] is not None}
     benchmark = None
     if arguments.benchmarks and arguments.benchmark_interval is not None:
-        from ed_elarge.benchmarks import EngineBenchmark
+        from ed_elarge.engine.benchmarks import EngineBenchmark
 
         benchmark = EngineBenchmark(elm)
     more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
@@ -356,8 +356,8 @@ def trainer(elm: eLargeModel) -> Trainer:
 
 def rollout(elm: eLargeModel) -> EngineRollout:
     """Completions for a method that learns from its own, by an engine of the section `esurge`."""
-    from ed_elarge.lent_engine import engine_of_run
-    from ed_elarge.rollout import EngineRollout
+    from ed_elarge.engine.lending import engine_of_run
+    from ed_elarge.engine.rollout import EngineRollout
 
     with elm.config.blame("trainer", "max_completion_length"):
         return EngineRollout(engine_of_run(elm, elm.part("model")))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ed_elarge import architectures
-from ed_elarge.run_config import RunConfig
-from ed_elarge.table import ACTIONS
+from ed_elarge.config.checks import architectures
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.table import ACTIONS
 
 
 def describe(run: RunConfig) -> str:

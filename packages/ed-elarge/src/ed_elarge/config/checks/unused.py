@@ -16,11 +16,11 @@ from ed_esurge.config import EngineConfig
 from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
 from ed_trainers.arguments import TrainingArguments, idle_options
 
-from ed_elarge.action_options import GenerateOptions
-from ed_elarge.adaptation import QuantizationSection
+from ed_elarge.config.action_options import GenerateOptions
+from ed_elarge.config.adaptation import QuantizationSection
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.sections import EvalSection, ModelSection
 from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.run_config import RunConfig
-from ed_elarge.sections import EvalSection, ModelSection
 
 #: `(keys, why)`: keys divided by spaces, and inside a key by dots; or one key as a path.
 Idle = Iterable[tuple[str | KeyPath, str]]

@@ -10,7 +10,7 @@ from ed_data import contents, documents
 from ed_data.schema import Content
 from ed_infra.chats import Chat, Prompt
 
-from ed_elarge.run_config import RunConfig
+from ed_elarge.config.run_config import RunConfig
 
 _WORDS = 12
 

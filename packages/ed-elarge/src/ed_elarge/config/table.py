@@ -20,18 +20,19 @@ from ed_infra.errors import did_you_mean, unknown_name
 from ed_infra.options import Options
 from ed_trainers.arguments import ARGUMENTS
 
-from ed_elarge import checks, idle, surroundings
-from ed_elarge.action_options import (
+from ed_elarge.config.action_options import (
     EvalOptions,
     GenerateOptions,
     NoOptions,
     ServeOptions,
     WriteOptions,
 )
-from ed_elarge.adaptation import LoraSection, QuantizationSection
-from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.run_config import Action, RunConfig
-from ed_elarge.sections import (
+from ed_elarge.config.adaptation import LoraSection, QuantizationSection
+from ed_elarge.config.checks import consistency as checks
+from ed_elarge.config.checks import machine as surroundings
+from ed_elarge.config.checks import unused as idle
+from ed_elarge.config.run_config import Action, RunConfig
+from ed_elarge.config.sections import (
     BaseConfigSection,
     EvalSection,
     LoaderSection,
@@ -40,7 +41,8 @@ from ed_elarge.sections import (
     PlatformSection,
     ShardingSection,
 )
-from ed_elarge.validation import validate
+from ed_elarge.config.validation import validate
+from ed_elarge.errors import KeyPath, Problem
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
@@ -102,25 +104,28 @@ SECTIONS: dict[str, Section] = {
         checks=(checks.model_config, checks.tokenizer),
         looks=(surroundings.model,),
         idle=idle.model,
-        builds={"tokenizer": "ed_elarge.build:tokenizer", "model": "ed_elarge.build:model"},
+        builds={
+            "tokenizer": "ed_elarge.building.parts:tokenizer",
+            "model": "ed_elarge.building.parts:model",
+        },
     ),
     "reference_model": Section(
         OtherModelSection,
         has_default=False,
         looks=(surroundings.reference_model,),
-        builds={"reference": "ed_elarge.build:reference_model"},
+        builds={"reference": "ed_elarge.building.parts:reference_model"},
     ),
     "teacher_model": Section(
         OtherModelSection,
         has_default=False,
         looks=(surroundings.teacher_model,),
-        builds={"teacher": "ed_elarge.build:teacher_model"},
+        builds={"teacher": "ed_elarge.building.parts:teacher_model"},
     ),
     "reward_model": Section(
         OtherModelSection,
         has_default=False,
         looks=(surroundings.reward_model,),
-        builds={"reward": "ed_elarge.build:reward_model"},
+        builds={"reward": "ed_elarge.building.parts:reward_model"},
     ),
     "quantization": Section(
         QuantizationSection,
@@ -133,9 +138,9 @@ SECTIONS: dict[str, Section] = {
         has_default=False,
         checks=(checks.one_says_what_learns,),
         looks=(surroundings.adapter,),
-        finishes="ed_elarge.build:adapted",
+        finishes="ed_elarge.building.parts:adapted",
     ),
-    "loader": Section(LoaderSection, finishes="ed_elarge.build:show_parameters"),
+    "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
     "sharding": Section(ShardingSection, checks=(checks.axes,)),
     "platform": Section(PlatformSection),
     "base_config": Section(
@@ -153,8 +158,8 @@ SECTIONS: dict[str, Section] = {
         looks=(surroundings.data,),
         idle=idle.mixture,
         builds={
-            "loaders": "ed_elarge.build:loaders",
-            "held_out_texts": "ed_elarge.build:held_out_texts",
+            "loaders": "ed_elarge.building.parts:loaders",
+            "held_out_texts": "ed_elarge.building.parts:held_out_texts",
         },
     ),
     "trainer": Section(
@@ -164,12 +169,15 @@ SECTIONS: dict[str, Section] = {
         checks=(checks.other_models, checks.benchmarks, checks.a_base_does_not_move),
         looks=(surroundings.save_directory, surroundings.reward_functions),
         idle=idle.trainer,
-        builds={"trainer": "ed_elarge.build:trainer"},
+        builds={"trainer": "ed_elarge.building.parts:trainer"},
     ),
     "esurge": Section(
         EngineConfig,
         idle=idle.engine,
-        builds={"engine": "ed_elarge.build:engine", "rollout": "ed_elarge.build:rollout"},
+        builds={
+            "engine": "ed_elarge.building.parts:engine",
+            "rollout": "ed_elarge.building.parts:rollout",
+        },
     ),
     "eval": Section(
         EvalSection,
@@ -223,61 +231,61 @@ def _write(doc: str, does: str, *also: str) -> ActionKind:
 
 ACTIONS: dict[str, ActionKind] = {
     "validate": ActionKind(
-        "check the configuration", "ed_elarge.actions:validate", needs=("model",)
+        "check the configuration", "ed_elarge.actions.execution:validate", needs=("model",)
     ),
     "print": ActionKind(
-        "print a summary of the configuration", "ed_elarge.actions:show", also=("show",)
+        "print a summary of the configuration", "ed_elarge.actions.execution:show", also=("show",)
     ),
     "dump_config": ActionKind(
         "print the whole configuration, defaults included",
-        "ed_elarge.actions:dump_config",
+        "ed_elarge.actions.execution:dump_config",
         also=("print_config", "config"),
     ),
     "to_json": _write(
         "save the whole configuration as JSON",
-        "ed_elarge.actions:to_json",
+        "ed_elarge.actions.execution:to_json",
         "save_json",
         "write_json",
     ),
     "to_yaml": _write(
         "save the whole configuration as YAML",
-        "ed_elarge.actions:to_yaml",
+        "ed_elarge.actions.execution:to_yaml",
         "save_yaml",
         "write_yaml",
     ),
     "train": ActionKind(
         "train the model",
-        "ed_elarge.actions:train",
+        "ed_elarge.actions.execution:train",
         needs=("model", "trainer", "mixture"),
-        prepares="ed_elarge.actions:prepare_train",
+        prepares="ed_elarge.actions.execution:prepare_train",
     ),
     "eval": ActionKind(
         "evaluate with lm-evaluation-harness",
-        "ed_elarge.actions:evaluate",
+        "ed_elarge.actions.execution:evaluate",
         EvalOptions,
         needs=("model",),
-        prepares="ed_elarge.actions:prepare_eval",
+        prepares="ed_elarge.actions.execution:prepare_eval",
         checks=(checks.tasks_of_action, checks.is_a_language_model),
         looks=(surroundings.written_file,),
         idle=idle.evaluation,
     ),
     "generate": ActionKind(
         "print completions",
-        "ed_elarge.actions:generate",
+        "ed_elarge.actions.execution:generate",
         GenerateOptions,
         scalar="prompts",
         needs=("model",),
-        prepares="ed_elarge.actions:prepare_model",
+        prepares="ed_elarge.actions.execution:prepare_model",
         checks=(checks.is_a_language_model,),
         idle=idle.generation,
     ),
     "serve": ActionKind(
         "serve an OpenAI-compatible API",
-        "ed_elarge.actions:serve",
+        "ed_elarge.actions.execution:serve",
         ServeOptions,
         also=("server",),
         needs=("model",),
-        prepares="ed_elarge.actions:prepare_model",
+        prepares="ed_elarge.actions.execution:prepare_model",
         checks=(checks.is_a_language_model,),
         looks=(surroundings.serve,),
     ),

@@ -1,4 +1,4 @@
-"""Doing the actions of a run, one after the other. What there is to do is in `ed_elarge.table`."""
+"""Doing the actions of a run, one after the other. What there is to do is in `ed_elarge.config.table`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.compilation.cache import keep_compiled_programs
 
-from ed_elarge.action_options import (
+from ed_elarge.actions.summary import Summary
+from ed_elarge.building.parts import look_ahead
+from ed_elarge.config.action_options import (
     EvalOptions,
     GenerateOptions,
     NoOptions,
     ServeOptions,
     WriteOptions,
 )
-from ed_elarge.build import look_ahead
-from ed_elarge.describe import describe
+from ed_elarge.config.description import describe
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.table import ACTIONS, look
 from ed_elarge.model import eLargeModel
-from ed_elarge.run_config import RunConfig
-from ed_elarge.summary import Summary
-from ed_elarge.table import ACTIONS, look
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
@@ -140,7 +140,7 @@ def to_yaml(session: Session, options: WriteOptions) -> None:
 
 def train(session: Session, options: NoOptions) -> None:
     """Train, and measure on held-out text what was learned."""
-    from ed_elarge import learned
+    from ed_elarge.evaluation.harness import heldout_metrics as learned
 
     elm, summary = session.elm, session.summary
     directory = elm.config.directory

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ed_elarge import evaluation
-from ed_elarge.action_options import EvalOptions
-from ed_elarge.lent_engine import engine_of_run
+from ed_elarge.config.action_options import EvalOptions
+from ed_elarge.engine.lending import engine_of_run
+from ed_elarge.evaluation.harness import harness as evaluation
 from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:

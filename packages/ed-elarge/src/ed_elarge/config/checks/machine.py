@@ -2,7 +2,7 @@
 
 `normalize` reads a file alike everywhere; the checks here depend on where. They cost milliseconds
 and import neither jax nor transformers nor the user's modules: `--dry-run`, `validate` and every
-run begin with them. `ed_elarge.table` says which section or action each belongs to.
+run begin with them. `ed_elarge.config.table` says which section or action each belongs to.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ed_trainers.options.self_play import SelfPlayArguments
 from ed_trainers.rewards import check_name, user_code, wrong_settings
 from ed_trainers.rewards.rules import RULES
 
-from ed_elarge import architectures
+from ed_elarge.config.checks import architectures
+from ed_elarge.config.run_config import Action, RunConfig
+from ed_elarge.config.sections import OtherModelSection
 from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.run_config import Action, RunConfig
-from ed_elarge.sections import OtherModelSection
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 

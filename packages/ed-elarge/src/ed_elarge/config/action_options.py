@@ -1,6 +1,6 @@
 """What follows an action in a run file: one class for each action that takes options.
 
-As in `ed_elarge.sections`, nothing here imports jax or transformers.
+As in `ed_elarge.config.sections`, nothing here imports jax or transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ed_infra.chats import Prompts
 from ed_infra.options import Options, choice
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from ed_elarge.sections import (
+from ed_elarge.config.sections import (
     EvalSection,
     Name,
     NotNegative,

@@ -1,7 +1,7 @@
 """Checks that need more than one key, and often more than one section.
 
 Each function looks at a whole run and yields what is wrong; paths start at the sections. A section
-that did not validate is None: its own mistakes are known already. `ed_elarge.table` says which
+that did not validate is None: its own mistakes are known already. `ed_elarge.config.table` says which
 checks belong to which section.
 """
 
@@ -18,10 +18,11 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.sharding.axes import AXIS_NAMES
 
-from ed_elarge import architectures, local_tasks
+from ed_elarge.config.checks import architectures
+from ed_elarge.config.run_config import Action, RunConfig
+from ed_elarge.config.sections import EvalSection, SetsConfig
 from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.run_config import Action, RunConfig
-from ed_elarge.sections import EvalSection, SetsConfig
+from ed_elarge.evaluation.harness import heldout_tasks as local_tasks
 
 # The model.
 

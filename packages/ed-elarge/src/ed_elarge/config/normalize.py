@@ -1,6 +1,6 @@
 """From what the user wrote to a checked `RunConfig`: sections, actions, shared values, warnings.
 
-All problems of an input are reported together. What may be written is in `ed_elarge.table`.
+All problems of an input are reported together. What may be written is in `ed_elarge.config.table`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ed_elarge import idle
-from ed_elarge.errors import Document, InputError, KeyPath, Problem
-from ed_elarge.run_config import Action, RunConfig
-from ed_elarge.table import (
+from ed_elarge.config.checks import unused as idle
+from ed_elarge.config.run_config import Action, RunConfig
+from ed_elarge.config.table import (
     ACTIONS,
     SECTIONS,
     canonical_action,
     unknown_action,
     unknown_section,
 )
-from ed_elarge.validation import validate
+from ed_elarge.config.validation import validate
+from ed_elarge.errors import Document, InputError, KeyPath, Problem
 
 #: Keys that may hold the whole configuration, beside `actions`.
 WRAPPERS = ("config", "elarge_model", "elm")

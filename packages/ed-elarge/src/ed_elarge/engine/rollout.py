@@ -10,7 +10,7 @@ from ed_esurge.tokenizer import Tokenizer
 from ed_models.heads import CausalLM
 from ed_trainers.rollout import Sampled, Weights
 
-from ed_elarge.lent_engine import LentEngine
+from ed_elarge.engine.lending import LentEngine
 
 
 class EngineRollout:

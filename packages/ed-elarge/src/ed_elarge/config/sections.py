@@ -1,7 +1,7 @@
 """The keys of a run file: the sections that are this package's own.
 
 Sections that describe another package are that package's own class, and the options of actions are
-in `ed_elarge.action_options`; `ed_elarge.table` lists them all. Nothing here imports jax or
+in `ed_elarge.config.action_options`; `ed_elarge.config.table` lists them all. Nothing here imports jax or
 transformers: dtypes, meshes and mechanisms are words until a model is built.
 """
 

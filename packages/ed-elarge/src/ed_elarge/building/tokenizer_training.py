@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ed_data.config import Inform, Mixture
 from ed_data.schema import TEXT, Schema
 
-from ed_elarge.sections import TokenizerTraining
+from ed_elarge.config.sections import TokenizerTraining
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from ed_infra.chats import Prompt
 
-from ed_elarge import evaluation
-from ed_elarge.openings import trains_on_chats
+from ed_elarge.evaluation.harness import harness as evaluation
+from ed_elarge.evaluation.prompts import trains_on_chats
 
 if TYPE_CHECKING:
     from ed_trainers.trainer import TrainerOutput
 
-    from ed_elarge.learned import Learned
-    from ed_elarge.run_config import RunConfig
+    from ed_elarge.config.run_config import RunConfig
+    from ed_elarge.evaluation.heldout_metrics import Learned
 
 
 class Summary:

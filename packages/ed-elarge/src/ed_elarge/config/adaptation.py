@@ -9,7 +9,7 @@ from ed_infra.options import Options, choice
 from ed_infra.specs import KV_CACHE_FORMATS, QUANTIZATION_ALIASES, QUANTIZATION_FORMATS
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from ed_elarge.sections import Positive, SetsConfig
+from ed_elarge.config.sections import Positive, SetsConfig
 
 Pattern = Annotated[str, Field(min_length=1)]
 Patterns = Annotated[

@@ -1,0 +1,1 @@
+"""Builders of the parts of an `eLargeModel`."""

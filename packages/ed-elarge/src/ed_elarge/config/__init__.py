@@ -1,0 +1,1 @@
+"""Reading and checking run files. Nothing here imports jax or transformers."""

@@ -1,0 +1,1 @@
+"""The serving engine with the weights of a training run."""

@@ -1,0 +1,1 @@
+"""Evaluation of a model on benchmarks and on held-out text."""
