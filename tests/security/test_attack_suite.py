@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from ed_esurge.server.errors import MAX_MESSAGE, MAX_PROBLEMS
+from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PROBLEMS
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.server import answers
+from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 

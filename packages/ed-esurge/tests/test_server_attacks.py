@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig, ServerLimits
-from ed_esurge.server import answers, body
+from ed_esurge.server.generation import answers
+from ed_esurge.server.http import body
 from ed_esurge.server.launch import background
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine

@@ -13,7 +13,10 @@ import httpx
 import openai
 import pytest
 from ed_esurge.command.run_batch import answer_lines
-from ed_esurge.server import answers, batch_store, batch_worker, create_app
+from ed_esurge.server import create_app
+from ed_esurge.server import stores as batch_store
+from ed_esurge.server.batches.endpoints import worker as batch_worker
+from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 

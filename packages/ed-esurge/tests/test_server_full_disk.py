@@ -11,10 +11,11 @@ import time
 import httpx
 import pytest
 from ed_esurge.config import ServerLimits
-from ed_esurge.server import batch_store, batch_worker
-from ed_esurge.server.batch_store import BatchStore
-from ed_esurge.server.batch_worker import _append, _recorded
+from ed_esurge.server import stores as batch_store
+from ed_esurge.server.batches.endpoints import worker as batch_worker
+from ed_esurge.server.batches.worker import _append, _recorded
 from ed_esurge.server.launch import background
+from ed_esurge.server.stores import BatchStore
 from ed_esurge.testing import ScriptedEngine
 
 

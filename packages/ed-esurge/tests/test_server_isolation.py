@@ -13,8 +13,8 @@ import pytest
 from ed_esurge.config import EngineConfig
 from ed_esurge.engine import AsyncEngine
 from ed_esurge.sampling import SamplingParams
-from ed_esurge.server.auth import ApiKey
 from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 from fastapi import FastAPI

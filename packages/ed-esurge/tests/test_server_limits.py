@@ -7,11 +7,11 @@ import json
 import httpx
 import pytest
 from ed_esurge.config import ServerLimits
-from ed_esurge.server import uploads
-from ed_esurge.server.body import MAX_ITEMS, MAX_KEYS, parsed_json
-from ed_esurge.server.errors import MAX_MESSAGE, MAX_PARAM, MAX_PROBLEMS, APIError
+from ed_esurge.server.batches.endpoints import uploads
+from ed_esurge.server.http.admission import Budget, Reservation
+from ed_esurge.server.http.body import MAX_ITEMS, MAX_KEYS, parsed_json
+from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PARAM, MAX_PROBLEMS, APIError
 from ed_esurge.server.launch import background
-from ed_esurge.server.memory import Budget, Reservation
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from ed_infra.errors import did_you_mean

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from ed_esurge.outputs import Logprob
-from ed_esurge.server.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, join
+from ed_esurge.server.generation.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, join
 from ed_esurge.testing import byte_tokenizer
 
 

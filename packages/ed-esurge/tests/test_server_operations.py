@@ -16,7 +16,8 @@ import time
 import httpx
 import openai
 import pytest
-from ed_esurge.server import auth, create_app, read_keys
+from ed_esurge.server import create_app, read_keys
+from ed_esurge.server.http import auth
 from ed_esurge.server.launch import background, serve
 from ed_esurge.testing import ScriptedEngine
 from ed_infra.errors import ConfigError

@@ -7,7 +7,8 @@ import json
 import httpx
 import openai
 import pytest
-from ed_esurge.server import answers, create_app
+from ed_esurge.server import create_app
+from ed_esurge.server.generation import answers
 from ed_esurge.server.launch import background
 from ed_esurge.testing import (
     TOOL_CALLS,

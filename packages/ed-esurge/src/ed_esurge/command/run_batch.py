@@ -22,7 +22,7 @@ from ed_infra.errors import ConfigError
 from ed_esurge.command.load import add_model_arguments, engine_of
 
 if TYPE_CHECKING:
-    from ed_esurge.server.site import Site
+    from ed_esurge.server.generation.site import Site
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ async def answer_lines(
     Returns:
         the number of lines with a result, and the number of failed lines.
     """
-    from ed_esurge.server.batch_lines import answer_line, succeeded
+    from ed_esurge.server.batches.lines import answer_line, succeeded
 
     seen: set[str] = set()
     running: deque[asyncio.Task[dict[str, Any]]] = deque()

@@ -98,7 +98,7 @@ def run(values: argparse.Namespace) -> int:
     from ed_infra import distributed
 
     from ed_esurge.server import serve
-    from ed_esurge.server.auth import read_keys
+    from ed_esurge.server.http.auth import read_keys
 
     if values.also and values.served_model_name:
         raise ConfigError("--served-model-name is for one model: with --also each has its own name")

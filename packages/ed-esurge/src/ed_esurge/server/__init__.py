@@ -12,18 +12,18 @@ from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
     from ed_esurge.server.app import create_app as create_app
-    from ed_esurge.server.auth import ApiKey as ApiKey
-    from ed_esurge.server.auth import read_keys as read_keys
+    from ed_esurge.server.http.auth import ApiKey as ApiKey
+    from ed_esurge.server.http.auth import read_keys as read_keys
     from ed_esurge.server.launch import background as background
     from ed_esurge.server.launch import serve as serve
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "ApiKey": "ed_esurge.server.auth",
+        "ApiKey": "ed_esurge.server.http.auth",
         "background": "ed_esurge.server.launch",
         "create_app": "ed_esurge.server.app",
-        "read_keys": "ed_esurge.server.auth",
+        "read_keys": "ed_esurge.server.http.auth",
         "serve": "ed_esurge.server.launch",
     },
 )

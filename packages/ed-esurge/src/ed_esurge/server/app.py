@@ -14,23 +14,24 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 
 from ed_esurge.config import ServerLimits
-from ed_esurge.server import errors, openapi
-from ed_esurge.server.auth import ApiKey, BearerAuth, check_access
-from ed_esurge.server.batch_store import BatchStore
-from ed_esurge.server.batch_worker import running
-from ed_esurge.server.body import read
-from ed_esurge.server.dispatch import dispatch
-from ed_esurge.server.door import Door
+from ed_esurge.server import openapi
+from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import ENDPOINTS, Endpoint
-from ed_esurge.server.formats import ReplyFormats
-from ed_esurge.server.health import server_version
+from ed_esurge.server.generation.models import Served, ServedEngine
+from ed_esurge.server.generation.prompts import Prompts
+from ed_esurge.server.generation.reply_formats import ReplyFormats
+from ed_esurge.server.generation.site import Site
+from ed_esurge.server.generation.state import ServerState
+from ed_esurge.server.http import errors
+from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
+from ed_esurge.server.http.body import read
+from ed_esurge.server.http.door import Door
+from ed_esurge.server.http.unknown import HEADER
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
-from ed_esurge.server.prompts import Prompts
-from ed_esurge.server.served import Served, ServedEngine
-from ed_esurge.server.site import Site
-from ed_esurge.server.state import ServerState
+from ed_esurge.server.operations.health import server_version
+from ed_esurge.server.routing import dispatch
+from ed_esurge.server.stores import BatchStore
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
-from ed_esurge.server.unknown import HEADER
 
 
 def create_app(

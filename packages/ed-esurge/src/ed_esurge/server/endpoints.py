@@ -10,21 +10,34 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server import adapters, answers, batches, health, models, protocol, sleep, tokens
-from ed_esurge.server.auth import Access
-from ed_esurge.server.chat import chat
-from ed_esurge.server.completions import complete
-from ed_esurge.server.embeddings import EmbeddingRequest, Embeddings, embed
-from ed_esurge.server.fields import Body
+from ed_esurge.server.batches.endpoints import endpoints as batches
+from ed_esurge.server.generation import answers
+from ed_esurge.server.generation import requests as protocol
+from ed_esurge.server.generation.models import Served
+from ed_esurge.server.http.auth import Access
+from ed_esurge.server.http.fields import Body
 from ed_esurge.server.messages import endpoint as messages
 from ed_esurge.server.messages.answer import AnthropicAnswer, TokenCount
 from ed_esurge.server.messages.request import CountRequest, MessagesRequest
+from ed_esurge.server.openai import model_names as models
+from ed_esurge.server.openai import tokens
+from ed_esurge.server.openai.chat import chat
+from ed_esurge.server.openai.completions import complete
+from ed_esurge.server.openai.embeddings import EmbeddingRequest, Embeddings, embed
+from ed_esurge.server.openai.scores import (
+    Reranked,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    rerank,
+    score,
+)
+from ed_esurge.server.operations import adapters, health
+from ed_esurge.server.operations import admin as sleep
 from ed_esurge.server.playground import playground
 from ed_esurge.server.responses import endpoint as responses
 from ed_esurge.server.responses.answer import Deleted, ResponseAnswer
 from ed_esurge.server.responses.request import ResponseRequest
-from ed_esurge.server.scores import Reranked, RerankRequest, ScoreRequest, Scores, rerank, score
-from ed_esurge.server.served import Served
 
 REFUSALS = {
     400: "The request is not as it should be; `param` names the field.",

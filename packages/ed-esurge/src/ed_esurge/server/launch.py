@@ -21,10 +21,10 @@ from uvicorn.logging import AccessFormatter, DefaultFormatter
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.app import create_app
-from ed_esurge.server.auth import ApiKey
-from ed_esurge.server.connections import connection_class
-from ed_esurge.server.door import LOOPBACK
 from ed_esurge.server.hosts import leading
+from ed_esurge.server.http.auth import ApiKey
+from ed_esurge.server.http.connections import connection_class
+from ed_esurge.server.http.door import LOOPBACK
 
 logger = logging.getLogger(__name__)
 

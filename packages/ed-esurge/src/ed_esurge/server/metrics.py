@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ed_esurge.outputs import RequestOutput
-from ed_esurge.server.asgi import ASGIApp, Message, Receive, Scope, Send
+from ed_esurge.server.http.scope import ASGIApp, Message, Receive, Scope, Send
 from ed_esurge.server.tracing import RequestSpan
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)

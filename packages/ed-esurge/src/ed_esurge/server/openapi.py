@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ed_esurge.server import answers
 from ed_esurge.server.endpoints import ENDPOINTS, REFUSALS, Endpoint
-from ed_esurge.server.errors import is_anthropic
+from ed_esurge.server.generation import answers
+from ed_esurge.server.http.errors import is_anthropic
 from ed_esurge.server.messages.answer import AnthropicError
 
 

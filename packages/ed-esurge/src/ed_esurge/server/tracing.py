@@ -14,7 +14,7 @@ from ed_infra.errors import ConfigError
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
-from ed_esurge.server.asgi import ASGIApp, Receive, Scope, Send
+from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
 
 _MISSING = (
     "traces need opentelemetry: pip install 'ed-esurge[otel]', or leave otlp_traces_endpoint out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ed_esurge.server.answers import Answer
+from ed_esurge.server.generation.answers import Answer
 
 
 class AnsweredBlock(Answer):

@@ -11,13 +11,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ed_esurge.outputs import CompletionOutput
-from ed_esurge.server.blocks import Block, Blocks, Change
-from ed_esurge.server.errors import APIError, client_gone, renamed
+from ed_esurge.replies.blocks import Block, Blocks, Change
+from ed_esurge.server.generation.conversation import Turn
+from ed_esurge.server.generation.models import Served
+from ed_esurge.server.http.errors import APIError, client_gone, renamed
+from ed_esurge.server.http.streaming import answer, named, respond, truncation
+from ed_esurge.server.http.threads import aside, size_of
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
-from ed_esurge.server.served import Served
-from ed_esurge.server.stream import answer, named, respond, truncation
-from ed_esurge.server.threads import aside, size_of
-from ed_esurge.server.turn import Turn
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

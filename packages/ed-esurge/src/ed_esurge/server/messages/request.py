@@ -8,10 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
-from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, Schema, few, parts_of, unsupported, validated
-from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.tools import MAX_TOOLS, Name
+from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
+from ed_esurge.server.generation.tools import MAX_TOOLS, Name
+from ed_esurge.server.http.errors import Refusal
+from ed_esurge.server.http.fields import (
+    Body,
+    History,
+    Schema,
+    few,
+    parts_of,
+    unsupported,
+    validated,
+)
 
 #: Fields of the chat request, as this API spells them.
 NAMES = {

@@ -13,7 +13,7 @@ from importlib.resources import files
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from ed_esurge.server.site import Site
+from ed_esurge.server.generation.site import Site
 
 
 @functools.cache

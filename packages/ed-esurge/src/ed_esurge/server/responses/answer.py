@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from ed_esurge.server.answers import Answer
-from ed_esurge.server.blocks import Block, Change
+from ed_esurge.replies.blocks import Block, Change
+from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.conversation import Turn
+from ed_esurge.server.http.streaming import named, truncation
 from ed_esurge.server.responses.request import NamedFunction, ResponseRequest
-from ed_esurge.server.stream import named, truncation
-from ed_esurge.server.turn import Turn
 
 
 class ResponseAnswer(Answer):

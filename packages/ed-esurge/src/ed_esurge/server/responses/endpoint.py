@@ -11,16 +11,16 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from ed_esurge.server.auth import owner_of
-from ed_esurge.server.blocks import Blocks, Change
-from ed_esurge.server.errors import APIError, client_gone, renamed
+from ed_esurge.replies.blocks import Blocks, Change
+from ed_esurge.server.generation.conversation import Turn
+from ed_esurge.server.generation.models import Served
+from ed_esurge.server.generation.site import Site
+from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.errors import APIError, client_gone, renamed
+from ed_esurge.server.http.streaming import answer, named, respond
+from ed_esurge.server.http.threads import aside, size_of
 from ed_esurge.server.responses.answer import Events, base, item, status_of, usage
 from ed_esurge.server.responses.request import NAMES, ResponseRequest
-from ed_esurge.server.served import Served
-from ed_esurge.server.site import Site
-from ed_esurge.server.stream import answer, named, respond
-from ed_esurge.server.threads import aside, size_of
-from ed_esurge.server.turn import Turn
 
 
 class _Response:

@@ -6,10 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ed_esurge.server.errors import Refusal
-from ed_esurge.server.fields import Body, History, Schema, few, parts_of, unsupported, validated
-from ed_esurge.server.protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
-from ed_esurge.server.tools import MAX_TOOLS, Name
+from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS, ChatRequest, Effort
+from ed_esurge.server.generation.tools import MAX_TOOLS, Name
+from ed_esurge.server.http.errors import Refusal
+from ed_esurge.server.http.fields import (
+    Body,
+    History,
+    Schema,
+    few,
+    parts_of,
+    unsupported,
+    validated,
+)
 
 Id = Annotated[str, Field(max_length=256)]
 #: Fields of the chat request, as this API spells them.

@@ -1,0 +1,1 @@
+"""Files and batches: endpoints, and the worker that answers their lines."""

@@ -1,0 +1,238 @@
+"""`/v1/files` and `/v1/batches`, with OpenAI's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Request
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import Field
+
+from ed_esurge.server.batches.uploads import receive
+from ed_esurge.server.generation.answers import Answer
+from ed_esurge.server.generation.site import Site
+from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.fields import Body, few
+from ed_esurge.server.stores import OPEN, BatchStore, Fields, public, refused_when_full
+
+Text = Annotated[str, Field(max_length=512)]
+
+
+class BatchRequest(Body):
+    """Body of `POST /v1/batches`."""
+
+    input_file_id: str
+    endpoint: Literal[
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+    ]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[Text, Text] | None, few(16)] = None
+
+
+class StoredFile(Answer):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str
+
+
+class FileList(Answer):
+    """Answer of `GET /v1/files`."""
+
+    object: Literal["list"]
+    data: list[StoredFile]
+    has_more: bool
+
+
+class FileDeleted(Answer):
+    """Answer of `DELETE /v1/files/{file_id}`."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class Counts(Answer):
+    """Lines of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(Answer):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: dict[str, Any] | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: Counts
+    metadata: dict[str, str] | None
+
+
+class BatchList(Answer):
+    """Answer of `GET /v1/batches`, newest first."""
+
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def _store(site: Site) -> BatchStore:
+    if site.batches is None:
+        raise APIError(
+            "this server keeps no files: start it with batch_directory, where they and the "
+            "results of batches lie",
+            status=404,
+            code="batches_off",
+        )
+    return site.batches
+
+
+async def upload(site: Site, request: Request) -> JSONResponse:
+    """Keep a file.
+
+    Raises:
+        APIError: 400, the form is not as it should be; 413, the file is too large, or the files of
+            the key are; 429, the key has too many files; 503, the file cannot be written.
+    """
+    store, owner, limits = _store(site), owner_of(request.scope), site.state.limits
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise APIError("a file is sent as multipart/form-data, with the fields purpose and file")
+    store.check_room(owner)
+    with refused_when_full():
+        path = store.part()
+        try:
+            form = await receive(request, limits, path)
+            purpose = form.fields["purpose"]
+            if purpose != "batch":
+                raise APIError(
+                    f"the purpose {purpose!r:.50} is not known here: batch", param="purpose"
+                )
+            store.check_room(owner, path.stat().st_size)
+            fields = store.add_file(form.filename or "file", purpose, path, owner)
+            return JSONResponse(public(fields))
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def files(site: Site, request: Request) -> JSONResponse:
+    """The caller's files, newest first."""
+    known = _store(site).files(owner_of(request.scope))
+    purpose = request.query_params.get("purpose")
+    wanted = [one for one in known if purpose in (None, one["purpose"])]
+    page, more = _page(wanted, request)
+    return JSONResponse({"object": "list", "data": page, "has_more": more})
+
+
+async def file(site: Site, request: Request) -> JSONResponse:
+    """What a file is. Raises APIError: 404."""
+    return JSONResponse(public(_file(site, request)))
+
+
+async def content(site: Site, request: Request) -> FileResponse:
+    """The bytes of a file. Raises APIError: 404."""
+    known = _file(site, request)
+    path = _store(site).content(known["id"])
+    headers = {"X-Content-Type-Options": "nosniff"}
+    return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+
+async def delete(site: Site, request: Request) -> JSONResponse:
+    """Forget a file. Raises APIError: 404; 409, a batch reads it."""
+    name = request.path_params["file_id"]
+    with refused_when_full():
+        _store(site).delete_file(name, owner_of(request.scope))
+    return JSONResponse({"id": name, "object": "file", "deleted": True})
+
+
+def _file(site: Site, request: Request) -> Fields:
+    return _store(site).file(request.path_params["file_id"], owner_of(request.scope))
+
+
+async def create(site: Site, body: BatchRequest, request: Request) -> JSONResponse:
+    """Queue a batch.
+
+    Raises:
+        APIError: 404, there is no such file; 429, too many batches of the key wait; 503, the batch
+            cannot be written.
+    """
+    with refused_when_full():
+        batch = _store(site).add_batch(
+            body.input_file_id, body.endpoint, body.metadata, owner_of(request.scope)
+        )
+    site.batched.set()
+    return JSONResponse(public(batch))
+
+
+async def batches(site: Site, request: Request) -> JSONResponse:
+    """The caller's batches, newest first."""
+    page, more = _page(_store(site).batches(owner_of(request.scope)), request)
+    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return JSONResponse(
+        {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": more}
+    )
+
+
+async def batch(site: Site, request: Request) -> JSONResponse:
+    """How far a batch is. Raises APIError: 404."""
+    return JSONResponse(public(_batch(site, request)))
+
+
+async def cancel(site: Site, request: Request) -> JSONResponse:
+    """Begin no further line of a batch; what is answered by then stays.
+
+    Raises:
+        APIError: 404; 409, it is over.
+    """
+    known = _batch(site, request)
+    if known["status"] not in OPEN:
+        raise APIError(f"the batch is {known['status']}: nothing is left to cancel", status=409)
+    if known["status"] != "cancelling":
+        with refused_when_full():
+            _store(site).change(known, "cancelling")
+    return JSONResponse(public(known))
+
+
+def _batch(site: Site, request: Request) -> Fields:
+    return _store(site).batch(request.path_params["batch_id"], owner_of(request.scope))
+
+
+def _page(all_of_them: list[Fields], request: Request) -> tuple[list[Fields], bool]:
+    """The part of a list that `after` and `limit` ask for, and whether there is more."""
+    limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:6]) <= 10_000):
+        raise APIError("limit is a number from 1 to 10000", param="limit", code="invalid_value")
+    ids = [one["id"] for one in all_of_them]
+    start = ids.index(after) + 1 if after in ids else 0
+    end = start + int(limit[:6])
+    return [public(one) for one in all_of_them[start:end]], end < len(ids)

@@ -1,0 +1,315 @@
+"""From what a client sent to token ids that fit: encoding, chat templates, context checks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ed_infra.errors import ConfigError
+
+from ed_esurge.config import EngineConfig
+from ed_esurge.fitting import fit
+from ed_esurge.server.generation.requests import ChatRequest, Message
+from ed_esurge.server.generation.tools import Tool
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.template import ChatTemplate, texts_in
+
+T = TypeVar("T")
+
+# Characters beyond which tokenizing would hold up the streams of other clients noticeably
+# (about 5 ms), so that it goes to a thread. Of threads there are few: a tokenizer needs memory.
+LONG_TEXT = 10_000
+THREADS = 2
+
+
+class Prompts:
+    """Encodes prompts for one model.
+
+    Args:
+        tokenizer: Hugging Face tokenizer of the served model.
+        config: the engine's options: what becomes of prompts that do not fit.
+        max_model_len: most tokens of a prompt and its completion together.
+        vocab_size: token ids that the model knows are below this.
+        chat_template: Jinja text that replaces the tokenizer's own template.
+        oai_like_processor: templates that read a message's content as OpenAI's list of parts get it
+            so; False: content is always text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        config: EngineConfig,
+        max_model_len: int,
+        vocab_size: int,
+        chat_template: str | None = None,
+        oai_like_processor: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        # No text of more characters has few enough tokens.
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self.most_characters = max_model_len * longest
+        self._template: ChatTemplate | None = None
+        if chat_template or getattr(tokenizer, "chat_template", None):
+            self._template = ChatTemplate(tokenizer, chat_template)
+        self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+        template = self._template
+        self._parts = template is not None and oai_like_processor and template.reads_parts()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Token ids of texts.
+
+        Raises:
+            APIError: 400, when one is not text, or so long that it cannot fit.
+        """
+        for text in texts:
+            self._check_length(len(text), param)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise APIError(
+                    f"the text is not valid Unicode: {error.reason} (character {error.start})"
+                ) from error
+
+        def work() -> list[list[int]]:
+            return [
+                self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+                for text in texts
+            ]
+
+        return await self._aside(work, sum(map(len, texts)) + len(texts))
+
+    async def tokens_of(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+        param: str,
+    ) -> tuple[list[list[int]], int]:
+        """Token ids of prompts that are not continued, and how many tokens were cut off them.
+
+        Args:
+            prompts: texts, or token ids.
+            last, param: see `fit`.
+
+        Raises:
+            APIError: 400, when one does not fit, or has a token that the model does not know.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode(texts, add_special_tokens=add_special_tokens, param=param))
+        result, truncated = [], 0
+        for prompt in prompts:
+            tokens = next(encoded) if isinstance(prompt, str) else prompt
+            self.check_tokens(tokens, param=param)
+            used, _ = self.fit(tokens, 0, param=param, default=0, last=last)
+            truncated += len(tokens) - len(used)
+            result.append(used)
+        return result, truncated
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+        return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))
+
+    async def _aside(self, work: Callable[[], T], size: int) -> T:
+        if size < LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self.most_characters:
+            raise APIError(
+                f"this model's maximum context length is {self.max_model_len} tokens; the {param} "
+                f"has {characters} characters, and no text of more than {self.most_characters} "
+                "fits: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check_tokens(self, tokens: Sequence[int], *, param: str) -> None:
+        """Refuse ids that the model has no embedding for.
+
+        Raises:
+            APIError: 400, naming the first such id.
+        """
+        if tokens and (max(tokens) >= self.vocab_size or min(tokens) < 0):
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise APIError(
+                f"token id {wrong} is outside the vocabulary of {self.vocab_size}",
+                param=param,
+                code="invalid_value",
+            )
+
+    def fit(
+        self,
+        tokens: list[int],
+        wanted: int | None,
+        *,
+        param: str,
+        default: int | None,
+        last: int | None = None,
+    ) -> tuple[list[int], int]:
+        """The part of a prompt that is used, and how many tokens may be generated after it.
+
+        The engine's options say whether a prompt is cut (`auto_truncate_prompt`, `truncate_mode`)
+        and a length lowered (`auto_cap_new_tokens`), or refused (`strict_context`).
+
+        Args:
+            tokens: of the prompt.
+            wanted: what the client asked for, if it did.
+            param: the field that holds the prompt, for the error.
+            default: what to generate when nothing was asked for; None: as much as fits.
+            last: keep so many tokens of the prompt at most, its last ones; -1: as many as fit.
+
+        Raises:
+            APIError: 400 `context_length_exceeded`.
+        """
+        if not tokens:
+            raise APIError("the prompt is empty: it has no tokens", param=param)
+        if last is not None:
+            tokens = tokens[-(last if last > 0 else self.max_model_len - (wanted or 1)) :]
+        try:
+            used, most = fit(tokens, wanted, self.config, self.max_model_len)
+        except ConfigError:
+            room = self.max_model_len - len(tokens)
+            asked = len(tokens) + (wanted or 0)
+            ways = "shorten it" if room < 1 else f"shorten it, or ask for at most {room} tokens"
+            raise APIError(
+                f"this model's maximum context length is {self.max_model_len} tokens; you asked "
+                f"for {asked} ({len(tokens)} in the {param}, {wanted or 0} in the completion): "
+                f"{ways}",
+                param=param,
+                code="context_length_exceeded",
+            ) from None
+        if wanted is None and default is not None:
+            most = min(default, most)
+        return used, most
+
+    async def chat(self, request: ChatRequest, size: int = 0) -> list[int]:
+        """Token ids of a conversation, through the chat template.
+
+        Args:
+            size: see `conversation`.
+
+        Raises:
+            APIError: 400, see `conversation`; an effort is asked for, and the template knows none.
+        """
+        variables = request.chat_template_kwargs or {}
+        if request.reasoning_effort is not None:
+            variables = {**self._thinking(request.reasoning_effort), **variables}
+        return await self.conversation(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=variables,
+            tools=() if request.tool_choice == "none" else request.tools,
+            size=size,
+        )
+
+    def _thinking(self, effort: str) -> dict[str, Any]:
+        """The variables by which templates are told how much to think.
+
+        Raises:
+            APIError: 400, this one reads none of them.
+        """
+        known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        read = {name: value for name, value in known.items() if name in self.template_text}
+        if not read and effort != "none":
+            raise APIError(
+                f"this model's chat template cannot be told how much to think ({effort!r}): leave "
+                "it out",
+                param="reasoning_effort",
+                code="unsupported_value",
+            )
+        return read
+
+    async def conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
+        size: int = 0,
+    ) -> list[int]:
+        """Token ids of messages. What is written in them never becomes a special token.
+
+        Args:
+            size: bytes of the request's body: whether the work is done in a thread.
+
+        Raises:
+            APIError: 400, when there is no template or it refuses the conversation.
+        """
+        template = self._template
+        if template is None:
+            raise APIError(
+                "this model has no chat template, so it cannot take messages: use "
+                "/v1/completions, or start the server with chat_template=",
+                code="no_chat_template",
+            )
+        # Only what a template may read: not the arguments that would change what comes back.
+        variables = variables or {}
+        taken = sorted(variables.keys() & _RESERVED)
+        if taken:
+            raise APIError(
+                f"{taken[0]!r} is not a variable of the template; it has its own request field",
+                param="chat_template_kwargs",
+            )
+
+        def work() -> list[int]:
+            texts = [message.for_template() for message in messages]
+            if self._parts:
+                for text in texts:
+                    text["content"] = [{"type": "text", "text": text["content"]}]
+            offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+            self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
+            try:
+                text, marks = template.render(
+                    texts,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **offered,
+                    **variables,
+                )
+            except Exception as error:  # whatever a template may do with what clients send
+                raise APIError(
+                    f"the chat template refuses these messages: {error}", param="messages"
+                ) from error
+            self._check_length(len(text), "messages")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise APIError(
+                    f"the messages are not valid Unicode: {error.reason}", param="messages"
+                ) from error
+            return template.encode(text, marks)
+
+        return await self._aside(work, size + 100 * (len(messages) + len(tools)))
+
+
+_RESERVED = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}

@@ -1,0 +1,132 @@
+"""How the served model writes calls and thoughts, and the parser of each reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ed_esurge.replies.forced import LISTED, NamedCall
+from ed_esurge.replies.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    FormatT,
+    by_name,
+    detect,
+)
+from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.server.generation.requests import ChatRequest
+from ed_esurge.server.generation.tools import NamedTool
+from ed_esurge.server.http.errors import APIError
+
+Parser = ReplyParser | NamedCall
+# Tokens at the end of a prompt among which the beginning of thoughts is looked for.
+TAIL = 16
+
+
+class ReplyFormats:
+    """The formats of one model.
+
+    Args:
+        tokenizer: its special tokens are kept from clients where calls or thoughts use some.
+        template: the chat template, Jinja text.
+        enable_function_calling: False: tools are refused.
+        tool_parser_name: a name of `TOOL_FORMATS`; "auto" looks at template and vocabulary.
+        reasoning_parser: the same of `REASONING_FORMATS`; "none": thoughts are text.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        *,
+        enable_function_calling: bool = True,
+        tool_parser_name: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.enabled = enable_function_calling
+        vocabulary = tokenizer.get_vocab()
+
+        def choose(table: Mapping[str, FormatT], name: str, option: str) -> FormatT | None:
+            if name == "auto":
+                name = detect(table, template, vocabulary) or "none"
+            return None if name == "none" else by_name(table, name, option)
+
+        self.tools = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
+        self.reasoning = choose(REASONING_FORMATS, reasoning_parser, "reasoning_parser")
+        self._takes_tools = "tools" in template
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = frozenset(token.content for token in added if token.special)
+
+    def check(self, body: ChatRequest) -> None:
+        """Refuse tools that the model would not hear of, or whose calls nobody would see.
+
+        Raises:
+            APIError: 400.
+        """
+        if not body.tools:
+            return
+        if not self.enabled:
+            raise APIError(
+                "this server takes no tools: start it with enable_function_calling: true",
+                param="tools",
+            )
+        if not self._takes_tools:
+            raise APIError(
+                "this model's chat template has no place for tools: describe them in a message, or "
+                "start the server with a chat_template= that has",
+                param="tools",
+            )
+        if self.tools is None and body.tool_choice in (None, "auto"):
+            raise APIError(
+                "how this model writes calls cannot be told from its chat template: start the "
+                f"server with tool_parser_name, one of {', '.join(sorted(TOOL_FORMATS))}; or send "
+                'tool_choice: "required"',
+                param="tools",
+            )
+
+    def parsers(self, body: ChatRequest, prompt: Sequence[int]) -> Callable[[], Parser] | None:
+        """What makes the parser of each reply to a prompt; None: a reply is its text."""
+        choice = body.tool_choice if body.tools else "none"
+        inside = self.thinks(prompt)
+        drops = self._special if self.shows_special(body) else ()
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            return lambda: NamedCall(
+                name, ReplyParser(None, self.reasoning, inside=inside, drops=drops)
+            )
+        calls = None
+        if choice != "none":
+            form = LISTED if choice == "required" else self.tools
+            tools = {tool.function.name: tool.function.schema_of_arguments for tool in body.tools}
+            if form is not None:
+                calls = Calls(form, tools, None if body.parallel_tool_calls else 1)
+        if calls is None and self.reasoning is None:
+            return None
+        return lambda: ReplyParser(calls, self.reasoning, inside=inside, drops=drops)
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether a reply to this prompt begins within thoughts."""
+        if self.reasoning is None:
+            return False
+        tail = str(self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+        return tail.rstrip().endswith(self.reasoning.opens)
+
+    def ends_of_thoughts(self, prompt: Sequence[int]) -> tuple[str, ...]:
+        """Return the texts that end the thoughts with which a reply to this prompt begins; none
+        where the reply does not begin with thoughts."""
+        if self.reasoning is None or not self.thinks(prompt):
+            return ()
+        return self.reasoning.closes
+
+    def shows_special(self, body: ChatRequest) -> bool:
+        """Whether the engine must show special tokens, because markers are among them."""
+        calls = self.tools if body.tools and body.tool_choice != "none" else None
+        markers = "".join(
+            text for form in (calls, self.reasoning) if form is not None for text in form.markers
+        )
+        asked = body.skip_special_tokens is not False
+        return asked and any(special in markers for special in self._special)

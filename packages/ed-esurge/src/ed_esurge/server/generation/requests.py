@@ -1,0 +1,355 @@
+"""Request models of the OpenAI endpoints.
+
+A known field that this server does not implement is accepted where ignoring the field cannot change
+the answer (`user`, `metadata`, `store`, ...). `unsupported` fields are refused by name, with the
+way out. Unknown keys follow the server's `unknown_fields`. Fields marked *extension* are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, MAX_STOPS, Word
+from ed_esurge.server.generation.structured import Guided, ResponseFormat
+from ed_esurge.server.generation.tools import (
+    MAX_TOOL_CALLS,
+    NamedTool,
+    ToolCall,
+    ToolChoice,
+    Tools,
+)
+from ed_esurge.server.generation.unsupported import OtherSamplers, OtherTemplates
+from ed_esurge.server.http.errors import Refusal
+from ed_esurge.server.http.fields import Body, History, TokenIds, few, parts_of, unsupported
+
+#: How much to think, as OpenAI and Anthropic say it.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+MAX_LOGPROBS = 20
+# Items of a request: each is looked at one by one. The length of a body is limited besides.
+MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS = 4096, 2048, 1024
+MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
+
+
+def as_prompts(value: object) -> list[str | list[int]]:
+    """Normalise the four shapes of `prompt` into a list of texts and token lists."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise Refusal("must be text, a list of texts, a list of token ids, or a list of those")
+    if all(type(item) is int for item in value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise Refusal(f"has {len(value)} items, and this server takes {MAX_PROMPTS} at most")
+    for place, item in enumerate(value):
+        tokens = isinstance(item, list) and item and all(type(token) is int for token in item)
+        if not (isinstance(item, str) or tokens):
+            raise Refusal(f"item {place} is neither text nor a non-empty list of token ids")
+    return value
+
+
+def _stops(value: object) -> object:
+    if value is None:
+        return []
+    stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and any(stop == "" for stop in stops):
+        raise Refusal("an empty stop string would end every answer at once")
+    return stops
+
+
+def _bias(value: object) -> object:
+    """OpenAI sends token ids as JSON keys, which are strings."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
+        raise Refusal(f"has {len(value)} items, and this server takes {MAX_BIASES} at most")
+    result = {}
+    for key, bias in value.items():
+        if not (len(key) < 20 and _is_number(key)):
+            raise Refusal(f"{key!r} is not a token id; POST /tokenize gives them")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise Refusal(f"{bias!r} for token {key} is not within [-100, 100]")
+        result[int(key)] = float(bias)
+    return result or None
+
+
+def _is_number(key: str) -> bool:
+    try:
+        int(key)
+    except ValueError:
+        return False
+    return True
+
+
+Stops = Annotated[list[Word], BeforeValidator(_stops), few(MAX_STOPS)]
+Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias)]
+
+
+class StreamOptions(Body):
+    """What a stream reports beside the answer.
+
+    Attributes:
+        include_usage: a last chunk without choices carries the token counts.
+        continuous_usage_stats: with `include_usage`, every chunk carries the token counts so far
+            (extension).
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(Guided, OtherSamplers):
+    """The fields that both generation endpoints share. OpenAI's defaults."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: Stops = Field(default_factory=list)
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Bias = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    # Extensions.
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=1e-3, le=1e3)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    stop_token_ids: Annotated[TokenIds | None, few(MAX_STOP_TOKENS)] = None
+    allowed_token_ids: Annotated[TokenIds | None, few(MAX_LISTED)] = None
+    bad_words: Annotated[list[Word] | None, few(MAX_BAD_WORDS)] = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
+
+    # Harmless to ignore: they change who is billed or what is kept, not the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise Refusal("needs stream: true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Refusal("come with the whole answer: drop stream, or them", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise Refusal("0 would leave nothing; -1 keeps what fits", "truncate_prompt_tokens")
+        if self.bad_words is not None and "" in self.bad_words:
+            raise Refusal("an empty string is in every text: leave it out", "bad_words")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise Refusal("is empty: nothing could be sampled", "allowed_token_ids")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the token counts so far."""
+        options = self.stream_options
+        return self.include_usage and options is not None and options.continuous_usage_stats
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`. `prompt` is normalised to a list."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)]
+    max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    echo: bool = False
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=128)] = None
+    add_special_tokens: bool = True  # extension
+    suffix: unsupported(  # type: ignore[valid-type]
+        "a causal language model continues a text and cannot fill in before a suffix; "
+        "put the text that follows into the prompt, or drop `suffix`",
+        "",
+    ) = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal("0 generates nothing: it needs echo: true", "max_tokens")
+        if self.best_of is not None and self.best_of < self.n:
+            raise Refusal(f"{self.best_of} is below n ({self.n})", "best_of")
+        if self.stream and (self.best_of or self.n) > self.n:
+            raise Refusal(
+                "above n it chooses at the end, so it cannot stream: drop one",
+                "best_of",
+            )
+        return self
+
+
+class TextPart(History):
+    """One text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(History):
+    """What the assistant said when it refused, sent back."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The words."""
+        return self.refusal
+
+
+ContentParts = Annotated[
+    list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)
+]
+
+
+class Message(History):
+    """One chat message; the message of an answer can be sent back unchanged."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | ContentParts | None, parts_of("text", "refusal"), few(MAX_PARTS)] = (
+        None
+    )
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
+    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
+    reasoning_content: str | None = None  # extension
+    function_call: unsupported("function calls; send tool_calls") = None  # type: ignore[valid-type]
+    audio: unsupported("audio") = None  # type: ignore[valid-type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reasoning(cls, data: object) -> object:
+        """Read `reasoning`, the other name of `reasoning_content`, where it is text."""
+        if not isinstance(data, Mapping) or data.get("reasoning_content") is not None:
+            return data
+        thoughts = data.get("reasoning")
+        return {**data, "reasoning_content": thoughts} if isinstance(thoughts, str) else data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise Refusal("only the assistant calls functions", "tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise Refusal("is missing: a result says which call it answers", "tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: role and plain text, arguments as objects."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        # OpenAI renamed `system` for newer models; open models' templates know the old name.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, field) is not None:
+                message[field] = getattr(self, field)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True), few(MAX_MESSAGES)]
+
+
+class ChatRequest(GenerationRequest, OtherTemplates):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[Messages, Field(min_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    # Extensions.
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool = True
+    functions: unsupported("functions; send tools", []) = None  # type: ignore[valid-type]
+    function_call: unsupported("functions; send tool_choice", "none", "auto") = None  # type: ignore[valid-type]
+    response_format: ResponseFormat | None = None
+    modalities: unsupported("this model answers with text only", ["text"]) = None  # type: ignore[valid-type]
+    audio: unsupported("audio output") = None  # type: ignore[valid-type]
+    reasoning_effort: Effort | None = None
+    moderation: unsupported("moderation") = None  # type: ignore[valid-type]
+    verbosity: unsupported("verbosity; ask for a length in a message", "medium") = None  # type: ignore[valid-type]
+    web_search_options: unsupported("web search") = None  # type: ignore[valid-type]
+    # A hint about the expected answer that may only save time.
+    prediction: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal("needs logprobs: true", "top_logprobs")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise Refusal(
+                f"{both[0]} differs from max_completion_tokens {both[1]}: give one of both",
+                "max_tokens",
+            )
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise Refusal("needs tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools]
+            if self.tool_choice.function.name not in names:
+                raise Refusal(
+                    f"{self.tool_choice.function.name!r} is not among the tools: {names}",
+                    "tool_choice",
+                )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise Refusal("needs a last message of the assistant", "continue_final_message")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise Refusal("needs add_generation_prompt: false", "continue_final_message")
+        return self
+
+
+class TokenizeRequest(Body):
+    """Body of `POST /tokenize`: either `prompt`, or `messages` as a chat would send them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[
+        Annotated[list[Message], Field(fail_fast=True)] | None, few(MAX_MESSAGES)
+    ] = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise Refusal("give either `prompt` or `messages`", "prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds

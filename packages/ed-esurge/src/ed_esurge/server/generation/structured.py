@@ -1,0 +1,211 @@
+"""Structured output as clients ask for it: `response_format`, `structured_outputs`, `guided_*`, and
+calls of tools that must be made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from ed_infra.errors import ConfigError
+from pydantic import Field, model_validator
+
+from ed_esurge.grammars.store import GrammarsBusyError
+from ed_esurge.sampling import StructuredOutputs
+from ed_esurge.server.generation.tools import NamedTool, Tool, ToolChoice
+from ed_esurge.server.http.errors import APIError, Refusal
+from ed_esurge.server.http.fields import Body, Schema, SchemaOrText, few, unsupported
+
+MAX_CALLS = 64
+ANY_OBJECT = json.dumps({"type": "object"})
+
+
+class JSONSchema(Body):
+    """The schema of an answer, which OpenAI spells `schema`. `strict` or not, it is kept to."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    json_schema: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise Refusal("belongs to the type json_schema, and to no other", "json_schema")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """JSON schema, as JSON text; None: text without a form."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.json_schema if self.json_schema is not None else None
+        return ANY_OBJECT if schema is None else json.dumps(schema)
+
+
+Text = Annotated[str, Field(max_length=2**16)]
+Choice = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1), few(1024)
+]
+
+
+class StructuredOutputsField(Body):
+    """vLLM's `structured_outputs`: exactly one of the first five fields."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"json": "json_schema"}
+
+    json_schema: SchemaOrText | None = None
+    regex: Text | None = None
+    choice: Choice | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: unsupported("structural_tag; send json, regex or grammar") = None  # type: ignore[valid-type]
+    disable_any_whitespace: unsupported("white space is the model's choice", False) = None  # type: ignore[valid-type]
+    disable_additional_properties: unsupported(  # type: ignore[valid-type]
+        "write additionalProperties: false into the schema", False
+    ) = None
+    whitespace_pattern: unsupported("whitespace_pattern; send grammar") = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputsField:
+        given = [*self.outputs()]
+        if len(given) != 1:
+            known = "json, regex, choice, grammar and json_object"
+            raise Refusal(f"needs exactly one of {known}, and has {', '.join(given) or 'none'}")
+        return self
+
+    def outputs(self) -> dict[str, StructuredOutputs]:
+        """What the output must be, by the field that says so."""
+        result: dict[str, StructuredOutputs] = {}
+        if self.json_schema is not None:
+            result["json"] = StructuredOutputs(json_schema=json.dumps(self.json_schema))
+        if self.regex is not None:
+            result["regex"] = StructuredOutputs(regex=self.regex)
+        if self.choice is not None:
+            result["choice"] = StructuredOutputs(choice=tuple(self.choice))
+        if self.grammar is not None:
+            result["grammar"] = StructuredOutputs(grammar=self.grammar)
+        if self.json_object:
+            result["json_object"] = StructuredOutputs(json_schema=ANY_OBJECT)
+        return result
+
+
+class Guided(Body):
+    """vLLM's fields for structured output, and their older names; at most one."""
+
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: Text | None = None
+
+    def outputs(self) -> dict[str, StructuredOutputs]:
+        """What the output must be, by the field of the request that says so."""
+        result: dict[str, StructuredOutputs] = {}
+        if self.structured_outputs is not None:
+            for name, wanted in self.structured_outputs.outputs().items():
+                result[f"structured_outputs.{name}"] = wanted
+        if self.guided_json is not None:
+            result["guided_json"] = StructuredOutputs(json_schema=json.dumps(self.guided_json))
+        if self.guided_regex is not None:
+            result["guided_regex"] = StructuredOutputs(regex=self.guided_regex)
+        if self.guided_choice is not None:
+            result["guided_choice"] = StructuredOutputs(choice=tuple(self.guided_choice))
+        if self.guided_grammar is not None:
+            result["guided_grammar"] = StructuredOutputs(grammar=self.guided_grammar)
+        return result
+
+
+def of_tools(
+    tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool
+) -> StructuredOutputs | None:
+    """Return the form of a reply that must call tools; None if the reply may do without calls."""
+    if not tools or choice in (None, "none", "auto"):
+        return None
+    if isinstance(choice, NamedTool):
+        (tool,) = [tool for tool in tools if tool.function.name == choice.function.name]
+        return StructuredOutputs(json_schema=json.dumps(tool.function.schema_of_arguments))
+    shared: dict[str, Any] = {}
+    options = []
+    for number, tool in enumerate(tools):
+        arguments = _moved(tool.function.schema_of_arguments, f"t{number}_")
+        for key in ("$defs", "definitions"):
+            definitions = arguments.pop(key, None)
+            if isinstance(definitions, Mapping):
+                shared |= {f"t{number}_{name}": each for name, each in definitions.items()}
+        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+        options.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    most = MAX_CALLS if parallel else 1
+    calls = {"type": "array", "items": {"anyOf": options}, "minItems": 1, "maxItems": most}
+    return StructuredOutputs(json_schema=json.dumps({**calls, "$defs": shared}))
+
+
+def _moved(schema: Any, prefix: str) -> Any:
+    """Return a schema whose definitions have names with a prefix, for use in another schema."""
+    if isinstance(schema, Mapping):
+        moved = {key: _moved(value, prefix) for key, value in schema.items()}
+        reference = schema.get("$ref")
+        for place in ("#/$defs/", "#/definitions/"):
+            if isinstance(reference, str) and reference.startswith(place):
+                moved["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(place)}"
+        return moved
+    return [_moved(item, prefix) for item in schema] if isinstance(schema, list) else schema
+
+
+def _in_tools(message: str) -> str:
+    """Replace JSON paths in the schema of `of_tools` by the fields of the request."""
+    message = re.sub(
+        r"\$\.items\.anyOf\[(\d+)\]\.properties\.arguments",
+        r"tools[\1].function.parameters",
+        message,
+    )
+    return re.sub(r"\$\.\$defs\.t(\d+)_", r"tools[\1].function.parameters.$defs.", message)
+
+
+async def one_of(
+    engine: Any, wanted: Mapping[str, StructuredOutputs], after: tuple[str, ...] = ()
+) -> StructuredOutputs | None:
+    """Return the one structured output that is asked for, once its grammar is compiled.
+
+    Args:
+        after: texts that end the thoughts of the answer; see `StructuredOutputs.after`.
+
+    Raises:
+        APIError: 400 for two, or for an invalid grammar; 503 where too many grammars wait.
+    """
+    if not wanted:
+        return None
+    (field, output), *others = wanted.items()
+    if others:
+        raise APIError(
+            f"contradicts {field}: an answer follows one grammar, so drop one of the two",
+            param=others[0][0],
+        )
+    output = output.replace(after=after)
+    try:
+        compiled = await asyncio.to_thread(engine.compile_structured, output)
+        await asyncio.wrap_future(compiled)
+    except GrammarsBusyError as error:
+        raise APIError(str(error), status=503, code="server_busy") from None
+    except ConfigError as error:
+        message = _in_tools(str(error)) if field == "tool_choice" else str(error)
+        raise APIError(message, param=field, code="invalid_value") from None
+    return output

@@ -1,0 +1,1 @@
+"""Reading requests and writing answers: limits, keys, bodies, errors and streams."""

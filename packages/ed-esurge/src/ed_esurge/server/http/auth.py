@@ -1,0 +1,200 @@
+"""Optional API keys: hashed, compared in constant time, each with limits and an expiry date."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from ed_infra.errors import ConfigError
+from ed_infra.options import Count, Options
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
+
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.scope import ASGIApp, Receive, Scope, Send
+
+#: Entries of an ASGI scope: the digest of the request's key, and "anyone", "key" or "admin".
+#: Neither entry exists on a server that has no keys.
+OWNER, ROLE = "ed_esurge.owner", "ed_esurge.role"
+
+Access = Literal["open", "key", "admin"]
+"""Who may call a route of a server that has keys: anyone, the owner of any key, or an
+administrator."""
+
+
+class ApiKey(Options):
+    """A key as a server knows it: never the key itself."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Digest of the key, hexadecimal: `printf %s KEY | sha256sum`."""
+    name: Annotated[str, Field(max_length=256)] = ""
+    """Whose it is, for those who read the file."""
+    expires: AwareDatetime | None = None
+    """From then on it opens nothing; with a time zone (`2030-01-01T00:00:00Z`)."""
+    max_concurrent_requests: Count | None = None
+    """Its requests at the same time (429)."""
+    requests_per_minute: Count | None = None
+    """Its requests of the last 60 seconds (429)."""
+    admin: bool = False
+    """The key opens the administrative routes too: sleep, adapters, resetting the prefix cache."""
+
+    @classmethod
+    def of(cls, key: str, *, admin: bool = False) -> ApiKey:
+        """Return a key without limits."""
+        return cls(sha256=hashlib.sha256(key.encode()).hexdigest(), admin=admin)
+
+
+def read_keys(path: str | Path) -> list[ApiKey]:
+    """The keys of a file: a JSON list of `ApiKey`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such list.
+    """
+    try:
+        raw = json.loads(Path(path).read_text("utf-8"))
+        return TypeAdapter(Annotated[list[ApiKey], Field(min_length=1)]).validate_python(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the list"
+        raise ConfigError(f"api_key_file {path}: {place}: {first['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"api_key_file {path} cannot be read ({error}): write a JSON list of objects with "
+            "sha256 and, if wanted, name, expires, max_concurrent_requests, requests_per_minute, "
+            "admin"
+        ) from None
+
+
+class _Account:
+    """A key and its recent requests."""
+
+    def __init__(self, key: ApiKey) -> None:
+        self.key, self.digest = key, bytes.fromhex(key.sha256)
+        self.role = "admin" if key.admin else "key"
+        self.inside = 0
+        self._times: deque[float] = deque()
+
+    def check(self) -> None:
+        """Raises APIError: the key has expired."""
+        if self.key.expires is not None and datetime.now(UTC) >= self.key.expires:
+            raise APIError(
+                f"this API key has expired ({self.key.expires.isoformat()}): ask for another",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def enter(self) -> None:
+        """Count a request. Raises APIError: the key has no more."""
+        most, rate = self.key.max_concurrent_requests, self.key.requests_per_minute
+        now = time.monotonic()
+        while self._times and now - self._times[0] >= 60:
+            self._times.popleft()
+        said = None
+        if most is not None and self.inside >= most:
+            said = f"{most} requests at the same time"
+        elif rate is not None and len(self._times) >= rate:
+            said = f"{rate} requests a minute"
+        if said is not None:
+            raise APIError(
+                f"this API key may have {said}: try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        if rate is not None:
+            self._times.append(now)
+        self.inside += 1
+
+
+class BearerAuth:
+    """ASGI middleware that finds the key of each request, and refuses requests without one.
+
+    Keys are kept as SHA-256 digests: comparing digests takes the same time whatever was sent.
+
+    Args:
+        keys: the known keys. If all of them are administrators' keys, the other routes need no key.
+        open_paths: paths that need no key: what load balancers, Prometheus and browsers read.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
+        self.app = app
+        self._accounts = [_Account(key) for key in keys]
+        self._open_paths = frozenset(open_paths)
+        self._needed = not all(key.admin for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["path"] in self._open_paths
+            or scope["method"] == "OPTIONS"  # CORS asks before it has a key to send
+        ):
+            await self.app(scope, receive, send)
+            return
+        account = None
+        scope[ROLE] = "anyone"
+        try:
+            account = self._account(scope)
+            if account is not None:
+                scope[OWNER], scope[ROLE] = account.key.sha256, account.role
+                account.check()
+                if scope["method"] == "POST":
+                    account.enter()
+        except APIError as error:
+            response = error.response()
+            if error.status == 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if account is not None and scope["method"] == "POST":
+                account.inside -= 1
+
+    def _account(self, scope: Scope) -> _Account | None:
+        digest = hashlib.sha256(_key(scope)).digest()
+        matches = [one for one in self._accounts if hmac.compare_digest(digest, one.digest)]
+        if not matches and self._needed:
+            raise APIError(
+                "this server needs an API key: send `Authorization: Bearer YOUR_KEY` "
+                "(the openai and anthropic clients: api_key=)",
+                status=401,
+                code="invalid_api_key",
+            )
+        return matches[0] if matches else None
+
+
+def owner_of(scope: Scope) -> str:
+    """Return whose request it is: the digest of its key. Empty where the request has no key."""
+    return scope.get(OWNER, "")
+
+
+def check_access(access: Access, scope: Scope) -> None:
+    """Refuse a request to an administrative route whose key is not an administrator's.
+
+    A server without any key serves one user, who may do everything.
+
+    Raises:
+        APIError: 403.
+    """
+    if access == "admin" and scope.get(ROLE, "admin") != "admin":
+        raise APIError(
+            "this route needs an administrator's key: start the server with admin_api_key (the "
+            "environment variable ESURGE_ADMIN_API_KEY), and send that key",
+            status=403,
+            code="admin_key_required",
+        )
+
+
+def _key(scope: Scope) -> bytes:
+    """The key that a request brings: OpenAI's header, or Anthropic's."""
+    headers: dict[bytes, Any] = dict(reversed(scope["headers"]))
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return headers.get(b"x-api-key", b"").strip()

@@ -1,0 +1,148 @@
+"""Bodies of requests: read within limits, parsed and checked without holding up other clients."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+from ed_infra.options import Options
+from fastapi import Request
+from pydantic_core import from_json
+
+from ed_esurge.config import ServerLimits
+from ed_esurge.server.http.admission import RESERVATION, Reservation
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.fields import validated
+from ed_esurge.server.http.threads import BODY_BYTES, aside
+from ed_esurge.server.http.unknown import IgnoredKeys
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+#: Keys, lists and objects of a body together, and values of a body.
+MAX_KEYS, MAX_ITEMS = 2**17, 2**20
+_OPENING = (b":", b"[", b"{")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
+async def read(
+    request: Request, kind: type[OptionsT], limits: ServerLimits, ignored: IgnoredKeys | None = None
+) -> OptionsT:
+    """Return the body of a request as one of the request models.
+
+    Args:
+        ignored: collects the unknown keys; None: unknown keys are refused.
+
+    Raises:
+        APIError: 400 no JSON, or a field is not as it should be; 408 too slow, 413 too long, 415
+            compressed, 503 the server holds too many bodies.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise APIError(
+            f"the request body is compressed ({encoding}): send it as it is",
+            status=415,
+            code="unsupported_encoding",
+        )
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        # Also what keeps a form on a foreign page from sending requests.
+        raise APIError(
+            "the request body is not a JSON object sent with Content-Type: application/json",
+            code="invalid_json",
+        )
+    parts = [chunk async for chunk in chunks(request, limits.max_body_bytes, limits.body_timeout)]
+    raw = b"".join(parts)
+    request.scope[BODY_BYTES] = len(raw)
+    return await aside(lambda: validated(kind, _parsed(raw), ignored), len(raw))
+
+
+async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:
+    """Yield a body as its bytes arrive, which count as in flight until the request has ended.
+
+    Raises:
+        APIError: 408 too slow, 413 too long, 503 the server holds too many bodies.
+    """
+    reservation: Reservation = request.scope[RESERVATION]
+    said = request.headers.get("content-length", "")
+    size = int(said) if said.isdecimal() and len(said) < 20 else 0
+    too_long = APIError(
+        f"the request body is longer than {most} bytes, which is this server's limit",
+        status=413,
+        code="request_too_large",
+    )
+    if size > most:
+        raise too_long
+    reservation.grow(request.scope, size)
+    size = 0
+    deadline = asyncio.get_running_loop().time() + seconds
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            raise APIError(
+                f"the request body did not arrive within {seconds:g} seconds",
+                status=408,
+                code="request_timeout",
+            ) from None
+        if chunk is None:
+            return
+        size += len(chunk)
+        if size > most:
+            raise too_long
+        reservation.grow(request.scope, size)
+        yield chunk
+
+
+def parsed_json(raw: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    The parser holds the interpreter lock, so the number of its objects is limited first.
+
+    Raises:
+        ValueError: the text is not JSON, or has more values than `MAX_KEYS` and `MAX_ITEMS` allow.
+    """
+    if sum(map(raw.count, _OPENING)) > MAX_KEYS or raw.count(b",") > MAX_ITEMS:
+        _check_structure(raw)
+    return from_json(raw, allow_inf_nan=False)
+
+
+def _check_structure(raw: bytes) -> None:
+    """Count the objects of a JSON text outside its strings.
+
+    The text is read string by string: one call for the whole text would hold the interpreter lock.
+
+    Raises:
+        ValueError: there are more than `MAX_KEYS` or `MAX_ITEMS` allow.
+    """
+    keys = items = at = 0
+    for string in _STRING.finditer(raw):
+        between, at = raw[at : string.start()], string.end()
+        keys += sum(map(between.count, _OPENING))
+        items += between.count(b",")
+        if keys > MAX_KEYS or items > MAX_ITEMS:
+            break
+    rest = raw[at:]
+    keys, items = keys + sum(map(rest.count, _OPENING)), items + rest.count(b",")
+    if keys > MAX_KEYS:
+        raise ValueError(f"more than {MAX_KEYS} keys, lists and objects")
+    if items > MAX_ITEMS:
+        raise ValueError(f"more than {MAX_ITEMS} values")
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        value = parsed_json(raw)
+    except ValueError as error:
+        raise APIError(
+            f"the request body is not valid JSON in Unicode: {error}", code="invalid_json"
+        ) from None
+    if not isinstance(value, dict):
+        raise APIError(
+            "the request body is not a JSON object sent with Content-Type: application/json",
+            code="invalid_json",
+        )
+    return value

@@ -1,0 +1,170 @@
+"""Building blocks of the request models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from ed_infra.options import Options
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import from_json
+
+from ed_esurge.server.http.errors import Refusal, from_validation
+from ed_esurge.server.http.unknown import IgnoredKeys
+
+# A JSON schema that clients send: it is walked in Python, and compiled.
+MAX_SCHEMA_DEPTH, MAX_SCHEMA_ITEMS, MAX_SCHEMA_CHARACTERS = 32, 4096, 2**17
+
+
+class Body(Options):
+    """Base of everything that clients send.
+
+    `null` is the default of an optional field. An unknown key is ignored and noted where the
+    context of the validation is an `IgnoredKeys` that does not refuse it; else it is an error.
+    """
+
+    HISTORY: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls_and_unknown(cls, data: object, info: ValidationInfo) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        noted = info.context if isinstance(info.context, IgnoredKeys) else None
+        refuses = not cls.HISTORY and (noted is None or noted.refuses)
+        result = {}
+        for key, value in data.items():
+            field = cls.model_fields.get(cls.ALIASES.get(key, key))
+            if field is None:
+                if refuses:
+                    result[key] = value  # `Options` refuses the key
+                elif noted is not None and not cls.HISTORY:
+                    noted.add(key)
+            elif value is not None or field.is_required():
+                result[key] = value
+        return result
+
+
+class History(Body):
+    """Base of everything that clients send back: messages, their parts, calls, items.
+
+    Clients append whole answers to the conversation, with keys of their own and of other servers.
+    Unknown keys are therefore ignored, whatever the server does with unknown request fields.
+    """
+
+    HISTORY = True
+
+
+BodyT = TypeVar("BodyT", bound=Options)
+
+
+def validated(kind: type[BodyT], body: object, ignored: IgnoredKeys | None = None) -> BodyT:
+    """Return a parsed body as one of the request models.
+
+    Args:
+        ignored: collects the unknown keys; None: unknown keys are refused.
+
+    Raises:
+        APIError: 400, naming the field at fault as the client spells it.
+    """
+    try:
+        return kind.model_validate(body, context=ignored)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False), body) from None
+
+
+def few(count: int) -> BeforeValidator:
+    """A limit that is checked before the items of a list or an object are."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise Refusal(f"has {len(value)} items, and this server takes {count} at most")
+        return value
+
+    return BeforeValidator(check)
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+
+def unsupported(why: str, *harmless: object, code: str | None = None) -> Any:
+    """A field that is refused unless its value asks for nothing (`None` or one of `harmless`).
+
+    Args:
+        code: the code of the error, where clients know one.
+    """
+
+    def check(value: object) -> object:
+        if value is None or value in harmless:
+            return None
+        raise Refusal(f"not supported by this server: {why}", code=code)
+
+    return Annotated[Any, PlainValidator(check)]
+
+
+def parts_of(*kinds: str) -> BeforeValidator:
+    """Refuse a part of a message that is of no known kind, and name the part."""
+
+    def check(value: object) -> object:
+        for place, part in enumerate(value if isinstance(value, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                field = kind[:64] if kind in part else "type"
+                raise Refusal(
+                    f"a part of type {kind!r:.64} is not supported: this model takes text only",
+                    f"[{place}].{field}",
+                )
+        return value
+
+    return BeforeValidator(check)
+
+
+def _schema(value: object) -> object:
+    """Limit what a schema may hold, before anybody walks it."""
+    if not isinstance(value, Mapping):
+        return value
+    items = characters = 0
+    todo: list[tuple[object, int]] = [(value, 1)]
+    while todo:
+        here, depth = todo.pop()
+        items += 1
+        characters += len(here) if isinstance(here, str) else 0
+        if depth > MAX_SCHEMA_DEPTH:
+            raise Refusal(f"is deeper than the {MAX_SCHEMA_DEPTH} levels that this server takes")
+        if items > MAX_SCHEMA_ITEMS or characters > MAX_SCHEMA_CHARACTERS:
+            raise Refusal(
+                f"is larger than this server takes: {MAX_SCHEMA_ITEMS} items, "
+                f"{MAX_SCHEMA_CHARACTERS} characters"
+            )
+        if isinstance(here, Mapping):
+            characters += sum(map(len, here))
+            todo += [(item, depth + 1) for item in here.values()]
+        elif isinstance(here, list):
+            todo += [(item, depth + 1) for item in here]
+    return value
+
+
+Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
+
+
+def _parsed(value: object) -> object:
+    """Read a schema that is JSON text."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_SCHEMA_CHARACTERS:
+        raise Refusal(f"is longer than {MAX_SCHEMA_CHARACTERS} characters, the limit of a schema")
+    try:
+        return from_json(value, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(f"is not a JSON schema: {error}") from None
+
+
+#: A schema, or its JSON text; the limits of `Schema` hold for both.
+SchemaOrText = Annotated[dict[str, Any], BeforeValidator(_schema), BeforeValidator(_parsed)]

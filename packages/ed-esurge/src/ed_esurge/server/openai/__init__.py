@@ -1,0 +1,1 @@
+"""Endpoints of the OpenAI API, and vLLM's additions to it."""

@@ -1,0 +1,167 @@
+"""`POST /v1/chat/completions`: a conversation through the model's chat template."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from ed_esurge.outputs import CompletionOutput
+from ed_esurge.replies.events import (
+    Call,
+    CallArguments,
+    CallBegins,
+    Content,
+    Event,
+    Reasoning,
+)
+from ed_esurge.server.generation.conversation import Choice, Turn
+from ed_esurge.server.generation.logprobs import chat_logprobs, prompt_logprobs
+from ed_esurge.server.generation.models import Served
+from ed_esurge.server.generation.requests import ChatRequest
+from ed_esurge.server.http.errors import client_gone
+from ed_esurge.server.http.streaming import Chunks, answer, encode, respond, usage
+
+ROLE = '"delta":{"role":"assistant","content":""}'
+
+
+async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
+    """Answer one request.
+
+    Raises:
+        APIError: see `Turn.begin`.
+    """
+    turn = await Turn.begin(served, body, request, "chatcmpl")
+    if body.stream:
+        return await respond(turn.watch, _events(turn), turn.headers)
+    choices = await turn.choices()
+    if choices is None:
+        return client_gone()
+    completion = {
+        "id": turn.request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": served.name,
+        "choices": [_choice(served, body, choice) for choice in choices],
+        "usage": usage(turn.tally),
+    }
+    if body.prompt_logprobs is not None:
+        completion["prompt_logprobs"] = prompt_logprobs(
+            served.texts, turn.prompt_logprobs, body.prompt_logprobs
+        )
+    if body.return_token_ids:
+        completion["prompt_token_ids"] = turn.tokens
+    return answer(completion, turn.headers)
+
+
+def _choice(served: Served, body: ChatRequest, choice: Choice) -> dict[str, Any]:
+    """One entry of `choices`, whole."""
+    reply, out = choice.reply, choice.out
+    calls = [_call(call) for call in reply.calls.values()]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not reply.content else reply.content,
+        "refusal": None,
+    }
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    entry = {
+        "index": choice.index,
+        "message": message,
+        "logprobs": _logprobs(served, body, out),
+        "finish_reason": choice.finish,
+    }
+    if body.return_token_ids:
+        entry["token_ids"] = out.token_ids
+    return entry
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(served: Served, body: ChatRequest, out: CompletionOutput) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    return chat_logprobs(served.texts, out.token_ids, out.logprobs or [], body.top_logprobs or 0)
+
+
+def _deltas(events: Sequence[Event]) -> list[str]:
+    """The `delta` of each chunk that some events make: JSON."""
+    if len(events) == 1 and isinstance(events[0], Content):  # the usual one
+        return [f'{{"content":{encode(events[0].text)}}}']
+    fields: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case Content(text):
+                fields.append(("content", text))
+            case Reasoning(text):
+                fields.append(("reasoning_content", text))
+            case CallBegins(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                fields.append(("", f'{{"tool_calls":[{encode(call)}]}}'))
+            case CallArguments(index, text):
+                fields.append((str(index), text))
+            case _:
+                pass
+    joined: list[tuple[str, str]] = []
+    for name, text in fields:
+        if name and joined and joined[-1][0] == name:
+            text = joined.pop()[1] + text
+        joined.append((name, text))
+    result = []
+    for name, text in joined:
+        if not name:
+            result.append(text)
+        elif name.isdecimal():
+            part = f'{{"index":{name},"function":{{"arguments":{encode(text)}}}}}'
+            result.append(f'{{"tool_calls":[{part}]}}')
+        else:
+            result.append(f'{{"{name}":{encode(text)}}}')
+    return result
+
+
+async def _events(turn: Turn) -> AsyncGenerator[str]:
+    """The chunks of a stream: the role, what comes, an empty delta with the reason."""
+    served, body = turn.served, turn.body
+    chunks = Chunks(
+        "chat.completion.chunk",
+        turn.request_id,
+        served.name,
+        int(time.time()),
+        usage=body.include_usage,
+        so_far=(lambda: usage(turn.tally)) if body.continuous_usage else None,
+    )
+    begun: set[int] = set()
+    prompt = f',"prompt_token_ids":{encode(turn.tokens)}' if body.return_token_ids else ""
+    async with aclosing(turn.pieces()) as items:
+        async for pieces in items:
+            events = []
+            for piece in pieces:
+                out = piece.out
+                if piece.index not in begun:
+                    begun.add(piece.index)
+                    events.append(chunks.choice(piece.index, ROLE, None, None, prompt))
+                    prompt = ""
+                shown = _logprobs(served, body, out) if out.token_ids else None
+                ids = f',"token_ids":{encode(out.token_ids)}' if body.return_token_ids else ""
+                deltas = _deltas(piece.events)
+                if not deltas and (shown is not None or (ids and out.token_ids)):
+                    deltas = ['{"content":""}']
+                for delta in deltas:
+                    events.append(chunks.choice(piece.index, f'"delta":{delta}{ids}', shown, None))
+                    shown, ids = None, ""
+                if piece.finish is not None:
+                    events.append(chunks.choice(piece.index, '"delta":{}', None, piece.finish))
+            if events:
+                yield "".join(events)
+    if body.include_usage:
+        yield chunks.usage(usage(turn.tally))

@@ -1,0 +1,306 @@
+"""Files and batches in a directory: what survives the end of the server.
+
+    files/file-….json      what a file is        files/file-….data      its bytes
+    batches/batch_….json   a batch               batches/batch_….ok, .failed: its lines so far
+                                                 batches/batch_….started: lines being answered
+
+Everything belongs to the API key that brought it, and does not exist for other keys. The
+directories have mode 0700 and the files 0600, because they hold prompts and answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ed_infra.errors import ConfigError
+
+from ed_esurge.config import ServerLimits
+from ed_esurge.server.http.errors import APIError
+
+Fields = dict[str, Any]
+#: States in which there is still something to do.
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+DAY = 86400
+
+
+class BatchStore:
+    """The files and batches of a server.
+
+    Args:
+        directory: made if it is not there; no other server may use it at the same time.
+        limits: how much clients may leave there.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: str | Path, limits: ServerLimits) -> None:
+        self.limits, self._root = limits, Path(directory)
+        self.session = uuid.uuid4().hex
+        """Tells marks of this process from those of a process that has ended."""
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for kind in ("files", "batches"):
+                (self._root / kind).mkdir(mode=0o700, exist_ok=True)
+                (self._root / kind).chmod(0o700)
+            for left in (self._root / "files").glob("*.part"):  # cut off while they came
+                left.unlink()
+            self._files, self._batches = (self._load(kind) for kind in ("files", "batches"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"batch_directory {directory} cannot be used ({error}): give a directory that this "
+                "process may write to"
+            ) from error
+
+    def _load(self, kind: str) -> dict[str, Fields]:
+        known = [json.loads(path.read_text("utf-8")) for path in self._paths(kind)]
+        if kind == "files":  # a stop of the process can leave a description without contents
+            known = [one for one in known if self.content(one["id"]).exists()]
+        return {one["id"]: one for one in sorted(known, key=lambda one: one["created_at"])}
+
+    def _paths(self, kind: str) -> list[Path]:
+        return sorted((self._root / kind).glob("*.json"))
+
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        path = self._root / kind / f"{fields['id']}.json"
+        new = path.with_suffix(".new")
+        try:
+            with open_private(new, "w") as file:
+                json.dump(fields, file)
+            os.replace(new, path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+    # ---- files
+
+    def check_room(self, owner: str, size: int = 0) -> None:
+        """Refuse an upload that the limits of its owner do not allow.
+
+        Args:
+            size: bytes of the upload, as far as they are known.
+
+        Raises:
+            APIError: 429, the owner has `max_files` files; 413, the files of the owner would take
+                more than `max_stored_bytes`.
+        """
+        mine = [file["bytes"] for file in self._files.values() if file["owner"] == owner]
+        if len(mine) >= self.limits.max_files:
+            raise APIError(
+                f"this API key has {len(mine)} files, which is this server's limit (max_files): "
+                "delete some of them",
+                status=429,
+                code="too_many_files",
+            )
+        if sum(mine) + size > self.limits.max_stored_bytes:
+            raise APIError(
+                f"the files of this API key take {sum(mine)} bytes, and this server stores "
+                f"{self.limits.max_stored_bytes} (max_stored_bytes), too few for {size} more: "
+                "delete some of them",
+                status=413,
+                code="storage_quota_exceeded",
+            )
+
+    def part(self) -> Path:
+        """Create an empty file for an upload, which is written before it is stored."""
+        path = self._root / "files" / f"{uuid.uuid4().hex}.part"
+        open_private(path, "w").close()
+        return path
+
+    def add_file(self, name: str, purpose: str, part: Path, owner: str) -> Fields:
+        """Store a file.
+
+        Args:
+            part: where its contents were written, in the directory of this store; moved.
+
+        Raises:
+            OSError: the directory cannot be written. `part` is still there.
+        """
+        fields: Fields = {
+            "id": f"file-{uuid.uuid4().hex}",
+            "object": "file",
+            "bytes": part.stat().st_size,
+            "created_at": int(time.time()),
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+            "owner": owner,
+        }
+        self._write("files", fields)  # first: if this fails, the contents are still in `part`
+        os.replace(part, self.content(fields["id"]))
+        self._files[fields["id"]] = fields
+        return fields
+
+    def files(self, owner: str) -> list[Fields]:
+        """Return the files of an owner, newest first."""
+        return [one for one in reversed(self._files.values()) if one["owner"] == owner]
+
+    def file(self, name: str, owner: str, param: str | None = None) -> Fields:
+        """A file.
+
+        Raises:
+            APIError: 404.
+        """
+        return self._mine(self._files, name, owner, "file", param)
+
+    def content(self, name: str) -> Path:
+        """Where the bytes of a file are."""
+        return self._root / "files" / f"{name}.data"
+
+    def delete_file(self, name: str, owner: str) -> None:
+        """Delete a file.
+
+        Raises:
+            APIError: 404; 409, a batch reads it.
+            OSError: the directory cannot be written.
+        """
+        self.file(name, owner)
+        if any(b["input_file_id"] == name and b["status"] in OPEN for b in self._batches.values()):
+            raise APIError("a batch that runs reads this file: cancel it first", status=409)
+        del self._files[name]
+        for path in (self._root / "files" / f"{name}.json", self.content(name)):
+            path.unlink(missing_ok=True)
+
+    # ---- batches
+
+    def add_batch(
+        self, file: str, endpoint: str, metadata: dict[str, str] | None, owner: str
+    ) -> Fields:
+        """Queue a batch.
+
+        Raises:
+            APIError: 404, there is no such file; 429, `max_batches` batches of the owner wait.
+            OSError: the directory cannot be written.
+        """
+        self.file(file, owner, "input_file_id")
+        waiting = sum(one["status"] in OPEN for one in self.batches(owner))
+        if waiting >= self.limits.max_batches:
+            raise APIError(
+                f"{waiting} batches of this API key wait or run, which is this server's limit "
+                "(max_batches): try again when one has ended",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        now = int(time.time())
+        times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at")
+        fields: Fields = {
+            "id": f"batch_{uuid.uuid4().hex}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": file,
+            "completion_window": "24h",
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "expires_at": now + DAY,
+            **dict.fromkeys((*times, "cancelling_at", "cancelled_at")),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": metadata,
+            "owner": owner,
+        }
+        self._write("batches", fields)
+        self._batches[fields["id"]] = fields
+        self._forget_old(owner)
+        return fields
+
+    def _forget_old(self, owner: str) -> None:
+        """Delete the oldest finished batches of an owner beyond `max_files`; their files stay."""
+        mine = reversed(self.batches(owner))
+        done = [one["id"] for one in mine if one["status"] not in OPEN]
+        for name in done[: max(0, len(done) - self.limits.max_files)]:
+            del self._batches[name]
+            (self._root / "batches" / f"{name}.json").unlink(missing_ok=True)
+
+    def batches(self, owner: str) -> list[Fields]:
+        """Return the batches of an owner, newest first."""
+        return [one for one in reversed(self._batches.values()) if one["owner"] == owner]
+
+    def batch(self, name: str, owner: str) -> Fields:
+        """A batch.
+
+        Raises:
+            APIError: 404.
+        """
+        return self._mine(self._batches, name, owner, "batch", None)
+
+    def next(self) -> Fields | None:
+        """The oldest batch with something to do."""
+        return next((one for one in self._batches.values() if one["status"] in OPEN), None)
+
+    def change(self, batch: Fields, status: str | None = None, **fields: Any) -> None:
+        """Change fields of a batch, in its file first. A new status has its time.
+
+        Raises:
+            OSError: the file cannot be written. Nothing has changed.
+        """
+        if status is not None:
+            fields |= {"status": status, f"{status}_at": int(time.time())}
+        self._write("batches", {**batch, **fields})
+        batch.update(fields)
+
+    def results(self, batch: Fields, ok: bool) -> Path:
+        """Where the answered lines of a batch are, or those that failed, while it runs."""
+        return self._root / "batches" / f"{batch['id']}.{'ok' if ok else 'failed'}"
+
+    def started(self, batch: Fields) -> Path:
+        """Where marks of the lines that are being answered are, while a batch runs."""
+        return self._root / "batches" / f"{batch['id']}.started"
+
+    def _mine(
+        self, table: Mapping[str, Fields], name: str, owner: str, kind: str, param: str | None
+    ) -> Fields:
+        known = table.get(name)
+        if known is None or known["owner"] != owner:
+            raise APIError(
+                f"there is no {kind} {name!r:.100}",
+                status=404,
+                param=param,
+                code=f"{kind}_not_found",
+            )
+        return known
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Open a file that only the user of this process can read, if the file is new.
+
+    Args:
+        mode: as of `open`. Binary files have no buffer.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    if "b" in mode:
+        return open(path, mode, buffering=0, opener=opener)
+    return open(path, mode, encoding="utf-8", opener=opener)
+
+
+@contextmanager
+def refused_when_full() -> Iterator[None]:
+    """Turn an error of the file system into an answer for the client.
+
+    Raises:
+        APIError: 503.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise APIError(
+            f"the server cannot write to its batch directory ({error.strerror}): try again later",
+            status=503,
+            code="storage_unavailable",
+        ) from error
+
+
+def public(fields: Mapping[str, Any]) -> Fields:
+    """What clients see of a file or a batch."""
+    return {name: value for name, value in fields.items() if name != "owner"}
