@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from ed_esurge.server.batches.endpoints import endpoints as batches
+from ed_esurge.server.batches import endpoints as batches
 from ed_esurge.server.generation import answers
 from ed_esurge.server.generation import requests as protocol
 from ed_esurge.server.generation.models import Served
