@@ -18,7 +18,7 @@ from ed_elarge.config.checks.architectures import model_types
 
 from tools.workspace import ROOT
 
-PATH = ROOT / "packages/ed-elarge/src/ed_elarge/architectures.json"
+PATH = ROOT / "packages/ed-elarge/src/ed_elarge/config/checks/architectures.json"
 _NAMES = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
 
 

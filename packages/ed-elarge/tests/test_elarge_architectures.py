@@ -10,7 +10,7 @@ from tools.architectures import generate, render
 
 
 def test_the_table_is_up_to_date() -> None:
-    stored = resources.files("ed_elarge").joinpath("architectures.json").read_text()
+    stored = resources.files("ed_elarge.config.checks").joinpath("architectures.json").read_text()
     assert stored == render(generate()), "run: uv run python -m tools.architectures"
 
 

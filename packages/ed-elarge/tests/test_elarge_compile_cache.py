@@ -4,7 +4,7 @@ import os
 
 import jax
 import pytest
-from ed_elarge.actions.execution import execution as actions
+from ed_elarge.actions import execution
 
 
 @pytest.fixture
@@ -17,13 +17,13 @@ def unset(monkeypatch):
 
 def test_a_run_keeps_programs_in_the_users_cache(unset, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    actions.keep_compiled_programs()
+    execution.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "easydel" / "jax")
 
 
 def test_user_compile_cache_folder_is_kept(unset):
     jax.config.update("jax_compilation_cache_dir", "mine")
-    actions.keep_compiled_programs()
+    execution.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == "mine"
 
 
@@ -33,11 +33,11 @@ def test_small_programs_are_kept_too(unset, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
         jax.config.update(name, 1.0)
-        actions.keep_compiled_programs()  # the environment of the tests names a time of its own
+        execution.keep_compiled_programs()  # the environment of the tests names a time of its own
         assert jax.config.values[name] == 1.0
         monkeypatch.delenv(name.upper())
         jax.config.update("jax_compilation_cache_dir", None)
-        actions.keep_compiled_programs()
+        execution.keep_compiled_programs()
         assert jax.config.values[name] == 0
     finally:
         jax.config.update(name, before)
@@ -48,8 +48,8 @@ def test_simulated_devices_have_threads_to_wait_in(unset, monkeypatch, tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.delenv("NPROC", raising=False)
-    actions.keep_compiled_programs()
+    execution.keep_compiled_programs()
     assert os.environ.get("NPROC") == ("64" if flags else None)
     monkeypatch.setenv("NPROC", "3")
-    actions.keep_compiled_programs()
+    execution.keep_compiled_programs()
     assert os.environ["NPROC"] == "3", "what the user has set stands"

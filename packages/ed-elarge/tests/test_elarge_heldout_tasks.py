@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from ed_elarge import eLargeModel
+from ed_elarge import eLargeModel, heldout_tasks
 from ed_elarge.config.action_options import EvalOptions
-from ed_elarge.evaluation.harness import harness as evaluation
-from ed_elarge.evaluation.harness import heldout_tasks as local_tasks
+from ed_elarge.evaluation import harness
 from ed_infra.errors import ConfigError
 from ed_infra.testing import english_topics
 
@@ -17,19 +16,19 @@ TEXTS = list(english_topics().values())[::10]
 
 
 def test_questions_are_right_and_the_same_every_time() -> None:
-    questions = local_tasks.questions(TEXTS)
-    assert questions == local_tasks.questions(list(TEXTS))
-    assert 50 <= len(questions) <= local_tasks.MAX_QUESTIONS
+    questions = heldout_tasks.questions(TEXTS)
+    assert questions == heldout_tasks.questions(list(TEXTS))
+    assert 50 <= len(questions) <= heldout_tasks.MAX_QUESTIONS
     whole = "\n\n".join(TEXTS)
     for question in questions:
         choices = question["choices"]
-        assert len(set(choices)) == local_tasks.CHOICES
+        assert len(set(choices)) == heldout_tasks.CHOICES
         right = [c for c in choices if question["context"] + c in whole]
         assert right == [choices[question["label"]]]
 
 
 def test_cloze_labels_are_balanced_and_independent_of_length() -> None:
-    questions = local_tasks.questions(TEXTS)
+    questions = heldout_tasks.questions(TEXTS)
     labels = [question["label"] for question in questions]
     assert {0, 1, 2, 3} == set(labels)
     longest = sum(
@@ -40,11 +39,11 @@ def test_cloze_labels_are_balanced_and_independent_of_length() -> None:
 
 def test_too_little_held_out_text_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hold out more"):
-        local_tasks.write(["Too short."], tmp_path)
+        heldout_tasks.write(["Too short."], tmp_path)
     with pytest.raises(ConfigError, match="holds no text"):
-        local_tasks.write(["  "], tmp_path)
+        heldout_tasks.write(["  "], tmp_path)
     # perplexity alone needs no questions
-    local_tasks.write(["Too short."], tmp_path, [local_tasks.PERPLEXITY])
+    heldout_tasks.write(["Too short."], tmp_path, [heldout_tasks.PERPLEXITY])
     assert json.loads((tmp_path / "heldout_perplexity.jsonl").read_text()) == {"text": "Too short."}
 
 
@@ -57,20 +56,20 @@ def test_an_evaluation_without_a_trainer_writes_nothing_to_the_working_directory
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     elm = eLargeModel.from_pretrained("model")
     monkeypatch.setattr(elm, "held_out_texts", lambda: TEXTS)
-    tasks = elm.prepare_eval(EvalOptions(tasks=(local_tasks.PERPLEXITY,)))
-    assert local_tasks.PERPLEXITY in tasks.manager.all_tasks
+    tasks = elm.prepare_eval(EvalOptions(tasks=(heldout_tasks.PERPLEXITY,)))
+    assert heldout_tasks.PERPLEXITY in tasks.manager.all_tasks
     assert tasks.results is None
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    named = elm.prepare_eval(EvalOptions(tasks=(local_tasks.PERPLEXITY,), output_path="r.json"))
+    named = elm.prepare_eval(EvalOptions(tasks=(heldout_tasks.PERPLEXITY,), output_path="r.json"))
     assert named.results == Path("r.json")
 
 
 def test_bits_per_byte_are_printed_in_place_of_perplexities() -> None:
     metrics = {"word_perplexity": 42555.0, "byte_perplexity": 5.9, "bits_per_byte": 2.6}
-    assert evaluation.shown(metrics) == {"bits_per_byte": 2.6}
-    assert evaluation.shown({"word_perplexity": 20.0}) == {"word_perplexity": 20.0}
+    assert harness.shown(metrics) == {"bits_per_byte": 2.6}
+    assert harness.shown({"word_perplexity": 20.0}) == {"word_perplexity": 20.0}
     found = {"results": {"task": {f"{name},none": value for name, value in metrics.items()}}}
-    assert evaluation.figures(found) == {"task": metrics}, "the files keep every metric"
+    assert harness.figures(found) == {"task": metrics}, "the files keep every metric"
 
 
 def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
@@ -94,10 +93,10 @@ def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
         def generate_until(self, requests):
             raise AssertionError("no task generates")
 
-    local_tasks.write(TEXTS, tmp_path)
+    heldout_tasks.write(TEXTS, tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     results = simple_evaluate(
-        model=Oracle(), tasks=list(local_tasks.NAMES), task_manager=manager, bootstrap_iters=0
+        model=Oracle(), tasks=list(heldout_tasks.NAMES), task_manager=manager, bootstrap_iters=0
     )["results"]
     assert results["heldout_cloze"]["acc,none"] == 1.0
     assert results["heldout_perplexity"]["bits_per_byte,none"] == pytest.approx(1.0)

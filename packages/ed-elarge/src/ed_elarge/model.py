@@ -243,22 +243,22 @@ class eLargeModel(Setters):
         Raises:
             ConfigError: an option is wrong, a task does not exist, or its data cannot be had.
         """
-        from ed_elarge.evaluation.harness import harness as evaluation
+        from ed_elarge.evaluation import harness
 
         if tasks is not None:
             options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
         prepared = self.prepare_eval(_options(EvalOptions, {"engine": engine, **options}))
-        return evaluation.run(self.build_esurge(), prepared)
+        return harness.run(self.build_esurge(), prepared)
 
     def prepare_eval(self, options: EvalOptions) -> Tasks:
         """Find the tasks of an evaluation and load their data; `eval` then uses them."""
-        from ed_elarge.evaluation.harness import harness as evaluation
+        from ed_elarge.evaluation import harness
 
         merged = options.over(self.config.eval)
         directory = self.config.directory / "eval" if self.config.trainer is not None else None
         return self.once(
             f"tasks {merged.model_dump_json()}",
-            lambda: evaluation.Tasks(merged, self.held_out_texts, directory),
+            lambda: harness.Tasks(merged, self.held_out_texts, directory),
         )
 
     def generate(

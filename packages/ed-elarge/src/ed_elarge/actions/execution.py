@@ -1,4 +1,4 @@
-"""Doing the actions of a run, one after the other. What there is to do is in `ed_elarge.config.table`."""
+"""Execution of the actions of a run in order. `ed_elarge.config.table` lists the actions."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def to_yaml(session: Session, options: WriteOptions) -> None:
 
 def train(session: Session, options: NoOptions) -> None:
     """Train, and measure on held-out text what was learned."""
-    from ed_elarge.evaluation.harness import heldout_metrics as learned
+    from ed_elarge.evaluation import heldout_metrics
 
     elm, summary = session.elm, session.summary
     directory = elm.config.directory
@@ -156,7 +156,7 @@ def train(session: Session, options: NoOptions) -> None:
     held_out = elm.build_eval_dataset()
     if held_out is not None and elm.config.method_entry.rows == "text":
         batches = _with_progress(held_out, "measuring what was learned")
-        summary.learned = learned.measure(elm.part("model"), batches, elm.build_tokenizer())
+        summary.learned = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
 def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:

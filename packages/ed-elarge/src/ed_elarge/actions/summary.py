@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from ed_infra.chats import Prompt
 
-from ed_elarge.evaluation.harness import harness as evaluation
+from ed_elarge.evaluation import harness
 from ed_elarge.evaluation.prompts import trains_on_chats
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Summary:
 
     def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
         """Keep the figures of an evaluation, and the file with its results."""
-        self.evaluation.update(evaluation.figures(results))
+        self.evaluation.update(harness.figures(results))
         self.results = path
 
     def say_what_is_kept(self) -> None:
@@ -67,8 +67,8 @@ class Summary:
 
     def print_evaluation(self, results: dict[str, Any]) -> None:
         """Print a line for each metric of an evaluation."""
-        for task, metrics in evaluation.figures(results).items():
-            for name, value in evaluation.shown(metrics).items():
+        for task, metrics in harness.figures(results).items():
+            for name, value in harness.shown(metrics).items():
                 print(f"{task}: {name} {value:.4f}")
 
     def show(self) -> None:
@@ -117,7 +117,7 @@ class Summary:
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "by lm-eval"))
-            shown = evaluation.shown(metrics)
+            shown = harness.shown(metrics)
             rows += [(f"  {name}", f"{value:.4f}", "") for name, value in shown.items()]
         return rows
 

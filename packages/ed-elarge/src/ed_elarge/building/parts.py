@@ -1,7 +1,7 @@
-"""From sections to objects: each function builds one part of an `eLargeModel`.
+"""Builders: each function builds one part of an `eLargeModel` from its section.
 
-`ed_elarge.config.table` says which part each section is built into; `eLargeModel.part` calls the builder
-when the part is first asked for, and keeps it. Each function imports what it needs.
+`ed_elarge.config.table` maps each part to its builder. `eLargeModel.part` calls the builder at the
+first use of the part and caches the result. Each function imports the packages that it needs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase:
     """Load the tokenizer, or train it on the training texts (once: it is kept in the run)."""
     from ed_models.checkpoints.tokenizers import load_tokenizer, set_chat_template
 
-    from ed_elarge.building import tokenizer_training as training_tokenizer
+    from ed_elarge.building import tokenizer_training
 
     run = elm.config
     model = _model_section(run)
     section = model.tokenizer_section
     with run.blame("model", "tokenizer"):
         if section.train is not None:
-            made = training_tokenizer.load_or_train(
+            made = tokenizer_training.load_or_train(
                 section.train, _mixture(run), run.directory / "tokenizer", run.schema
             )
         else:

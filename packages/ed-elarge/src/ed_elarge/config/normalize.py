@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ed_elarge.config.checks import unused as idle
+from ed_elarge.config.checks import unused
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.table import (
     ACTIONS,
@@ -94,13 +94,13 @@ def _needs(run: RunConfig) -> list[Problem]:
 
 def _warnings(run: RunConfig) -> list[Problem]:
     """Keys that have no effect."""
-    out = [run.place(problem) for problem in idle.without_effect(run)]
+    out = [run.place(problem) for problem in unused.without_effect(run)]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
-            for problem in idle.warnings(options, section.idle, run):
+            for problem in unused.warnings(options, section.idle, run):
                 out.append(run.place(problem._replace(path=(name, *problem.path))))
     for action in run.actions:
-        for problem in idle.warnings(action.options, ACTIONS[action.name].idle, run):
+        for problem in unused.warnings(action.options, ACTIONS[action.name].idle, run):
             out.append(run.place_in(action, problem))
     return out
 

@@ -1,8 +1,8 @@
-"""The keys of a run file: the sections that are this package's own.
+"""Sections of a run file that belong to this package.
 
-Sections that describe another package are that package's own class, and the options of actions are
-in `ed_elarge.config.action_options`; `ed_elarge.config.table` lists them all. Nothing here imports jax or
-transformers: dtypes, meshes and mechanisms are words until a model is built.
+A section that configures another package uses the option class of that package.
+`ed_elarge.config.action_options` contains the options of actions, and `ed_elarge.config.table`
+lists all sections. Dtypes, meshes and mechanisms are strings here, so no module imports jax.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ from ed_elarge.config.action_options import (
     WriteOptions,
 )
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection
-from ed_elarge.config.checks import consistency as checks
-from ed_elarge.config.checks import machine as surroundings
-from ed_elarge.config.checks import unused as idle
+from ed_elarge.config.checks import consistency, machine, unused
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import (
     BaseConfigSection,
@@ -46,7 +44,7 @@ from ed_elarge.errors import KeyPath, Problem
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
 ActionCheck = Callable[[RunConfig, Action], Iterable[Problem]]
-Idle = Callable[[Any, RunConfig], idle.Idle]
+Idle = Callable[[Any, RunConfig], unused.Idle]
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,9 @@ SECTIONS: dict[str, Section] = {
     "model": Section(
         ModelSection,
         has_default=False,
-        checks=(checks.model_config, checks.tokenizer),
-        looks=(surroundings.model,),
-        idle=idle.model,
+        checks=(consistency.model_config, consistency.tokenizer),
+        looks=(machine.model,),
+        idle=unused.model,
         builds={
             "tokenizer": "ed_elarge.building.parts:tokenizer",
             "model": "ed_elarge.building.parts:model",
@@ -112,51 +110,51 @@ SECTIONS: dict[str, Section] = {
     "reference_model": Section(
         OtherModelSection,
         has_default=False,
-        looks=(surroundings.reference_model,),
+        looks=(machine.reference_model,),
         builds={"reference": "ed_elarge.building.parts:reference_model"},
     ),
     "teacher_model": Section(
         OtherModelSection,
         has_default=False,
-        looks=(surroundings.teacher_model,),
+        looks=(machine.teacher_model,),
         builds={"teacher": "ed_elarge.building.parts:teacher_model"},
     ),
     "reward_model": Section(
         OtherModelSection,
         has_default=False,
-        looks=(surroundings.reward_model,),
+        looks=(machine.reward_model,),
         builds={"reward": "ed_elarge.building.parts:reward_model"},
     ),
     "quantization": Section(
         QuantizationSection,
         has_default=False,
-        checks=(checks.quantized_weights_do_not_learn,),
-        idle=idle.quantization,
+        checks=(consistency.quantized_weights_do_not_learn,),
+        idle=unused.quantization,
     ),
     "lora": Section(
         LoraSection,
         has_default=False,
-        checks=(checks.one_says_what_learns,),
-        looks=(surroundings.adapter,),
+        checks=(consistency.one_says_what_learns,),
+        looks=(machine.adapter,),
         finishes="ed_elarge.building.parts:adapted",
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
-    "sharding": Section(ShardingSection, checks=(checks.axes,)),
+    "sharding": Section(ShardingSection, checks=(consistency.axes,)),
     "platform": Section(PlatformSection),
     "base_config": Section(
         BaseConfigSection,
         checks=(
-            checks.base_config,
-            checks.one_opinion,
-            checks.weights_are_quantized_by_their_section,
+            consistency.base_config,
+            consistency.one_opinion,
+            consistency.weights_are_quantized_by_their_section,
         ),
     ),
     "mixture": Section(
         Mixture,
         has_default=False,
-        checks=(checks.lengths, checks.rows_of_text),
-        looks=(surroundings.data,),
-        idle=idle.mixture,
+        checks=(consistency.lengths, consistency.rows_of_text),
+        looks=(machine.data,),
+        idle=unused.mixture,
         builds={
             "loaders": "ed_elarge.building.parts:loaders",
             "held_out_texts": "ed_elarge.building.parts:held_out_texts",
@@ -166,14 +164,14 @@ SECTIONS: dict[str, Section] = {
         ARGUMENTS,
         chosen_by="trainer_type",
         has_default=False,
-        checks=(checks.other_models, checks.benchmarks, checks.a_base_does_not_move),
-        looks=(surroundings.save_directory, surroundings.reward_functions),
-        idle=idle.trainer,
+        checks=(consistency.other_models, consistency.benchmarks, consistency.a_base_does_not_move),
+        looks=(machine.save_directory, machine.reward_functions),
+        idle=unused.trainer,
         builds={"trainer": "ed_elarge.building.parts:trainer"},
     ),
     "esurge": Section(
         EngineConfig,
-        idle=idle.engine,
+        idle=unused.engine,
         builds={
             "engine": "ed_elarge.building.parts:engine",
             "rollout": "ed_elarge.building.parts:rollout",
@@ -181,9 +179,9 @@ SECTIONS: dict[str, Section] = {
     ),
     "eval": Section(
         EvalSection,
-        checks=(checks.tasks_of_section,),
-        looks=(surroundings.include_path,),
-        idle=idle.evaluation,
+        checks=(consistency.tasks_of_section,),
+        looks=(machine.include_path,),
+        idle=unused.evaluation,
     ),
 }
 
@@ -225,7 +223,7 @@ class ActionKind:
 
 
 def _write(doc: str, does: str, *also: str) -> ActionKind:
-    looks = (surroundings.written_file,)
+    looks = (machine.written_file,)
     return ActionKind(doc, does, WriteOptions, scalar="path", also=also, looks=looks)
 
 
@@ -265,9 +263,9 @@ ACTIONS: dict[str, ActionKind] = {
         EvalOptions,
         needs=("model",),
         prepares="ed_elarge.actions.execution:prepare_eval",
-        checks=(checks.tasks_of_action, checks.is_a_language_model),
-        looks=(surroundings.written_file,),
-        idle=idle.evaluation,
+        checks=(consistency.tasks_of_action, consistency.is_a_language_model),
+        looks=(machine.written_file,),
+        idle=unused.evaluation,
     ),
     "generate": ActionKind(
         "print completions",
@@ -276,8 +274,8 @@ ACTIONS: dict[str, ActionKind] = {
         scalar="prompts",
         needs=("model",),
         prepares="ed_elarge.actions.execution:prepare_model",
-        checks=(checks.is_a_language_model,),
-        idle=idle.generation,
+        checks=(consistency.is_a_language_model,),
+        idle=unused.generation,
     ),
     "serve": ActionKind(
         "serve an OpenAI-compatible API",
@@ -286,8 +284,8 @@ ACTIONS: dict[str, ActionKind] = {
         also=("server",),
         needs=("model",),
         prepares="ed_elarge.actions.execution:prepare_model",
-        checks=(checks.is_a_language_model,),
-        looks=(surroundings.serve,),
+        checks=(consistency.is_a_language_model,),
+        looks=(machine.serve,),
     ),
 }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ed_elarge.config.action_options import EvalOptions
 from ed_elarge.engine.lending import engine_of_run
-from ed_elarge.evaluation.harness import harness as evaluation
+from ed_elarge.evaluation import harness
 from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
@@ -34,4 +34,4 @@ class EngineBenchmark:
         """Run the tasks with the weights that are being trained: task -> metric -> value."""
         results = self._elm.config.directory / "benchmarks" / f"{weights.version}.json"
         with engine_of_run(self._elm, weights.model).serving(weights) as engine:
-            return evaluation.figures(evaluation.run(engine, self._tasks, results))
+            return harness.figures(harness.run(engine, self._tasks, results))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError, did_you_mean
 
+from ed_elarge import heldout_tasks
 from ed_elarge.config.sections import EvalSection
-from ed_elarge.evaluation.harness import heldout_tasks as local_tasks
 
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
@@ -43,7 +43,7 @@ class Tasks:
             raise ConfigError("eval needs lm-eval: pip install 'ed-esurge[lm-eval]'")
         from lm_eval.tasks import TaskManager
 
-        local = [name for name in options.tasks if name in local_tasks.NAMES]
+        local = [name for name in options.tasks if name in heldout_tasks.NAMES]
         paths: list[str | Path] = [*options.include_path]
         if local:
             if directory is None:
@@ -53,7 +53,7 @@ class Tasks:
                 folder = Path(self._temporary.name)
             else:
                 folder = directory / "tasks"
-            paths.append(str(local_tasks.write(held_out(), folder, local)))
+            paths.append(str(heldout_tasks.write(held_out(), folder, local)))
         # lm-eval's own tasks are thousands of files: they are listed only when one is asked for
         self.manager = TaskManager(include_path=paths or None, include_defaults=False)
         if any(name not in self.manager.all_tasks for name in options.tasks):
@@ -66,7 +66,7 @@ class Tasks:
         self._check_data([name for name in options.tasks if name not in local])
 
     def _check_names(self) -> None:
-        known = [*self.manager.all_tasks, *local_tasks.NAMES]
+        known = [*self.manager.all_tasks, *heldout_tasks.NAMES]
         for name in self.options.tasks:
             if name not in self.manager.all_tasks:
                 raise ConfigError(

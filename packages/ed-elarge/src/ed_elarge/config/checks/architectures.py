@@ -38,7 +38,9 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 @functools.cache
 def tables() -> dict[str, dict[str, dict[str, Any]]]:
     """Model type -> key -> `{"types": [...], "default": ...}`, with `"known"` for some names."""
-    return json.loads(resources.files("ed_elarge").joinpath("architectures.json").read_text())
+    return json.loads(
+        resources.files("ed_elarge.config.checks").joinpath("architectures.json").read_text()
+    )
 
 
 @functools.cache

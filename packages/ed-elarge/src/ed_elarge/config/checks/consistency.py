@@ -1,8 +1,8 @@
-"""Checks that need more than one key, and often more than one section.
+"""Checks that need several keys, and often several sections. They do not depend on the machine.
 
-Each function looks at a whole run and yields what is wrong; paths start at the sections. A section
-that did not validate is None: its own mistakes are known already. `ed_elarge.config.table` says which
-checks belong to which section.
+Each function receives the whole run and yields problems whose paths start at the sections. A
+section that failed validation is None: its problems are already reported. `ed_elarge.config.table`
+assigns the checks to sections.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.sharding.axes import AXIS_NAMES
 
+from ed_elarge import heldout_tasks
 from ed_elarge.config.checks import architectures
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection, SetsConfig
 from ed_elarge.errors import KeyPath, Problem
-from ed_elarge.evaluation.harness import heldout_tasks as local_tasks
 
 # The model.
 
@@ -354,7 +354,7 @@ def tasks_of_action(run: RunConfig, action: Action) -> Iterator[Problem]:
         return
     merged = action.options.over(run.eval)
     if not merged.tasks:
-        names = ", ".join(local_tasks.NAMES)
+        names = ", ".join(heldout_tasks.NAMES)
         yield Problem((), f"no tasks are given; those of this package: {names}", True)
     elif action.options.tasks:
         yield from _tasks(run, merged, ("tasks",), True)
@@ -365,7 +365,7 @@ def _tasks(
 ) -> Iterator[Problem]:
     told = False
     for i, task in enumerate(options.tasks):
-        if task in local_tasks.NAMES:
+        if task in heldout_tasks.NAMES:
             if run_here and not run.is_broken("mixture") and not run.has_held_out and not told:
                 told = True
                 message = (
@@ -375,10 +375,10 @@ def _tasks(
                 yield Problem((*path, i), message)
         elif not options.include_path and _means_a_local_task(task):
             # lm-eval's own names are looked up before training: that takes importing lm-eval
-            message = f"unknown task {task!r}{did_you_mean(task.lower(), local_tasks.NAMES)}"
+            message = f"unknown task {task!r}{did_you_mean(task.lower(), heldout_tasks.NAMES)}"
             yield Problem((*path, i), message)
 
 
 def _means_a_local_task(task: str) -> bool:
-    near = difflib.get_close_matches(task.lower(), local_tasks.NAMES, n=1, cutoff=0.85)
+    near = difflib.get_close_matches(task.lower(), heldout_tasks.NAMES, n=1, cutoff=0.85)
     return task.lower().startswith("heldout") or bool(near)
