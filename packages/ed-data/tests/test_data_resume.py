@@ -29,7 +29,7 @@ def same(first, second) -> bool:
 @pytest.mark.parametrize("schema", [TEXT, PREFERENCE])
 def test_after_each_of_200_batches(mixture, tokenizer, monkeypatch, streaming, schema):
     """With other numbers of workers and hosts, byte for byte, over windows and epochs."""
-    for module in ("plan", "stream"):
+    for module in ("order.plan", "order.stream"):
         monkeypatch.setattr(f"ed_data.{module}.WINDOW", 60)
     monkeypatch.setattr(stream, "_ENCODED", 16)
     rows = TEXTS if schema == TEXT else PAIRS

@@ -28,16 +28,16 @@ _OWNERS = {
     "checks": "check_names idle_options without_tokens",
     "config": "Inform Mixture Saving Tokenization",
     "errors": "DataError",
-    "loader": "Loader StreamLoader",
-    "packing": "Packing pack",
-    "prepare": "contents default_cache_dir texts",
-    "prompts": "PromptLoader build_prompts",
+    "batches.loader": "Loader StreamLoader",
+    "order.packing": "Packing pack",
+    "storage.prepare": "contents default_cache_dir texts",
+    "batches.prompts": "PromptLoader build_prompts",
     "report": "Report data_report",
     "save": "remove_cache save_mixture",
     "schema": "Column Example Schema Value",
     "sources": "read_rows",
-    "tokenizer": "train_bpe",
-    "transforms": "documents",
+    "tokens.bpe": "train_bpe",
+    "rows.documents": "documents",
 }
 _NAMES = {name: owner for owner, names in _OWNERS.items() for name in names.split()}
 

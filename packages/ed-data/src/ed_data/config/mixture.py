@@ -14,9 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from ed_data.config.base import Options
-from ed_data.config.source import FILE_TYPES as FILE_TYPES
-from ed_data.config.source import Inform as Inform
-from ed_data.config.source import path_text
+from ed_data.config.source import Inform, path_text
 from ed_data.errors import KeyPath, did_you_mean
 
 # Bounds catch slips of the pen before they cost memory; each is far above what a run needs.

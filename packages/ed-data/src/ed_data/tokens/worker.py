@@ -1,4 +1,4 @@
-"""What a worker process runs: `python -m ed_data.tokens.worker`, started by `ed_data.tokens.processes`.
+"""The program of a worker process, which `ed_data.tokens.processes` starts.
 
 It reads pickled messages from its standard input: the path of modules, then a function, then
 items. It answers the function and each item with `(True, result)` or `(False, error)`. It imports
