@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.specs import LoraSpec
 from ed_layers.cache import RaggedBatch
 from ed_layers.lora_slots import LoRASlots, SlotParam, written
@@ -61,7 +61,7 @@ def test_sequences_of_a_batch_have_adapters_of_their_own(
         name
         for path, node in nnx.iter_modules(served)
         if isinstance(node, LoRASlots)
-        for name in paths.canonical(paths.normalize(path))
+        for name in parameter_names.canonical(parameter_names.normalize(path))
     ]
     expected = [np.asarray(forward(base, input_ids=subject.ids).logits)]
     state = nnx.state(served, SlotParam)

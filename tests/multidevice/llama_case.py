@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from ed_infra import parameter_names as paths
-from ed_infra.sharding import placement as sharding
+from ed_infra import parameter_names
+from ed_infra.sharding import placement
 from ed_infra.testing import LLAMA3_ROPE, tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
@@ -69,8 +69,8 @@ def abstract(config: LlamaConfig) -> LlamaForCausalLM:
 
 def leaf_name(path: tuple[Any, ...]) -> str:
     """Canonical name of a leaf, the layers that it stores left open."""
-    first = paths.canonical(path)[0]
-    return first.replace("layers.0.", "layers.*.") if paths.is_stacked(path) else first
+    first = parameter_names.canonical(path)[0]
+    return first.replace("layers.0.", "layers.*.") if parameter_names.is_stacked(path) else first
 
 
 class Placed:
@@ -116,11 +116,11 @@ def place(dims: Dims, **changes: Any) -> Placed:
     """The case on a mesh, with the weights of one device."""
     own = config(dims, **changes).seal()
     graphdef, state = nnx.split(abstract(own))
-    where = nnx.to_flat_state(sharding.shardings(state, own))
+    where = nnx.to_flat_state(placement.shardings(state, own))
     arrays = jax.device_put(jax.tree.leaves(weights()), [sharding for _, sharding in where])
     state = jax.tree.unflatten(jax.tree.structure(state), arrays)
     model = nnx.merge(graphdef, state)
-    return Placed(model, sharding.make_global(batch(), rows_sharding(own)))
+    return Placed(model, placement.make_global(batch(), rows_sharding(own)))
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.sharding.axes import AXIS_NAMES
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -44,7 +44,7 @@ def table() -> str:
     rows = [["/".join(AXIS_NAMES), *names, *ACTIVATIONS]]
     for dims in case.ALL:
         mesh = AbstractMesh(dims, AXIS_NAMES)
-        specs = [spec for _, spec in nnx.to_flat_state(sharding.specs(state, config, mesh))]
+        specs = [spec for _, spec in nnx.to_flat_state(placement.specs(state, config, mesh))]
         resolve = config.partition_manager.resolve
         specs += [resolve(axes, mode, shape, mesh) for mode, axes, shape in ACTIVATIONS.values()]
         rows.append(["/".join(map(str, dims)), *map(shown, specs)])

@@ -16,7 +16,7 @@ import pytest
 from ed_infra import distributed
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger, once
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -50,10 +50,10 @@ def on_mesh(dims: case.Dims) -> dict[str, np.ndarray]:
 
     where = case.rows_sharding(config)
     batch = case.batch()
-    rows = sharding.local_rows(where, case.B)
+    rows = placement.local_rows(where, case.B)
     own = {name: array[rows] for name, array in batch.items()}
-    from_own_rows = sharding.make_global(own, where, rows=case.B)
-    from_all_rows = sharding.make_global(batch, where)
+    from_own_rows = placement.make_global(own, where, rows=case.B)
+    from_all_rows = placement.make_global(batch, where)
     for name, array in whole(from_own_rows).items():
         np.testing.assert_array_equal(array, batch[name])
         assert from_own_rows[name].sharding == from_all_rows[name].sharding

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax.sharding import PartitionSpec
@@ -91,7 +91,7 @@ def test_overview_blocks_run_as_documented(folder: Path, monkeypatch: pytest.Mon
     run(inspected, names, folder)
     rules = dict(model._get_partition_rules())
     assert rules[r"^model\.layers\.\d+\.self_attn\.q_proj\.kernel$"] == PartitionSpec("fsdp", "tp")
-    assert sharding.specs(model, model.config, overrides=tuple(rules.items())) == sharding.specs(
+    assert placement.specs(model, model.config, overrides=tuple(rules.items())) == placement.specs(
         model, model.config
     )
 

@@ -23,7 +23,7 @@ from ed_infra.errors import ConfigError, MeshError
 from ed_infra.logging import forget_said
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope import parameters as rope_parameters
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.sharding.axes import AXIS_NAMES, PartitionAxis
 from ed_infra.specs import BaseOperationConfig
 from ed_infra.testing import require_torch, tiny_llama
@@ -197,7 +197,7 @@ def placed(config: EasyDeLBaseConfig) -> P:
     """Spec of a kernel from embed to heads."""
     module = nnx.Module()
     module.kernel = nnx.Param(jnp.ones((8, 8)), axes=("embed", "heads"))
-    return sharding.specs(module, config)["kernel"]
+    return placement.specs(module, config)["kernel"]
 
 
 def test_renamed_axes_keep_their_place():

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.sharding.axes import ACTIVATION_AXES, AXIS_NAMES, PARAM_AXES, PartitionAxis
 from ed_infra.sharding.mesh import create_mesh, resolve_axis_dims
 from ed_infra.sharding.partition import PartitionManager, fit_spec
@@ -148,9 +148,9 @@ def test_the_first_rule_that_matches_decides_and_each_must_match(chosen):
     twice = any(len(set(used(spec))) < len(used(spec)) for _, spec in chosen)
     if twice or any(pattern == "nowhere" for pattern, _ in chosen):
         with pytest.raises(ConfigError, match="twice" if twice else "matches no parameter"):
-            sharding.specs(state, config, mesh, chosen)
+            placement.specs(state, config, mesh, chosen)
         return
-    specs = sharding.specs(state, config, mesh, chosen)
+    specs = placement.specs(state, config, mesh, chosen)
     flat = [spec for _, spec in nnx.to_flat_state(specs)]
     derived = [config.partition_manager.param(axes) for axes in [("vocab", "embed")]]
     derived += [config.partition_manager.param(("embed", "mlp"))] * 3

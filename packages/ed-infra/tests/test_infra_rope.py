@@ -10,7 +10,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope import parameters as rope_parameters
-from ed_infra.rope import rotation as rotary
+from ed_infra.rope import rotation
 from ed_infra.testing import require_torch
 
 BASE = {
@@ -113,7 +113,7 @@ def test_invalid_rope_parameters_raise_config_error():
 def test_a_rotation_keeps_lengths_and_depends_on_distance_only(interleaved: bool):
     random = np.random.default_rng(1)
     q, k = (jnp.asarray(random.normal(size=(1, 1, 1, 16)), jnp.float32) for _ in range(2))
-    table = rotary.RotaryTable(rope.inv_frequencies({}, 8)[0], interleaved=interleaved)  # r < k
+    table = rotation.RotaryTable(rope.inv_frequencies({}, 8)[0], interleaved=interleaved)  # r < k
 
     def score(i: int, j: int) -> float:
         a, _ = table(q, k, jnp.array([[i]]))

@@ -11,7 +11,7 @@ import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, MeshError
 from ed_infra.logging import forget_said
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,7 +72,7 @@ def spec_of(tree, *path):
 
 
 def test_specs_follow_logical_axes_with_the_layer_dimension_left_whole(config):
-    specs = sharding.specs(nnx.eval_shape(build(config)), config)
+    specs = placement.specs(nnx.eval_shape(build(config)), config)
     assert spec_of(specs, "embed", "kernel") == P("tp", "fsdp")
     assert spec_of(specs, "layers", "run_0_4_2", 1, "up", "kernel") == P(None, "fsdp", "tp")
     assert spec_of(specs, "layers", "layer_4", "up", "kernel") == P("fsdp", "tp")
@@ -83,7 +83,7 @@ def test_indivisible_dimension_is_replicated_with_one_warning(config, caplog):
     forget_said()
     with caplog.at_level(logging.WARNING, logger="easydel"):
         for _ in range(2):
-            specs = sharding.specs(nnx.eval_shape(build(config)), config)
+            specs = placement.specs(nnx.eval_shape(build(config)), config)
     assert spec_of(specs, "layers", "layer_4", "down", "kernel") == P("tp")
     said = [r.getMessage() for r in caplog.records if "(32, 6)" in r.getMessage()]
     assert len(said) == 1
@@ -92,13 +92,13 @@ def test_indivisible_dimension_is_replicated_with_one_warning(config, caplog):
 
 
 def test_sharded_module_equals_single_device_module(config):
-    module = sharding.create_sharded(build(config), config)
+    module = placement.create_sharded(build(config), config)
     kernel = module.layers.run_0_4_2[0].up.kernel.get_value()
     assert kernel.sharding == NamedSharding(config.mesh, P(None, "fsdp", "tp"))
     assert kernel.addressable_shards[0].data.shape == (2, 4, 16)
     assert module.config is config
     single = EasyDeLBaseConfig(sharding_axis_dims=(1, 1, 1, 1, 1))
-    alone = sharding.create_sharded(build(single), single)
+    alone = placement.create_sharded(build(single), single)
     pairs = zip(
         nnx.to_flat_state(nnx.state(module)), nnx.to_flat_state(nnx.state(alone)), strict=True
     )
@@ -110,17 +110,17 @@ def test_sharded_module_equals_single_device_module(config):
 
 
 def test_shard_after_gather_restores_parameters(config):
-    module = sharding.create_sharded(build(config), config)
-    gathered = sharding.gather(module, config)
+    module = placement.create_sharded(build(config), config)
+    gathered = placement.gather(module, config)
     assert gathered.embed.kernel.get_value().sharding.is_fully_replicated
-    again = sharding.shard(gathered, config)
+    again = placement.shard(gathered, config)
     assert again.embed.kernel.get_value().sharding.spec == P("tp", "fsdp")
     np.testing.assert_array_equal(again.embed.kernel[...], module.embed.kernel[...])
 
 
 @pytest.mark.parametrize("pattern", [r"layers/\d+/up/kernel", r"layers\.\d+\.up\.kernel", "up"])
 def test_rules_match_the_canonical_path_of_a_layer(config, pattern):
-    specs = sharding.specs(
+    specs = placement.specs(
         nnx.eval_shape(build(config)), config, overrides=[(pattern, P("tp", None))]
     )
     assert spec_of(specs, "layers", "run_0_4_2", 0, "up", "kernel") == P(None, "tp")
@@ -130,7 +130,7 @@ def test_rules_match_the_canonical_path_of_a_layer(config, pattern):
 
 def test_first_matching_sharding_rule_wins(config):
     overrides = [("layers/[02]/up", P("tp")), ("layers/.*/up", P("fsdp"))]
-    specs = sharding.specs(nnx.eval_shape(build(config)), config, overrides=overrides)
+    specs = placement.specs(nnx.eval_shape(build(config)), config, overrides=overrides)
     assert spec_of(specs, "layers", "run_0_4_2", 0, "up", "kernel") == P(None, "tp")
     assert spec_of(specs, "layers", "run_0_4_2", 1, "up", "kernel") == P(None, "fsdp")
 
@@ -149,32 +149,32 @@ def test_first_matching_sharding_rule_wins(config):
 def test_unsatisfiable_sharding_rules_raise_error(config, rule, error, says):
     state = nnx.eval_shape(build(config))
     with pytest.raises(error, match=says):
-        sharding.specs(state, config, overrides=[rule])
+        placement.specs(state, config, overrides=[rule])
 
 
 def test_config_sharding_rules_override_defaults():
     rules = [["embed.kernel", ["fsdp", None]]]
     config = EasyDeLBaseConfig(sharding_axis_dims=(1, 4, 1, 2, 1), sharding_rules=rules)
-    assert spec_of(sharding.specs(nnx.eval_shape(build(config)), config), "embed", "kernel") == P(
+    assert spec_of(placement.specs(nnx.eval_shape(build(config)), config), "embed", "kernel") == P(
         "fsdp"
     )
     config = RuleConfig(sharding_axis_dims=(1, 4, 1, 2, 1))
-    specs = sharding.specs(nnx.eval_shape(build(config)), config)
+    specs = placement.specs(nnx.eval_shape(build(config)), config)
     assert spec_of(specs, "embed", "kernel") == P("tp", "fsdp")
     assert spec_of(specs, "layers", "layer_4", "up", "kernel") == P()
 
 
 def test_the_view_as_rules_gives_the_same_sharding(config):
     state = nnx.eval_shape(build(config))
-    rules = sharding.partition_rules(state, config)
+    rules = placement.partition_rules(state, config)
     assert (r"^layers\.\d+\.up\.kernel$", P("fsdp", "tp")) in rules
-    derived = nnx.to_flat_state(sharding.specs(state, config))
-    again = nnx.to_flat_state(sharding.specs(state, config, overrides=rules))
+    derived = nnx.to_flat_state(placement.specs(state, config))
+    again = nnx.to_flat_state(placement.specs(state, config, overrides=rules))
     assert list(derived) == list(again)
 
 
 def test_logical_axes_are_read_from_parameters(config):
-    axes = sharding.logical_axes(nnx.eval_shape(build(config)))
+    axes = placement.logical_axes(nnx.eval_shape(build(config)))
     assert axes["layers", "run_0_4_2", 0, "up", "kernel"] == ("embed", "mlp")
     assert axes["scale",] is None
 
@@ -182,38 +182,38 @@ def test_logical_axes_are_read_from_parameters(config):
 def test_constrain_applies_sharding_to_activations(config):
     x = jnp.ones((8, 4, 16))
     axes = ("batch", "sequence", "mlp")
-    y = jax.jit(lambda x: sharding.constrain(x, axes, config))(x)
+    y = jax.jit(lambda x: placement.constrain(x, axes, config))(x)
     assert y.sharding.is_equivalent_to(NamedSharding(config.mesh, P("fsdp", None, "tp")), 3)
     single = EasyDeLBaseConfig(sharding_axis_dims=(1, 1, 1, 1, 1))
-    assert sharding.constrain(x, axes, single) is x
+    assert placement.constrain(x, axes, single) is x
     with pytest.raises(ConfigError, match="2 axes"):
-        sharding.constrain(x, ("batch", "mlp"), config)
+        placement.constrain(x, ("batch", "mlp"), config)
 
 
 def test_a_global_batch_is_placed_row_by_row(config):
     batch = {"ids": np.arange(48).reshape(8, 6), "steps": np.arange(3), "scalar": np.float32(2)}
     where = NamedSharding(config.mesh, P(("fsdp", "dp"), "sp"))
-    placed = sharding.make_global(batch, where)
+    placed = placement.make_global(batch, where)
     assert placed["ids"].addressable_shards[0].data.shape == (2, 6)
     for name in batch:
         np.testing.assert_array_equal(placed[name], batch[name])
-    same = sharding.make_global(batch, dict.fromkeys(batch, where))
+    same = placement.make_global(batch, dict.fromkeys(batch, where))
     assert same["ids"].sharding == placed["ids"].sharding
 
 
 def test_a_process_gives_its_own_rows(config):
     rows = np.arange(48).reshape(8, 6)
     where = NamedSharding(config.mesh, P(("fsdp", "dp"), "sp"))
-    assert sharding.local_rows(where, 8) == slice(0, 8)  # one process holds all of them
-    own = sharding.make_global({"ids": rows}, where, rows=8)["ids"]
+    assert placement.local_rows(where, 8) == slice(0, 8)  # one process holds all of them
+    own = placement.make_global({"ids": rows}, where, rows=8)["ids"]
     np.testing.assert_array_equal(own, rows)
-    assert own.sharding == sharding.make_global(rows, where).sharding
+    assert own.sharding == placement.make_global(rows, where).sharding
     stacked = rows.reshape(2, 4, 6)
     where = NamedSharding(config.mesh, P(None, ("fsdp", "dp"), "sp"))
-    assert sharding.local_rows(where, 4, axis=1) == slice(0, 4)
-    own = sharding.make_global(stacked, where, rows=4, axis=1)
+    assert placement.local_rows(where, 4, axis=1) == slice(0, 4)
+    own = placement.make_global(stacked, where, rows=4, axis=1)
     np.testing.assert_array_equal(own, stacked)
-    assert own.sharding == sharding.make_global(stacked, where).sharding
+    assert own.sharding == placement.make_global(stacked, where).sharding
     where = NamedSharding(config.mesh, P(("fsdp", "dp"), "sp"))
     with pytest.raises(ConfigError, match=r"shape \(4, 6\) .* give these 8 rows"):
-        sharding.make_global(rows[:4], where, rows=8)
+        placement.make_global(rows[:4], where, rows=8)

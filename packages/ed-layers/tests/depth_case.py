@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import Metric, Report
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables
@@ -87,8 +87,8 @@ def stack(num_layers=4, *, scan=True, policy="", targets=(), vary=None, **depth)
     graphdef, state = nnx.split(made)
     for path, leaf in nnx.to_flat_state(state):
         shape = leaf.get_value().shape
-        one = shape[1:] if paths.is_stacked(path) else shape
-        values = [weight(name, one) for name in paths.canonical(path)]
+        one = shape[1:] if parameter_names.is_stacked(path) else shape
+        values = [weight(name, one) for name in parameter_names.canonical(path)]
         leaf.set_value(jnp.asarray(np.reshape(values, shape)))
     return nnx.merge(graphdef, state)
 
@@ -123,8 +123,8 @@ def gradients(of: Stack) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(jax.jit(jax.grad(loss))(state))
     found = {}
     for path, leaf in flat:
-        value, names = np.asarray(leaf.get_value()), paths.canonical(path)
-        stacked = paths.is_stacked(path)
+        value, names = np.asarray(leaf.get_value()), parameter_names.canonical(path)
+        stacked = parameter_names.is_stacked(path)
         found.update({n: value[i] if stacked else value for i, n in enumerate(names)})
     return found
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.specs import LoraSpec
 from ed_layers.context import Ctx
 from ed_layers.experts import ExpertLinear, Experts
@@ -60,7 +60,7 @@ def replaced(module, to):
 def adapted(placed, **fields):
     module = noisy(Experts(Parts(config(**fields), nnx.Rngs(0)), E, F, bias=True))
     module = noisy(replaced(module, lambda own: LoRAExperts(own, SPEC, jax.random.key(2))))
-    return sharding.shard(module, placed)
+    return placement.shard(module, placed)
 
 
 def outputs(module, placed):

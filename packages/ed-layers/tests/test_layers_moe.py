@@ -12,7 +12,7 @@ import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import Report
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.testing import require_torch
 from ed_layers.context import Ctx
 from ed_layers.experts import Experts, blocks_of
@@ -194,7 +194,7 @@ def on_one_device(method):
 def test_many_devices_are_as_one(mesh, method, fields):
     (module, x, chosen, weights, upstream), expected = on_one_device(method)
     placed = config(MESHES[mesh], **fields)
-    got = run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream)
+    got = run(placement.shard(module, placed), x, chosen, weights, context(placed), upstream)
     near(got, expected)
 
 
@@ -207,7 +207,7 @@ def test_rows_that_all_come_to_one_device(favourites):
     expected = run(module, x, chosen, weights, context(), upstream)
     near(expected[0], one_by_one(module, x, chosen, weights))
     placed = config((1, 1, 4, 1, 1))
-    got = run(sharding.shard(module, placed), x, chosen, weights, context(placed), upstream)
+    got = run(placement.shard(module, placed), x, chosen, weights, context(placed), upstream)
     near(got, expected, bound=3e-5)  # gradients here are sums over all tokens
 
 
@@ -216,14 +216,14 @@ def test_a_number_of_experts_that_does_not_divide(fields):
     (chosen, weights), x = choices(5, 2), inputs()
     expected = one_by_one(experts(5), x, chosen, weights)
     placed = config((1, 1, 2, 2, 2), **fields)
-    near(call(sharding.shard(experts(5), placed), x, chosen, weights, context(placed)), expected)
+    near(call(placement.shard(experts(5), placed), x, chosen, weights, context(placed)), expected)
 
 
 @pytest.mark.proves("fsdp_is_ep_bound", "sp_is_ep_bound")
 def test_expert_sharding_uses_bound_axes_that_divide():
     def kernel_of(count, dims, **fields):
         module = experts(count)
-        return sharding.specs(nnx.state(module), config(dims, **fields)).up_proj.kernel
+        return placement.specs(nnx.state(module), config(dims, **fields)).up_proj.kernel
 
     every = (1, 2, 2, 1, 2)
     assert kernel_of(8, every) == P(("fsdp", "ep", "sp"))
@@ -250,13 +250,13 @@ def test_expert_sharding_uses_bound_axes_that_divide():
 @pytest.mark.proves("use_ring_of_experts", "use_expert_tensor_mode")
 def test_tokens_move_and_experts_do_not(dims, fields, expected, record_property):
     placed = config(dims, **fields)
-    module = sharding.shard(experts(8), placed)
+    module = placement.shard(experts(8), placed)
     graphdef, state = nnx.split(module)
     chosen, weights = choices(8, 2)
 
     def forward(state, x):
         y = nnx.merge(graphdef, state)(x, chosen, weights, context(placed))
-        return sharding.constrain(y, ("batch", "sequence", None), placed)
+        return placement.constrain(y, ("batch", "sequence", None), placed)
 
     text = jax.jit(forward).lower(state, inputs()).compile().as_text()
     assert text is not None
@@ -327,7 +327,7 @@ def test_experts_have_a_capacity_in_training():
     assert "router_dropped" not in call(module.gate, x, context(mode="decode"))[2].metrics
     # A row alone loses what it loses among others, on any mesh.
     placed = config((1, 2, 1, 2, 2), expert_capacity_factor=0.5)
-    sharded, *_ = call(sharding.shard(module.gate, placed), x, context(placed, pad=3))
+    sharded, *_ = call(placement.shard(module.gate, placed), x, context(placed, pad=3))
     np.testing.assert_array_equal(sharded, expected)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_layers.expert_mesh import whole_groups
 from ed_layers.experts import Experts
 from ed_layers.parts import Parts
@@ -93,7 +93,7 @@ def test_quantized_activations_are_the_same_in_every_method():
 )
 def test_many_devices_are_as_one(name, method, dims, fields):
     placed = config(dims, **fields)
-    module = sharding.shard(quantized(SPECS[name], **METHODS[method], **fields), placed)
+    module = placement.shard(quantized(SPECS[name], **METHODS[method], **fields), placed)
     near(outputs(module, placed), reference(name), 3e-5)
 
 
@@ -112,7 +112,7 @@ def test_simulated_quantized_experts_have_dequantized_gradients(method, dims):
         placed = config(dims, **METHODS[method])
         module = quantized(spec, **METHODS[method])
         module = dequantize(module) if spec is NF4 else module
-        graphdef, learned, rest = nnx.split(sharding.shard(module, placed), nnx.Param, ...)
+        graphdef, learned, rest = nnx.split(placement.shard(module, placed), nnx.Param, ...)
         (chosen, weights), x = choices(E, K), jnp.ones((B, S, D)) * jnp.arange(D) / D
         total = lambda p: nnx.merge(graphdef, p, rest)(x, chosen, weights, context(placed)).sum()  # noqa: E731
         value, grads = jax.jit(jax.value_and_grad(total))(learned)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_layers.linear import Linear
@@ -48,7 +48,7 @@ def outputs(of):
 
 def names(of):
     flat = nnx.to_flat_state(nnx.state(of))
-    return sorted(name for path, _ in flat for name in paths.canonical(path))
+    return sorted(name for path, _ in flat for name in parameter_names.canonical(path))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.testing import require_torch
 from ed_layers.updated import apply_updates
 from ed_models.conformance import Subject, forward
@@ -55,8 +55,8 @@ def biases(state):
     for path, variable in nnx.to_flat_state(state):
         if "e_score_correction_bias" in path:
             value = np.asarray(variable.get_value())
-            rows = value if paths.is_stacked(path) else [value]
-            found |= dict(zip(paths.canonical(path), rows, strict=True))
+            rows = value if parameter_names.is_stacked(path) else [value]
+            found |= dict(zip(parameter_names.canonical(path), rows, strict=True))
     return found
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.outputs import CausalLMOutput
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_infra.sharding.mesh import create_mesh
 from ed_infra.sharding.partition import PartitionManager
 from ed_layers.head import Head
@@ -45,7 +45,7 @@ class ToyModel(nnx.Module):
         return nnx.split(self, nnx.Param, ...)
 
     def shard_model(self):
-        return sharding.shard(self, self.config.partition_manager, mesh=self.config.mesh)
+        return placement.shard(self, self.config.partition_manager, mesh=self.config.mesh)
 
     def head(self):
         return Head(self.kernel[...])

@@ -19,19 +19,19 @@ from jax.sharding import PartitionSpec
 
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import RegistryError, did_you_mean
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 
 C = TypeVar("C", bound=type)
 
 GROUP = "easydel.models"
 
 
-class Registered(sharding.Placement, Protocol):
+class Registered(placement.Placement, Protocol):
     """A configuration, as far as the registry looks at it."""
 
     model_type: ClassVar[str]
 
-    def replace(self) -> sharding.Placement:
+    def replace(self) -> placement.Placement:
         """Return a copy that a module may seal."""
         ...
 
@@ -58,7 +58,7 @@ class ModuleRegistration:
         """Return the sharding rules of the module, from its shapes alone: no array is made."""
         own = config.replace()
         module = nnx.eval_shape(lambda: self.module(own, rngs=nnx.Rngs(0)))
-        return sharding.partition_rules(module, own, fully_sharded=fully_sharded)
+        return placement.partition_rules(module, own, fully_sharded=fully_sharded)
 
 
 _configs: dict[str, type] = {}

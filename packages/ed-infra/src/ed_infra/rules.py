@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError, did_you_mean
 
 V = TypeVar("V")
@@ -78,7 +78,7 @@ class Rules(Generic[V]):
         Raises:
             ConfigError: the values differ between layers that are stored as one array.
         """
-        names = paths.canonical(path)
+        names = parameter_names.canonical(path)
         matches = [self.match(name) for name in names]
         values = [default if match is None else match[1] for match in matches]
         for i, value in enumerate(values):

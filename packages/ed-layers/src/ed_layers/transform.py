@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.parameter_names import Run
 from ed_infra.rules import Rules
@@ -58,10 +58,10 @@ def transform(
     for path, module in list(_modules(model, of)):
         replace = rules.at(path)
         if replace is not None:
-            names = paths.canonical(path)
+            names = parameter_names.canonical(path)
             keys = [_key_of(key, name) for name in names]
             try:
-                module = _replaced(module, replace, keys, stacked=paths.is_stacked(path))
+                module = _replaced(module, replace, keys, stacked=parameter_names.is_stacked(path))
             except ConfigError as error:
                 raise ConfigError(f"{names[0]}: {error}") from None
             _put(model, path, module)
@@ -73,7 +73,7 @@ def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[Path, nnx.Module]]:
     """Return modules of a class with their storage paths; modules inside a match are omitted."""
     matched: list[Path] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        path = paths.normalize(path)
+        path = parameter_names.normalize(path)
         inside = any(path[: len(outer)] == outer for outer in matched)
         if path and isinstance(node, of) and not isinstance(node, nnx.List) and not inside:
             if of is not nnx.Module:
@@ -84,13 +84,13 @@ def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[Path, nnx.Module]]:
 def _stacks(model: nnx.Module) -> Iterator[tuple[Path, Stack]]:
     for path, node in nnx.iter_modules(model):
         if isinstance(node, Stack):
-            yield paths.normalize(path), node
+            yield parameter_names.normalize(path), node
 
 
 def _tells_layers_apart(stack: Stack, path: Path, rules: Rules[Replace], of: Kinds) -> bool:
     """Return whether the layers of any run of a stack would get different replacements."""
     for inner, _ in _modules(stack, of):
-        names = paths.canonical((*path, *inner))
+        names = parameter_names.canonical((*path, *inner))
         if len({id(hit[1]) if (hit := rules.match(name)) else None for name in names}) > 1:
             return True
     return False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from flax import nnx
 
 #: `(value, reported sum) -> new value`, for one layer; hashable.
@@ -27,7 +27,7 @@ class Updated(nnx.Variable):
 
 def storage_name(path: tuple[Any, ...]) -> str:
     """Name of a variable in `updates`: its storage path, parts joined by `/`."""
-    return "/".join(str(part) for part in paths.normalize(path))
+    return "/".join(str(part) for part in parameter_names.normalize(path))
 
 
 def apply_updates(
@@ -53,7 +53,7 @@ def apply_updates(
         reported = left.pop(storage_name(path), None)
         if reported is not None and (learning is None or path[:-1] in learning):
             rule: Any = variable.get_metadata()["rule"]
-            rule = jax.vmap(rule) if paths.is_stacked(path) else rule
+            rule = jax.vmap(rule) if parameter_names.is_stacked(path) else rule
             variable = variable.replace(rule(variable.get_value(), reported))
         flat.append((path, variable))
     if left:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_layers.linear import Linear
@@ -46,7 +46,7 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
         re.escape(f"{name}.{layer}" if name else layer)
         for path, node in nnx.iter_modules(model)
         for layer in getattr(type(node), "without_tokens", ())
-        for name in paths.canonical(paths.normalize(path))
+        for name in parameter_names.canonical(parameter_names.normalize(path))
     ]
     rules: list[tuple[str, Replace | None]] = []
     if left_out:
@@ -103,7 +103,7 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
         *leading, _, rows, columns = variable.get_value().shape
         out = np.zeros((*leading, rows, columns), np.float32)
         is_a = path[-1] == "lora_a"
-        for i, name in enumerate(paths.canonical(path[:-1])):
+        for i, name in enumerate(parameter_names.canonical(path[:-1])):
             layer = adapter.get(f"{name}.kernel")
             if layer is not None:
                 value = layer.a if is_a else layer.b * layer.spec.scale
@@ -120,5 +120,5 @@ def _places(model: nnx.Module) -> Iterator[tuple[str, int]]:
     for path, node in nnx.iter_modules(model):
         if isinstance(node, LoRASlots):
             rank = node.lora_a.get_value().shape[-1]
-            for name in paths.canonical(paths.normalize(path)):
+            for name in parameter_names.canonical(parameter_names.normalize(path)):
                 yield name, rank

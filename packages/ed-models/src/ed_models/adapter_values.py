@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.specs import LoraSpec
 from ed_layers.quantization.model import matrix_of
 from flax import nnx
@@ -58,24 +58,24 @@ def put_adapter(model: M, adapter: Adapter) -> M:
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
     adapted = apply_lora(model, by_spec)
     for path, layer in lora_layers(adapted):
-        path = paths.normalize(path)
-        names = [f"{name}.{matrix_of(layer)[0]}" for name in paths.canonical(path)]
+        path = parameter_names.normalize(path)
+        names = [f"{name}.{matrix_of(layer)[0]}" for name in parameter_names.canonical(path)]
         for field in ("a", "b", "magnitude"):
             values = [getattr(adapter[name], field) for name in names]
             if values[0] is not None:
-                stacked = np.stack(values) if paths.is_stacked(path) else values[0]
+                stacked = np.stack(values) if parameter_names.is_stacked(path) else values[0]
                 getattr(layer, f"lora_{field}").set_value(stacked)
     return adapted
 
 
 def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
     for path, layer in lora_layers(model):
-        path = paths.normalize(path)
+        path = parameter_names.normalize(path)
         fields = ["a", "b", "magnitude"] if layer.spec.dora else ["a", "b"]
         values = {
             field: np.asarray(getattr(layer, f"lora_{field}").get_value(), np.float32)
             for field in fields
         }
-        for i, name in enumerate(paths.canonical(path)):
-            own = {k: v[i] if paths.is_stacked(path) else v for k, v in values.items()}
+        for i, name in enumerate(parameter_names.canonical(path)):
+            own = {k: v[i] if parameter_names.is_stacked(path) else v for k, v in values.items()}
             yield f"{name}.{matrix_of(layer)[0]}", LayerAdapter(layer.spec, **own)

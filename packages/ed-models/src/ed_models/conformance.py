@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.testing import require_torch
 from ed_layers.cache import RaggedBatch
 from flax import nnx
@@ -259,6 +259,8 @@ def _per_layer(state: nnx.State) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for path, variable in nnx.to_flat_state(state):
         value = np.asarray(variable.get_value())
-        names = paths.canonical(path)
-        arrays |= dict(zip(names, value if paths.is_stacked(path) else [value], strict=True))
+        names = parameter_names.canonical(path)
+        arrays |= dict(
+            zip(names, value if parameter_names.is_stacked(path) else [value], strict=True)
+        )
     return arrays

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.sharding import placement as sharding
+from ed_infra.sharding import placement
 from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
@@ -84,7 +84,7 @@ class EasyDeLBaseModule(
         def build() -> ModelT:
             return cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(seed))
 
-        return sharding.create_sharded(build, config)
+        return placement.create_sharded(build, config)
 
     # The parts that a train step, a checkpoint or the engine uses.
 
@@ -154,15 +154,15 @@ class EasyDeLBaseModule(
         """Return the given rules, or `(regular expression, PartitionSpec)` of each parameter."""
         if partition_rules is not None:
             return partition_rules
-        return sharding.partition_rules(self, self.config)
+        return placement.partition_rules(self, self.config)
 
     def shard_model(self: ModelT, partition_rules: Any = None) -> ModelT:
         """Place every parameter on the mesh, by its logical axes or by regex overrides."""
-        return sharding.shard(self, self.config, overrides=partition_rules)
+        return placement.shard(self, self.config, overrides=partition_rules)
 
     def gather_model(self: ModelT) -> ModelT:
         """Replicate every parameter on every device of the mesh."""
-        return sharding.gather(self, self.config)
+        return placement.gather(self, self.config)
 
     def to_layout(self: ModelT, layout: Layout) -> ModelT:
         """Return a copy with the layer layout "stacked" (scanned) or "leaves" (unrolled)."""

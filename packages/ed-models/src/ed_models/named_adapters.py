@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.specs import LoraSpec
 from flax import nnx
@@ -184,7 +184,7 @@ class EasyAdapterMixin(nnx.Module):
         matrices = {
             path: variable
             for path, variable in nnx.to_flat_state(base)
-            if not adapter.keys().isdisjoint(paths.canonical(path))
+            if not adapter.keys().isdisjoint(parameter_names.canonical(path))
         }
         merged = Merged(named.active, adapter, graphdef, matrices)
         changed = merge_lora(model, dequantize=dequantize)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.specs import LoraSpec
 from flax import nnx
@@ -297,8 +297,8 @@ def _shapes(model: nnx.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Canonical names and shapes of the variables of each layer."""
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         shape = variable.get_value().shape
-        for name in paths.canonical(path):
-            yield name, shape[1:] if paths.is_stacked(path) else shape
+        for name in parameter_names.canonical(path):
+            yield name, shape[1:] if parameter_names.is_stacked(path) else shape
 
 
 def _spec(name: str, rank: int, settings: Mapping[str, Any]) -> LoraSpec:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_layers.experts import ExpertLinear
@@ -113,7 +113,7 @@ def matrices_of(model: Any) -> dict[str, Matrix]:
         for path, node in nnx.iter_modules(model)
         for kind in ADAPTED
         if isinstance(node, kind)
-        for name in paths.canonical(paths.normalize(path))
+        for name in parameter_names.canonical(parameter_names.normalize(path))
     }
     experts = [name for name, kind in kinds.items() if kind is ExpertLinear]
     found = {m.name: m for m in _expert_matrices(experts, weights, modules, rename)}

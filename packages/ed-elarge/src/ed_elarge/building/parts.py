@@ -212,12 +212,12 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     if not elm.config.loader.verbose:
         return model
     import jax
-    from ed_infra import parameter_names as paths
+    from ed_infra import parameter_names
     from flax import nnx
 
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
-        names = paths.canonical(path)
+        names = parameter_names.canonical(path)
         name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         spec = getattr(leaf.sharding, "spec", "one device")
         print(f"  {name}  {list(leaf.shape)}  {leaf.dtype}  {spec}")

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
 from ed_infra.logging import get_logger, once
 from ed_infra.rules import Rules
@@ -110,9 +110,11 @@ def specs(
     flat = []
     for path, variable in _leaves(state):
         spec = _layer_spec(path, variable, rules, manager, place)
-        if len(spec) and paths.is_stacked(path):
+        if len(spec) and parameter_names.is_stacked(path):
             spec = PartitionSpec(None, *spec)
-        flat.append((path, _fitted_tree(spec, _array(variable), place, paths.canonical(path)[0])))
+        flat.append(
+            (path, _fitted_tree(spec, _array(variable), place, parameter_names.canonical(path)[0]))
+        )
     rules.check_used()
     return nnx.from_flat_state(flat)
 
@@ -172,7 +174,7 @@ def partition_rules(
     rules: dict[str, PartitionSpec] = {}
     for path, variable in _leaves(state):
         spec = _without(omitted, _layer_spec(path, variable, matcher, manager, place))
-        for name in paths.canonical(path):
+        for name in parameter_names.canonical(path):
             pattern = "^" + re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) + "$"
             if rules.setdefault(pattern, spec) != spec:
                 rules["^" + re.escape(name) + "$"] = spec
@@ -360,7 +362,7 @@ def _layer_spec(
     if axes is None:
         return PartitionSpec()
     shape = tuple(_array(variable).shape)
-    return manager.param(axes, shape[1:] if paths.is_stacked(path) else shape, mesh)
+    return manager.param(axes, shape[1:] if parameter_names.is_stacked(path) else shape, mesh)
 
 
 def _without(axis: str | None, spec: PartitionSpec) -> PartitionSpec:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import QUANTIZATION_FIELD_ALIASES, EasyDeLQuantizationConfig, from_mapping
@@ -138,7 +138,7 @@ def _matrices(model: nnx.Module, of: Any) -> Iterator[tuple[list[str], Any]]:
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_value()
         if isinstance(value, of):
-            yield paths.canonical(path), value
+            yield parameter_names.canonical(path), value
 
 
 def quantized_matrices(model: nnx.Module) -> Iterator[tuple[list[str], QArray]]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 
@@ -34,7 +34,9 @@ _LARGE = 2**26  # bytes of a stack from which on it is filled layer by layer
 
 def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: Placement, read: Read) -> jax.Array:
     """Make one parameter (a stack of layers, or one tensor)."""
-    return _fill(paths.canonical(path), paths.is_stacked(path), leaf, placement, read)
+    return _fill(
+        parameter_names.canonical(path), parameter_names.is_stacked(path), leaf, placement, read
+    )
 
 
 def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: Read) -> Simulated:
@@ -45,7 +47,7 @@ def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: Rea
 
 def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
     """Make a quantized matrix from its codes and scales."""
-    names, stacked = paths.canonical(path), paths.is_stacked(path)
+    names, stacked = parameter_names.canonical(path), parameter_names.is_stacked(path)
     leaves = [
         _fill([f"{name}.{part}" for name in names], stacked, array, place, read)
         for (part, array), place in zip(
@@ -57,7 +59,7 @@ def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QAr
 
 def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: Read) -> QArray:
     """Make a quantized matrix from a plain one, which is in memory for one layer at a time."""
-    names, stacked = paths.canonical(path), paths.is_stacked(path)
+    names, stacked = parameter_names.canonical(path), parameter_names.is_stacked(path)
     place: Any = placement.codes  # codes divide as the matrix does
     place = _of_a_layer(place) if stacked else place
     shape = leaf.shape[1:] if stacked else leaf.shape

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
@@ -200,8 +200,8 @@ def _tensors(state: nnx.State, *, stored: bool) -> Iterator[tuple[str, Any, int]
     """Each layer's tensors: name, array, and how many dimensions in front are those of a stack."""
     for path, variable in nnx.to_flat_state(state):
         value = variable.get_value()
-        at = int(paths.is_stacked(path))
-        for name in paths.canonical(path):
+        at = int(parameter_names.is_stacked(path))
+        for name in parameter_names.canonical(path):
             if stored and isinstance(value, QArray):
                 for part, leaf in parts_of(value).items():
                     yield f"{name}.{part}", leaf, at

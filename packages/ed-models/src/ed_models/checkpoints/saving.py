@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 import jax
 import numpy as np
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.distributed import on_host
 from ed_infra.errors import CheckpointError
@@ -126,10 +126,10 @@ def _by_name(
     leaves: dict[str, tuple[jax.Array, tuple[int, ...]]] = {}
     parts: set[str] = set()
     for path, variable in nnx.to_flat_state(state):
-        stacked = paths.is_stacked(path)
+        stacked = parameter_names.is_stacked(path)
         value = variable.get_value()
         value = value.value if isinstance(value, Simulated) else value
-        for i, name in enumerate(paths.canonical(path)):
+        for i, name in enumerate(parameter_names.canonical(path)):
             at = (i,) if stacked else ()
             if isinstance(value, QArray):
                 own = {f"{name}.{part}": (leaf, at) for part, leaf in parts_of(value).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
-from ed_infra import parameter_names as paths
+from ed_infra import parameter_names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 def test_canonical_paths_cover_all_storage_forms():
     tail = ("self_attn", "q_proj", "kernel")
     name = "model.layers.{}.self_attn.q_proj.kernel"
-    stacked = paths.canonical(("model", "layers", "run_0_30_1", 0, *tail))
+    stacked = parameter_names.canonical(("model", "layers", "run_0_30_1", 0, *tail))
     assert stacked == [name.format(i) for i in range(30)]
-    period = paths.canonical(("model", "layers", "run_0_30_6", 2, *tail))
+    period = parameter_names.canonical(("model", "layers", "run_0_30_6", 2, *tail))
     assert period == [name.format(i) for i in (2, 8, 14, 20, 26)]
-    assert paths.canonical(("model", "layers", "layer_3", *tail)) == [name.format(3)]
-    assert paths.canonical(("model", "norm", "weight")) == ["model.norm.weight"]
+    assert parameter_names.canonical(("model", "layers", "layer_3", *tail)) == [name.format(3)]
+    assert parameter_names.canonical(("model", "norm", "weight")) == ["model.norm.weight"]
 
 
 def test_stacked_paths_are_recognized():
-    assert paths.is_stacked(("layers", "run_2_4_2", 1, "a"))
-    assert not paths.is_stacked(("layers", "layer_2", "a"))
-    assert paths.parse_run("run_2_4_2") == paths.Run(2, 4, 2)
-    assert paths.Run(2, 4, 2).name == "run_2_4_2"
+    assert parameter_names.is_stacked(("layers", "run_2_4_2", 1, "a"))
+    assert not parameter_names.is_stacked(("layers", "layer_2", "a"))
+    assert parameter_names.parse_run("run_2_4_2") == parameter_names.Run(2, 4, 2)
+    assert parameter_names.Run(2, 4, 2).name == "run_2_4_2"
 
 
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 4))
 def test_the_entries_of_a_run_are_its_layers_each_once(start: int, repeats: int, period: int):
-    run = paths.Run(start, repeats * period, period)
+    run = parameter_names.Run(start, repeats * period, period)
     found = [i for index in range(period) for i in run.layers(index)]
     assert sorted(found) == list(range(start, start + run.count))
 
@@ -37,13 +37,13 @@ def test_the_entries_of_a_run_are_its_layers_each_once(start: int, repeats: int,
 def test_keys_of_jax_paths_become_plain():
     tree = {"layers": {"layer_1": [1.0, 2.0]}}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    assert [paths.normalize(path) for path, _ in leaves] == [
+    assert [parameter_names.normalize(path) for path, _ in leaves] == [
         ("layers", "layer_1", 0),
         ("layers", "layer_1", 1),
     ]
-    assert paths.normalize(("a", jax.tree_util.GetAttrKey("value"))) == ("a",)
+    assert parameter_names.normalize(("a", jax.tree_util.GetAttrKey("value"))) == ("a",)
 
 
 def test_a_run_without_an_index_is_an_error():
     with pytest.raises(ValueError, match="index of a layer"):
-        paths.canonical(("layers", "run_0_2_1", "kernel"))
+        parameter_names.canonical(("layers", "run_0_2_1", "kernel"))
