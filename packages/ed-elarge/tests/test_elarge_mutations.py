@@ -305,6 +305,7 @@ def cases(file: str, value: Any, path: KeyPath = ()) -> Iterator[Case]:
 #: What is valid: kind of mutation -> keys (0 is false, and 1e12 a number where nothing bounds it).
 VALID: dict[str, str] = {
     "half": (
+        "trainer.reward_weights trainer.mixture_coef "
         "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
         "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
         "trainer.temperature trainer.alpha lora.alpha "
@@ -318,6 +319,7 @@ VALID: dict[str, str] = {
         "trainer.weight_decay"
     ),
     "huge": (
+        "trainer.reward_weights trainer.alpha "
         "trainer.beta trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma "
         "trainer.desirable_weight trainer.undesirable_weight trainer.center_rewards_coefficient "
         "trainer.temperature "
@@ -329,9 +331,14 @@ VALID: dict[str, str] = {
         "trainer.learning_rate_end trainer.optimizer_kwargs.eps trainer.training_time_limit "
         "trainer.weight_decay"
     ),
-    "minus-one": "actions.generate.top_k sharding.dcn_axis_dims",
-    "misspelled": "mixture.informs.format_fields.content",
+    "minus-one": "trainer.reward_weights actions.generate.top_k sharding.dcn_axis_dims",
+    "list": "trainer.generation_prompts.content actions.generate.prompts.content",
+    "misspelled": "trainer.generation_prompts.content actions.generate.prompts.content "
+    "mixture.informs.format_fields.content",
     "null": (
+        "trainer.reward_weights trainer.generation_prompts.content "
+        "trainer.generation_interval model.tokenizer model.tokenizer.chat_template lora.alpha "
+        "base_config.values.blocksize_q actions.generate.prompts.content "
         "trainer.center_rewards_coefficient "
         "actions.serve.allowed_hosts actions.serve.lora_directory "
         "actions.serve.batch_directory actions.serve.otlp_traces_endpoint "
@@ -359,6 +366,10 @@ VALID: dict[str, str] = {
         "trainer.training_time_limit trainer.tx_mu_dtype"
     ),
     "text": (
+        "trainer.reward_functions.regex.pattern trainer.reward_functions.number.field "
+        "mixture.informs.additional_fields trainer.generation_prompts "
+        "trainer.generation_prompts.role trainer.generation_prompts.content "
+        "actions.generate.prompts.role actions.generate.prompts.content "
         "actions.serve.allowed_hosts actions.serve.lora_directory "
         "actions.serve.batch_directory actions.serve.otlp_traces_endpoint "
         "actions.eval.tasks actions.generate actions.generate.prompts actions.serve.api_key "
@@ -378,10 +389,13 @@ VALID: dict[str, str] = {
         "trainer.resume_if_possible trainer.use_tensorboard"
     ),
     "upper": (
+        "trainer.generation_prompts.content actions.generate.prompts.content "
         "actions.eval actions.generate actions.serve actions.to_yaml "
         "mixture.informs.format_fields.content"
     ),
     "zero": (
+        "trainer.beta trainer.reward_weights trainer.mixture_coef trainer.lmbda "
+        "mixture.tokenization.assistant_only_loss actions.serve.limits.max_stored_responses "
         "trainer.lambda_orpo trainer.cpo_alpha trainer.simpo_gamma trainer.desirable_weight "
         "trainer.undesirable_weight trainer.center_rewards_coefficient trainer.alpha "
         "actions.serve.drain_seconds actions.serve.enable_function_calling "
@@ -411,13 +425,16 @@ VALID: dict[str, str] = {
 #: Mistakes for which another key is as much to blame, and which are told there.
 ELSEWHERE: dict[str, str] = {
     "huge": "mixture.batch_size",
+    "misspelled": "trainer.generation_prompts.role actions.generate.prompts.role",
     "null": "eval mixture.eval_fraction mixture.informs.type",
     "text": "mixture.informs.name",
+    "upper": "trainer.generation_prompts.role actions.generate.prompts.role",
     "zero": "mixture.informs.type mixture.tokenization.truncation",
 }
 
 #: What another package tells in two messages (a name that is missing, and one that is too much).
 KNOWN: dict[str, str] = {
+    "mapping": "model.tokenizer",
     "misspelled": "mixture.mixture_weights.texts mixture.mixture_weights.topics "
     "model.tokenizer.train",
     "upper": "mixture.mixture_weights.texts mixture.mixture_weights.topics model.tokenizer.train",
