@@ -228,12 +228,10 @@ def next_steps(family: Family, folder: Path | None) -> str:
             f"  uv pip install -e {folder}    (the entry point is found once installed)\n"
             f"  uv run --no-sync pytest {folder}/tests    (the conformance suite)"
         )
-    known = "  uv run python -m tools.architectures     (keys of its configuration)\n"
     return (
         "next: edit the family, its first line and its CONFORMANCE; then\n"
         "  uv sync --reinstall-package ed-models    (its entry point is found once installed)\n"
-        + (known if family.known else "")
-        + f"  uv run pytest tests/conformance -m '' -k {family.model_type}\n"
+        f"  uv run pytest tests/conformance -m '' -k {family.model_type}\n"
         f"  uv run python -m tools.conformance_results {family.model_type}\n"
         "  uv run python -m tools.model_table"
     )

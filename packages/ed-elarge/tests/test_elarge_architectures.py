@@ -1,24 +1,70 @@
-"""The table of Hugging Face config keys is what transformers has."""
+"""The configuration fields read from source equal those of the classes of transformers."""
 
 from __future__ import annotations
 
-from importlib import resources
+import dataclasses
 
+import pytest
 from ed_elarge.config.checks import architectures
-
-from tools.architectures import generate, render
-
-
-def test_the_table_is_up_to_date() -> None:
-    stored = resources.files("ed_elarge.config.checks").joinpath("architectures.json").read_text()
-    assert stored == render(generate()), "run: uv run python -m tools.architectures"
+from ed_elarge.config.checks.config_source import config_fields
+from ed_infra.enums import ACTIVATION_NAMES
+from ed_layers import activations
 
 
-def test_every_installed_family_with_a_hugging_face_class_has_a_table() -> None:
-    assert "llama" in architectures.model_types()
-    assert set(architectures.tables()) <= set(architectures.model_types())
+@pytest.fixture(scope="module")
+def classes() -> dict[str, type]:
+    from transformers import CONFIG_MAPPING
+
+    return {n: CONFIG_MAPPING[n] for n in architectures.model_types() if n in CONFIG_MAPPING}
+
+
+def test_fields_in_source_are_the_fields_of_the_classes(classes) -> None:
+    assert len(classes) > 70
+    for model_type, cls in classes.items():
+        fields = config_fields(model_type)
+        assert fields is not None, model_type
+        names = {field.name for field in dataclasses.fields(cls)} - {"transformers_version"}
+        assert set(fields) == names, model_type
+
+
+def test_defaults_in_source_are_the_defaults_of_the_classes(classes) -> None:
+    for model_type, cls in classes.items():
+        fields = config_fields(model_type) or {}
+        for field in dataclasses.fields(cls):
+            if field.name in fields and field.default is not dataclasses.MISSING:
+                assert fields[field.name].default == field.default, (model_type, field.name)
+
+
+def test_every_field_of_an_architecture_has_a_type(classes) -> None:
+    untyped = {
+        (model_type, name)
+        for model_type in classes
+        for name, field in (config_fields(model_type) or {}).items()
+        if not field.types
+    }
+    assert not untyped
+
+
+def test_default_configuration_of_every_class_passes_the_check(classes) -> None:
+    for model_type in classes:
+        values = {k: f.default for k, f in (config_fields(model_type) or {}).items()}
+        given = {k: v for k, v in values.items() if v is not None and k != "hidden_act"}
+        listed = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+        assert architectures.check_values(listed, model_type) == {}, model_type
+
+
+def test_activation_names_are_the_implemented_activations() -> None:
+    assert set(ACTIVATION_NAMES) == set(activations.ACTIVATIONS)
 
 
 def test_older_rope_fields_pass_architecture_check() -> None:
     config = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None}
-    assert architectures.check(config, ()) == {}
+    assert architectures.check(config, ()) == []
+
+
+def test_unknown_key_in_nested_configuration_is_located(monkeypatch) -> None:
+    monkeypatch.setattr(architectures, "model_types", lambda: ("llava",))
+    inner = {"model_type": "llama", "hidden_sise": 8}
+    (problem,) = architectures.check({"model_type": "llava", "text_config": inner}, ())
+    assert problem.path == ("text_config", "hidden_sise")
+    assert problem.message == "unknown key 'hidden_sise'; did you mean 'hidden_size'?"

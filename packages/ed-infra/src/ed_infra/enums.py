@@ -48,6 +48,12 @@ TASK_ALIASES: dict[str, str] = {
 }
 
 
+#: Activations by Hugging Face's names; `ed_layers.activations` implements them.
+ACTIVATION_NAMES = (
+    "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "silu", "swish", "tanh",
+)  # fmt: skip
+
+
 class EasyDeLBackends(StrEnum):
     """Where arrays live: the name of a jax backend."""
 

@@ -1,16 +1,16 @@
-"""A run in words: what `print` and `--dry-run` show."""
+"""The description of a run that `print` and `--dry-run` show."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ed_elarge.config.checks import architectures
+from ed_elarge.config.checks.config_source import config_fields
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS
 
 
 def describe(run: RunConfig) -> str:
-    """A few lines: the model, the data, the training, and each action in order."""
+    """Describe the model, the data, the training and each action, one per line."""
     lines = [_model(run), _data(run), _trainer(run)]
     for number, action in enumerate(run.actions, 1):
         options = action.options.model_dump(mode="json", exclude_unset=True)
@@ -23,12 +23,11 @@ def describe(run: RunConfig) -> str:
 
 
 def parameter_count(config: dict[str, Any], vocab_size: int | None) -> int | None:
-    """Parameters of a decoder with gated MLPs, from its configuration; None for other kinds."""
-    table = architectures.tables().get(str(config.get("model_type")))
-    if table is None:
+    """Return the parameters of a decoder with gated MLPs, or None for other architectures."""
+    fields = config_fields(str(config.get("model_type")))
+    if fields is None:
         return None
-    values: dict[str, Any] = {key: entry["default"] for key, entry in table.items()}
-    values |= config
+    values = {key: field.default for key, field in fields.items()} | config
     try:
         hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
         heads, middle = int(values["num_attention_heads"]), int(values["intermediate_size"])

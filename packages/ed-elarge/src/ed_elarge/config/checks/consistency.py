@@ -28,15 +28,13 @@ from ed_elarge.errors import KeyPath, Problem
 
 
 def model_config(run: RunConfig) -> Iterator[Problem]:
-    """`model.config`: its architecture's keys, and execution fields."""
+    """Check `model.config`: keys of its architecture, and execution fields."""
     model = run.model
     if model is None or model.config is None:
         return
     here = ("model", "config")
-    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES})
-    for key, message in problems.items():
-        unknown = key not in model.config or message.startswith("unknown key")
-        yield Problem((*here, key), message, unknown)
+    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES}, here)
+    yield from problems
     yield from _execution_fields(model.config, here)
     size = model.config.get("vocab_size")
     train = model.tokenizer_section.train
