@@ -19,9 +19,9 @@ from ed_infra.specs import LoraSpec
 from ed_layers.cache import RaggedBatch
 from ed_layers.lora_slots import LoRASlots, SlotParam, written
 from ed_models import conformance
-from ed_models.adapter_slots import slot_values, with_slots
-from ed_models.adapter_values import adapter_of
-from ed_models.adapters import apply_lora, lora_layers
+from ed_models.adapters.lora import apply_lora, lora_layers
+from ed_models.adapters.slots import slot_values, with_slots
+from ed_models.adapters.values import adapter_of
 from ed_models.conformance import Subject, forward
 from flax import nnx
 

@@ -12,7 +12,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from ed_models import inputs as model_inputs
+from ed_models.body import context as model_inputs
 
 from tests.multidevice import llama_case as case
 from tests.multidevice import llama_specs

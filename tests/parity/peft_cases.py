@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from ed_infra.specs import LoraSpec
-from ed_models.adapters import apply_lora, lora_layers
+from ed_models.adapters.lora import apply_lora, lora_layers
 from ed_models.conformance import forward
 
 

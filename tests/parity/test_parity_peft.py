@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
-from ed_models.adapters import apply_lora, has_lora, merge_lora, remove_lora
+from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lora
+from ed_models.adapters.peft import load_adapter, save_adapter
 from ed_models.conformance import Subject, subjects
-from ed_models.peft import load_adapter, save_adapter
 from flax import nnx
 
 from tests.parity.peft_cases import our_logits, trained

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_infra.specs import LoraSpec
-from ed_models.adapter_values import adapter_of
+from ed_models.adapters.peft import load_adapter, save_adapter
+from ed_models.adapters.values import adapter_of
 from ed_models.conformance import Subject, subjects
-from ed_models.peft import load_adapter, save_adapter
 
 from tests.parity.peft_cases import our_logits, trained
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ed_infra import registry
 from ed_infra.enums import TaskType
-from ed_models.bridge import TORCH_CLASSES
+from ed_models.base.export import TORCH_CLASSES
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.loading import weight_map
 from ed_models.conformance import ONE, Subject, forward, subjects

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.weights import (
+from ed_models.weights.rules import (
     STANDARD,
     Rule,
     Shape,

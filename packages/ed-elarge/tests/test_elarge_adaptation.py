@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
-from ed_models.adapters import lora_layers
+from ed_models.adapters.lora import lora_layers
 from run_files import run, small, with_texts
 
 

@@ -10,7 +10,7 @@ import pytest
 from ed_esurge import AsyncEngine, PoolingParams, SamplingParams, eSurge
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
-from ed_models.adapters import lora_layers
+from ed_models.adapters.lora import lora_layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=0)
 NAMES = (None, "one", "two", "three", "one", None, "three", "two")

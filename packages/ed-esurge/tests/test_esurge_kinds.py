@@ -21,10 +21,10 @@ from ed_infra.testing import tiny_llama
 from ed_layers.cache import RecurrentSpec, StateSpec
 from ed_layers.mlp import GatedMLP
 from ed_layers.self_attention import SelfAttention
-from ed_models.decoder import Decoder
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer
 from ed_models.families.jamba import JambaConfig, JambaForCausalLM
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
 from flax import nnx
 
 VOCAB, WINDOW = 64, 6

@@ -15,7 +15,7 @@ from ed_esurge.runner.result import StepResult
 from ed_esurge.server import background
 from ed_infra.errors import ConfigError, EasyDeLError, MeshError
 from ed_infra.specs import LoraSpec
-from ed_models.adapters import lora_layers
+from ed_models.adapters.lora import lora_layers
 from flax import nnx
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -18,7 +18,7 @@ from ed_esurge.runner.result import NotFinite
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_infra.errors import EasyDeLError
 from ed_infra.specs import LoraSpec
-from ed_models.adapter_values import LayerAdapter
+from ed_models.adapters.values import LayerAdapter
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 PARAMS = SamplingParams(

@@ -170,7 +170,7 @@ def test_an_adapter_of_the_engine(make_llama, tokenizer, tmp_path):
     import jax
     from ed_esurge import SamplingParams, eSurge
     from ed_infra.specs import LoraSpec
-    from ed_models.adapters import lora_layers
+    from ed_models.adapters.lora import lora_layers
 
     base = make_llama()
     model = base.apply_lora(LoraSpec(rank=2, alpha=4.0), name="mine")

@@ -7,7 +7,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.rope.frequencies import inv_frequencies, settings
 from ed_infra.rope.rotation import angles
 from ed_layers.context import ALL_LAYERS
-from ed_models.inputs import layer_context
+from ed_models.body.context import layer_context
 
 
 class ByTypeConfig(EasyDeLBaseConfig, transformers.Gemma3TextConfig):

@@ -8,10 +8,10 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
-from ed_models.adapters import lora_layers
+from ed_models.adapters.lora import lora_layers
+from ed_models.adapters.peft import read_adapter, save_adapter
 from ed_models.conformance import forward
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_models.peft import read_adapter, save_adapter
 from flax import nnx
 
 IDS = np.random.default_rng(0).integers(3, 60, (2, 8)).astype(np.int32)

@@ -10,13 +10,13 @@ from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_layers.lora_slots import SlotParam
 from ed_layers.quantization.model import quantized_matrices
-from ed_models.adapter_slots import slot_values, with_slots
-from ed_models.adapter_values import adapter_of
-from ed_models.adapters import lora_layers
+from ed_models.adapters.lora import lora_layers
+from ed_models.adapters.peft import load_adapter, save_adapter
+from ed_models.adapters.slots import slot_values, with_slots
+from ed_models.adapters.values import adapter_of
 from ed_models.conformance import forward
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
-from ed_models.peft import load_adapter, save_adapter
 from flax import nnx
 
 IDS = np.random.default_rng(0).integers(3, 60, (2, 8)).astype(np.int32)

@@ -84,7 +84,7 @@ class TestBodies:
 
     def test_a_family_on_the_body_of_another(self, tmp_path):
         from ed_models.tasks.derived import base_module
-        from ed_models.weights import STANDARD, renamed
+        from ed_models.weights.rules import STANDARD, renamed
 
         class Other(LlamaForCausalLM):
             WEIGHTS = renamed({"model": "transformer", "layers": "h"}, *STANDARD)
@@ -356,7 +356,7 @@ class TestToTorch:
             assert type(theirs).__name__ == name and theirs.dtype == torch.bfloat16
 
     def test_to_torch_requires_torch(self, model, monkeypatch):
-        from ed_models import bridge
+        from ed_models.base import export as bridge
 
         monkeypatch.setattr(bridge, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="to_torch needs torch, which is not installed"):

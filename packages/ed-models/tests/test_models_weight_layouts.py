@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.weights import (
+from ed_models.weights.rules import (
     STANDARD,
     Rule,
     concat,

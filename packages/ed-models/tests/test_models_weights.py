@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_models.checkpoints.weight_map import WeightMap, copy
-from ed_models.pieces import Piece, Relation
-from ed_models.weights import STANDARD, Rule, split, stack, transpose
+from ed_models.weights.blocks import Piece, Relation
+from ed_models.weights.rules import STANDARD, Rule, split, stack, transpose
 
 RULES = (
     Rule(

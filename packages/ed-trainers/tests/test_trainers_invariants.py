@@ -14,7 +14,7 @@ from ed_infra.enums import TaskType
 from ed_infra.parameter_names import canonical, is_stacked
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
-from ed_models.adapters import merge_lora
+from ed_models.adapters.lora import merge_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.arguments import METHODS
 from ed_trainers.online.trainer import OnlineTrainer

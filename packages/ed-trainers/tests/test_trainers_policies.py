@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.testing import tiny_llama
-from ed_models.adapters import has_lora
+from ed_models.adapters.lora import has_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models
 from ed_trainers.arguments import arguments_class

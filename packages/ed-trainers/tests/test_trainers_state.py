@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
+from ed_models.base.module import STATE_GROUP
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_models.module import STATE_GROUP
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored.arrays import flat_arrays, leaf_names
 

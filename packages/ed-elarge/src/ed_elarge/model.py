@@ -25,7 +25,7 @@ from ed_elarge.setters import Setters
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
-    from ed_models.heads import CausalLM
+    from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
 

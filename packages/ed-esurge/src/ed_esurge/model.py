@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers.cache.spec import LayerCacheSpec, grouped
-from ed_models.adapter_slots import with_slots
+from ed_models.adapters.slots import with_slots
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -39,7 +39,7 @@ def with_places(model: LanguageModel, config: EngineConfig) -> LanguageModel:
     """Return the model with adapter slots, if `max_loras` is positive.
 
     Raises:
-        ConfigError: see `ed_models.adapter_slots.with_slots`.
+        ConfigError: see `ed_models.adapters.slots.with_slots`.
     """
     if not config.max_loras:
         return model

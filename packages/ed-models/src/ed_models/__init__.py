@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from ed_models.auto import (
         AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
     )
-    from ed_models.bridge import EasyBridgeMixin as EasyBridgeMixin
+    from ed_models.base.export import EasyBridgeMixin as EasyBridgeMixin
+    from ed_models.base.module import EasyDeLBaseModule as EasyDeLBaseModule
     from ed_models.generation.generate import EasyGenerationMixin as EasyGenerationMixin
     from ed_models.generation.generate import GenerateOutput as GenerateOutput
     from ed_models.generation.token_choice import TokenChoice as TokenChoice
-    from ed_models.module import EasyDeLBaseModule as EasyDeLBaseModule
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -28,8 +28,8 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForEmbedding": "ed_models.auto",
         "AutoEasyDeLModelForReward": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
-        "EasyBridgeMixin": "ed_models.bridge",
-        "EasyDeLBaseModule": "ed_models.module",
+        "EasyBridgeMixin": "ed_models.base.export",
+        "EasyDeLBaseModule": "ed_models.base.module",
         "EasyGenerationMixin": "ed_models.generation.generate",
         "GenerateOutput": "ed_models.generation.generate",
         "TokenChoice": "ed_models.generation.token_choice",

@@ -14,11 +14,11 @@ from ed_infra.errors import CheckpointError, ConfigError
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
 from ed_models.checkpoints.loading import float_dtype
-from ed_models.heads import CausalLM
-from ed_models.module import EasyDeLBaseModule
+from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.pooling import Pooling

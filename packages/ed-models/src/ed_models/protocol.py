@@ -22,7 +22,7 @@ from flax import nnx
 
 
 class LanguageModel(Protocol):
-    """A causal language model; `ed_models.heads.CausalLM` is the one that is shipped."""
+    """A causal language model; `ed_models.tasks.causal_lm.CausalLM` is the one that is shipped."""
 
     @property
     def config(self) -> EasyDeLBaseConfig:

@@ -20,7 +20,7 @@ from flax import nnx
 
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.heads import CausalLM
+from ed_models.tasks.causal_lm import CausalLM
 
 #: Fields of every tiny configuration, where a row of `CONFORMANCE` does not change them. None in a
 #: row leaves one of these fields out; for any other field it is the value.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.outputs import Metric
-from ed_models.adapters import has_lora, remove_lora
+from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 

@@ -26,7 +26,7 @@ from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_infra.parameter_names import canonical
 from ed_infra.sharding import placement as sharding
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
-from ed_models.module import EasyDeLBaseModule
+from ed_models.base.module import EasyDeLBaseModule
 from flax import nnx
 
 from ed_trainers.checkpoints.manager import CheckpointManager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ed_infra.errors import ConfigError
-from ed_models.adapters import has_lora
+from ed_models.adapters.lora import has_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from ed_layers.quantization.model import dequantize, is_quantized
-from ed_models.adapters import has_lora, merge_lora
+from ed_models.adapters.lora import has_lora, merge_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 

@@ -11,7 +11,7 @@ from ed_models.generation.options import special_tokens
 from ed_models.generation.values import token_ids
 
 if TYPE_CHECKING:
-    from ed_models.heads import CausalLM
+    from ed_models.tasks.causal_lm import CausalLM
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("ed_elarge")

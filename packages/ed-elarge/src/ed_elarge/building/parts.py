@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
     from ed_infra.config import EasyDeLBaseConfig
     from ed_infra.specs import EasyDeLQuantizationConfig
-    from ed_models.heads import CausalLM
+    from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import PreTrainedTokenizerBase
 
@@ -244,8 +244,8 @@ def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
             f"{section.rank} on every linear layer but the head learn instead"
         )
     if section.name_or_path is not None:
+        from ed_models.adapters.peft import load_adapter
         from ed_models.checkpoints import hub
-        from ed_models.peft import load_adapter
 
         with run.blame("lora", "name_or_path"):
             return load_adapter(model, hub.resolve(section.name_or_path)).shard_model()

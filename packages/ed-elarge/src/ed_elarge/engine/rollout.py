@@ -7,7 +7,7 @@ from typing import Any
 
 from ed_esurge import EngineConfig, SamplingParams, eSurge
 from ed_esurge.tokenizer import Tokenizer
-from ed_models.heads import CausalLM
+from ed_models.tasks.causal_lm import CausalLM
 from ed_trainers.rollout import Sampled, Weights
 
 from ed_elarge.engine.lending import LentEngine

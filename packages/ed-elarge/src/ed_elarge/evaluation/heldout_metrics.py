@@ -101,7 +101,7 @@ def _full_context(model: LanguageModel) -> Callable[[Batch], tuple[np.ndarray, .
     """A function from a batch to (log-probabilities, targets, weights), each [b, s]."""
     import jax
     from ed_layers.losses import token_logprobs
-    from ed_models.heads import next_token_targets
+    from ed_models.tasks.causal_lm import next_token_targets
     from flax import nnx
 
     graphdef, state, other = model.split_module()

@@ -110,7 +110,7 @@ class LoadAdapter:
 
     Attributes:
         name: name of the adapter in requests.
-        adapter: canonical matrix names -> adapter values (`ed_models.adapter_values.Adapter`,
+        adapter: canonical matrix names -> adapter values (`ed_models.adapters.values.Adapter`,
             arrays in host memory).
         source: description of the origin, for users.
     """

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ed_infra.errors import ConfigError
-from ed_models.adapter_slots import slot_values
-from ed_models.adapter_values import Adapter, adapter_of
-from ed_models.peft import read_adapter
+from ed_models.adapters.peft import read_adapter
+from ed_models.adapters.slots import slot_values
+from ed_models.adapters.values import Adapter, adapter_of
 from flax import nnx
 
 from ed_esurge.core.adapters import LoadedAdapter
@@ -29,7 +29,7 @@ def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) ->
     Raises:
         ConfigError: the engine serves no adapters, the name is in use, or the adapter cannot be
             served together with others.
-        CheckpointError: see `ed_models.peft.read_adapter`.
+        CheckpointError: see `ed_models.adapters.peft.read_adapter`.
     """
     loop.adapters.check_new(name)
     model: Any = loop.runner.model

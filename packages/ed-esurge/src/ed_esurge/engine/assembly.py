@@ -7,8 +7,8 @@ from typing import TypeVar, cast
 import jax
 from ed_infra.errors import ConfigError
 from ed_infra.sharding.submesh import slices_of
+from ed_models.base.replicas import on_mesh
 from ed_models.protocol import LanguageModel
-from ed_models.replicas import on_mesh
 from flax import nnx
 from jax.sharding import Mesh
 

@@ -15,7 +15,7 @@ from typing import Unpack
 
 from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
-from ed_models.adapter_values import Adapter
+from ed_models.adapters.values import Adapter
 from ed_models.protocol import LanguageModel
 from flax import nnx
 

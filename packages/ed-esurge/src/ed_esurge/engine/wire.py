@@ -17,7 +17,7 @@ import numpy as np
 from ed_infra.errors import EasyDeLError
 from ed_infra.options import Options
 from ed_infra.specs import LoraSpec
-from ed_models.adapter_values import LayerAdapter
+from ed_models.adapters.values import LayerAdapter
 
 from ed_esurge.core.commands import Command
 from ed_esurge.runner.result import NotFinite

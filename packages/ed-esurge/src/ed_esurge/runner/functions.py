@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.compilation.cache import compiled_afresh
-from ed_models.adapter_slots import slot_values
+from ed_models.adapters.slots import slot_values
 from flax import nnx
 from tqdm import tqdm
 

@@ -6,8 +6,8 @@ from typing import NoReturn, cast
 
 import jax
 import numpy as np
-from ed_models.adapter_slots import slot_values
-from ed_models.adapter_values import Adapter
+from ed_models.adapters.slots import slot_values
+from ed_models.adapters.values import Adapter
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm

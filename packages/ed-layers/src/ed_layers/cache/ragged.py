@@ -32,7 +32,7 @@ class RaggedBatch:
         decode_only: no sequence has more than one token (static): attention then leaves out what
             it does for longer ones, which is most of its compile time.
         prompt_lens: tokens of each sequence's prompt, computed or not; [n]. Rotary factors that
-            depend on length follow them (`ed_models.inputs`). None = `kv_lens`.
+            depend on length follow them (`ed_models.body.context`). None = `kv_lens`.
         adapter_ids: place of each sequence's LoRA adapter, 0 = none; [n]. None = none for all.
     """
 

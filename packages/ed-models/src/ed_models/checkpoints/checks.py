@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if (path.parent / ADAPTER_NAME).is_file():
             raise CheckpointError(
                 f"{path.parent} holds an adapter, and no model: load the model that it was made "
-                "for, and then ed_models.peft.load_adapter(model, directory)"
+                "for, and then ed_models.adapters.peft.load_adapter(model, directory)"
             )
         raise CheckpointError(f"{path.parent} has no {path.name}, so it holds no model")
     if path.stat().st_size > _MAX_CONFIG:

@@ -21,7 +21,7 @@ from ed_layers.quantization.simulated import Simulated
 
 from ed_models.checkpoints.quantized_tensors import encoded_as, parts_of
 from ed_models.checkpoints.weight_map import window_of
-from ed_models.pieces import Shape
+from ed_models.weights.blocks import Shape
 
 #: `read(name, window, out)` fills `out` with those positions of a layer's tensor, in its dtype.
 Read = Callable[[str, Sequence[range], np.ndarray], None]

@@ -31,7 +31,7 @@ from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.weights import STANDARD, TIED, renamer
+from ed_models.weights.rules import STANDARD, TIED, renamer
 
 ModuleT = TypeVar("ModuleT")
 
@@ -70,7 +70,7 @@ def load(
 
     Args:
         cls: a module class. Its `WEIGHTS` table, if any, says where its parameters lie, its
-            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.renamer`), its
+            `OTHER_NAMES` what else checkpoints call the tensors (`ed_models.weights.rules.renamer`), its
             `TIED_WEIGHTS` which head is which embedding, its `new_tensors` which tensors start
             random because files of this kind lack them, and its `as_published` computes tensors
             that some writer lays out in another way.

@@ -28,7 +28,7 @@ from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.stored import Scales
 from flax import nnx
 
-from ed_models.weights import Rule, equal
+from ed_models.weights.rules import Rule, equal
 
 METHOD = "easydel"
 #: Parts of a quantized matrix, by the names of fields.

@@ -13,8 +13,8 @@ from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.tensor_files import Index
-from ed_models.pieces import Piece, Shape, positions_between
-from ed_models.weights import Rule
+from ed_models.weights.blocks import Piece, Shape, positions_between
+from ed_models.weights.rules import Rule
 
 _MOST_THREADS = 8
 _OF_A_THREAD = 2**21  # bytes that are worth a thread

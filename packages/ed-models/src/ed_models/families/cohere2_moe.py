@@ -24,10 +24,10 @@ from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import ParallelLayer, window_of
-from ed_models.weights import EXPERTS, STANDARD
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import ParallelLayer, window_of
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, STANDARD
 
 
 @register_config("cohere2_moe")

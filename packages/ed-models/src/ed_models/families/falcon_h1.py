@@ -20,11 +20,11 @@ from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.mixers import hybrid_mixer
-from ed_models.weights import MAMBA2, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer
+from ed_models.body.mamba import hybrid_mixer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import MAMBA2, renamed
 
 
 @register_config("falcon_h1")

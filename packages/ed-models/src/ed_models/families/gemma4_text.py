@@ -30,10 +30,10 @@ from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
-from ed_models.decoder import ScaledDecoder
-from ed_models.heads import CausalLM
-from ed_models.layers import SandwichLayer, window_of
-from ed_models.weights import STANDARD, Rule, renamed, split, transpose
+from ed_models.body.decoder import ScaledDecoder
+from ed_models.body.layers import SandwichLayer, window_of
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, Rule, renamed, split, transpose
 
 
 @register_config("gemma4_text")

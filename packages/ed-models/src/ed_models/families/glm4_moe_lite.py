@@ -17,11 +17,11 @@ from ed_layers.mla import LatentAttention
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.sparse import sigmoid_experts
-from ed_models.weights import EXPERTS, STANDARD, ignore
+from ed_models.body.decoder import Decoder
+from ed_models.body.experts import sigmoid_experts
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, STANDARD, ignore
 
 
 @register_config("glm4_moe_lite")

@@ -18,11 +18,11 @@ from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer, ParallelLayer
-from ed_models.peft_layout import Modules
-from ed_models.weights import STANDARD, fused, ignore, renamed
+from ed_models.adapters.peft_layout import Modules
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer, ParallelLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, fused, ignore, renamed
 
 
 @register_config("gpt_neox")

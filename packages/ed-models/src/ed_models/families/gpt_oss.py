@@ -21,10 +21,10 @@ from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer, window_of
-from ed_models.weights import STANDARD, Rule, equal, interleave, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, Rule, equal, interleave, renamed
 
 EXPERTS = "{path}.experts"
 

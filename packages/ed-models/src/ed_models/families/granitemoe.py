@@ -20,11 +20,11 @@ from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.peft_layout import Modules
-from ed_models.weights import STANDARD, Rule, renamed, split, transpose
+from ed_models.adapters.peft_layout import Modules
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, Rule, renamed, split, transpose
 
 
 @register_config("granitemoe")

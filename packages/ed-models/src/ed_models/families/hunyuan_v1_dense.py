@@ -15,10 +15,10 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.weights import STANDARD, Rule, equal
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, Rule, equal
 
 
 @register_config("hunyuan_v1_dense")

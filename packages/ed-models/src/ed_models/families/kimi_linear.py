@@ -19,12 +19,12 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.recurrence.delta import KimiDelta
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.peft_layout import Modules
-from ed_models.sparse import sigmoid_experts
-from ed_models.weights import EXPERTS, STANDARD, renamed
+from ed_models.adapters.peft_layout import Modules
+from ed_models.body.decoder import Decoder
+from ed_models.body.experts import sigmoid_experts
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, STANDARD, renamed
 
 
 @register_config("kimi_linear")

@@ -16,8 +16,8 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
-from ed_models.heads import CausalLM
-from ed_models.short_conv_layers import SHORT_CONV, ShortConvDecoder, ShortConvLayer
+from ed_models.body.short_conv import SHORT_CONV, ShortConvDecoder, ShortConvLayer
+from ed_models.tasks.causal_lm import CausalLM
 
 
 @register_config("lfm2")

@@ -18,9 +18,9 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 
-from ed_models.heads import CausalLM
-from ed_models.short_conv_layers import SHORT_CONV, ShortConvDecoder, ShortConvLayer
-from ed_models.weights import renamed
+from ed_models.body.short_conv import SHORT_CONV, ShortConvDecoder, ShortConvLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import renamed
 
 
 @register_config("lfm2_moe")

@@ -30,9 +30,9 @@ from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from flax import nnx
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.weights import EXPERTS, STANDARD, ignore, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, STANDARD, ignore, renamed
 
 
 @register_config("longcat_flash")

@@ -16,10 +16,10 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
 
-from ed_models.heads import CausalLM
-from ed_models.layers import MixerLayer
-from ed_models.mixers import MixerDecoder, mamba_mixer
-from ed_models.weights import BACKBONE, MAMBA, renamed
+from ed_models.body.layers import MixerLayer
+from ed_models.body.mamba import MixerDecoder, mamba_mixer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import BACKBONE, MAMBA, renamed
 
 
 @register_config("mamba")

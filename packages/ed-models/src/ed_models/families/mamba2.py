@@ -19,10 +19,10 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
 from ed_layers.recurrence.mamba2 import Mamba2Mixer
 
-from ed_models.heads import CausalLM
-from ed_models.layers import MixerLayer
-from ed_models.mixers import MixerDecoder
-from ed_models.weights import BACKBONE, MAMBA2, renamed
+from ed_models.body.layers import MixerLayer
+from ed_models.body.mamba import MixerDecoder
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import BACKBONE, MAMBA2, renamed
 
 
 @register_config("mamba2")

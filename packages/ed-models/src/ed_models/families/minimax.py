@@ -21,11 +21,11 @@ from ed_layers.parts import Parts
 from ed_layers.recurrence.lightning import LightningAttention
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.peft_layout import Modules
-from ed_models.weights import BLOCK_SPARSE, ignore
+from ed_models.adapters.peft_layout import Modules
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import BLOCK_SPARSE, ignore
 
 #: What the configuration determines, but checkpoints may have.
 DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")

@@ -25,12 +25,12 @@ from ed_layers.recurrence.mamba2 import Mamba2Mixer
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
-from ed_models.heads import CausalLM
-from ed_models.layers import MixerLayer
-from ed_models.mixers import MixerDecoder
-from ed_models.peft_layout import Modules
-from ed_models.sparse import sigmoid_router
-from ed_models.weights import BACKBONE, EXPERTS, MAMBA2, Rule, ignore, renamed, transpose
+from ed_models.adapters.peft_layout import Modules
+from ed_models.body.experts import sigmoid_router
+from ed_models.body.layers import MixerLayer
+from ed_models.body.mamba import MixerDecoder
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import BACKBONE, EXPERTS, MAMBA2, Rule, ignore, renamed, transpose
 
 
 @register_config("nemotron_h")

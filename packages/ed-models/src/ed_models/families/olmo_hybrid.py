@@ -25,13 +25,13 @@ from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
+from ed_models.body.decoder import Decoder
+from ed_models.body.gated_delta import delta_mixer
+from ed_models.body.layers import DecoderLayer, PostNormLayer
 from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
-from ed_models.decoder import Decoder
-from ed_models.delta_layers import delta_mixer
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer, PostNormLayer
-from ed_models.pieces import Shape
-from ed_models.weights import STANDARD, renamed
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.blocks import Shape
+from ed_models.weights.rules import STANDARD, renamed
 
 
 @register_config("olmo_hybrid")

@@ -22,10 +22,10 @@ from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.weights import STANDARD, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, renamed
 
 
 @register_config("opt")

@@ -17,11 +17,11 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer, window_of
-from ed_models.sparse import has_experts, qwen_experts
-from ed_models.weights import EXPERTS, STANDARD, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.body.experts import has_experts, qwen_experts
+from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, STANDARD, renamed
 
 
 @register_config("qwen2_moe")

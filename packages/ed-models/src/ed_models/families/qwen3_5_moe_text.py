@@ -16,10 +16,10 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
 
-from ed_models.delta_layers import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
-from ed_models.heads import CausalLM
-from ed_models.sparse import qwen_experts
-from ed_models.weights import EXPERTS, renamed
+from ed_models.body.experts import qwen_experts
+from ed_models.body.gated_delta import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, renamed
 
 
 @register_config("qwen3_5_moe_text")

@@ -18,8 +18,8 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
-from ed_models.delta_layers import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
-from ed_models.heads import CausalLM
+from ed_models.body.gated_delta import SPLIT_DELTA, GatedHybrid, GatedHybridLayer
+from ed_models.tasks.causal_lm import CausalLM
 
 
 @register_config("qwen3_5_text")

@@ -19,11 +19,11 @@ from ed_layers.moe import Router, SparseMLP
 from ed_layers.parts import Parts
 from ed_layers.self_attention import SelfAttention
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.layers import DecoderLayer
-from ed_models.sparse import has_experts
-from ed_models.weights import EXPERTS, STANDARD
+from ed_models.body.decoder import Decoder
+from ed_models.body.experts import has_experts
+from ed_models.body.layers import DecoderLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, STANDARD
 
 
 @register_config("qwen3_moe")

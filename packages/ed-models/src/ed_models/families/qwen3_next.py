@@ -18,10 +18,10 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
-from ed_models.delta_layers import GATED_DELTA, GatedHybrid, GatedHybridLayer
-from ed_models.heads import CausalLM
-from ed_models.sparse import has_experts, qwen_experts
-from ed_models.weights import EXPERTS, fused, renamed
+from ed_models.body.experts import has_experts, qwen_experts
+from ed_models.body.gated_delta import GATED_DELTA, GatedHybrid, GatedHybridLayer
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import EXPERTS, fused, renamed
 
 
 @register_config("qwen3_next")

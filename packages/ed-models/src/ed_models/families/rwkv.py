@@ -23,9 +23,9 @@ from ed_layers.recurrence.rows import Rows
 from ed_layers.recurrence.rwkv import ChannelMixing, TimeMixing
 from flax import nnx
 
-from ed_models.decoder import Decoder
-from ed_models.heads import CausalLM
-from ed_models.weights import STANDARD, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.tasks.causal_lm import CausalLM
+from ed_models.weights.rules import STANDARD, renamed
 
 
 @register_config("rwkv")

@@ -14,7 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from jaxtyping import Bool, Int
 
-from ed_models.inputs import longest_sequence
+from ed_models.body.context import longest_sequence
 
 _SMALLEST_BUCKET = 16
 TokenRows = jax.Array | np.ndarray | Sequence[Sequence[int]]

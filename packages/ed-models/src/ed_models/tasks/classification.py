@@ -21,9 +21,9 @@ from ed_infra.outputs import SequenceClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
-from ed_models.pieces import Shape
-from ed_models.tasks.headed import Headed
-from ed_models.tasks.weights_alone import SCORE
+from ed_models.tasks.head_model import Headed
+from ed_models.tasks.weight_tables import SCORE
+from ed_models.weights.blocks import Shape
 
 logger = get_logger(__name__)
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")

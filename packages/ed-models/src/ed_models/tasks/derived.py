@@ -12,11 +12,11 @@ from typing import Any
 
 from ed_infra.enums import TaskType
 
-from ed_models.module import EasyDeLBaseModule
+from ed_models.base.module import EasyDeLBaseModule
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
-from ed_models.tasks.headed import Headed
-from ed_models.tasks.weights_alone import under_a_classifier, without_first_part
+from ed_models.tasks.head_model import Headed
+from ed_models.tasks.weight_tables import under_a_classifier, without_first_part
 
 
 def base_module(headed: type[Headed]) -> type[EasyDeLBaseModule]:

@@ -13,7 +13,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import EmbeddingOutput
 from jaxtyping import Array, Float, Int
 
-from ed_models.module import EasyDeLBaseModule
+from ed_models.base.module import EasyDeLBaseModule
 from ed_models.tasks.pooling import Pooling
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_models.heads import next_token_targets
+from ed_models.tasks.causal_lm import next_token_targets
 
 from ed_trainers.feed import HostBatch
 

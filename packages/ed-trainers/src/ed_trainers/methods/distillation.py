@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
-from ed_models.watching import watched_attention
+from ed_models.body.attention_maps import watched_attention
 
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.feed import HostBatch

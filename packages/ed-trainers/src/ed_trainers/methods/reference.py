@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_models.adapters import has_lora, remove_lora
+from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
 

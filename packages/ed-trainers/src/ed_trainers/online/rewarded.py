@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, unknown_name
-from ed_models.adapters import has_lora
+from ed_models.adapters.lora import has_lora
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.contract import Batch, Models

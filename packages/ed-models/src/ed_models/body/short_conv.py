@@ -10,9 +10,9 @@ from ed_layers.recurrence.short_conv import GatedShortConv
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
-from ed_models.decoder import Decoder
-from ed_models.layers import DecoderLayer, FeedForward
-from ed_models.weights import EXPERTS, STANDARD, fused, renamed
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer, FeedForward
+from ed_models.weights.rules import EXPERTS, STANDARD, fused, renamed
 
 #: LFM2: norms and feed-forward layers have names of their own; one projection makes both gates and
 #: the input of a convolution.

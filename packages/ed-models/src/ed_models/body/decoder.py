@@ -24,9 +24,9 @@ from ed_layers.parts import MakePart, Parts
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_models.inputs import layer_context, rope_settings
-from ed_models.module import EasyDeLBaseModule
-from ed_models.weights import STANDARD
+from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.context import layer_context, rope_settings
+from ed_models.weights.rules import STANDARD
 
 
 class Decoder(EasyDeLBaseModule):

@@ -18,8 +18,8 @@ from ed_layers.recurrence.mamba2 import Mamba2Mixer
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.decoder import Decoder
-from ed_models.layers import MakeNorm
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import MakeNorm
 
 
 def mamba_mixer(parts: Parts, *, norm: MakeNorm | None = None) -> MambaMixer:

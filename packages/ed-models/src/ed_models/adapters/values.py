@@ -15,7 +15,7 @@ from ed_infra.specs import LoraSpec
 from ed_layers.quantization.model import matrix_of
 from flax import nnx
 
-from ed_models.adapters import apply_lora, lora_layers
+from ed_models.adapters.lora import apply_lora, lora_layers
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -12,9 +12,9 @@ from ed_layers.cache.spec import LayerSpecs
 from ed_layers.parts import Parts
 from flax import nnx
 
-from ed_models.module import EasyDeLBaseModule
-from ed_models.tasks.weights_alone import without_first_part
-from ed_models.weights import STANDARD
+from ed_models.base.module import EasyDeLBaseModule
+from ed_models.tasks.weight_tables import without_first_part
+from ed_models.weights.rules import STANDARD
 
 
 class Headed(EasyDeLBaseModule):

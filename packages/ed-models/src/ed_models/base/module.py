@@ -1,7 +1,7 @@
 """`EasyDeLBaseModule`: the base class of every model.
 
 Its methods delegate: sharding to `ed_infra.sharding.placement`, loading and saving to
-`ed_models.checkpoints`, caches to `ed_models.caches`, generation to `ed_models.generation`.
+`ed_models.checkpoints`, caches to `ed_models.base.caches`, generation to `ed_models.generation`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ed_layers.embed import Embed
 from ed_layers.stack import Layout, Stack, to_layout
 from flax import nnx
 
-from ed_models.bridge import EasyBridgeMixin
-from ed_models.caches import EasyCacheMixin
+from ed_models.adapters.named_adapters import EasyAdapterMixin
+from ed_models.base.caches import EasyCacheMixin
+from ed_models.base.export import EasyBridgeMixin
+from ed_models.base.quantization import EasyQuantizationMixin
 from ed_models.checkpoints.loading import float_dtype
 from ed_models.generation.generate import EasyGenerationMixin
-from ed_models.named_adapters import EasyAdapterMixin
-from ed_models.quantized import EasyQuantizationMixin
-from ed_models.weights import Rule
+from ed_models.weights.rules import Rule
 
 #: Entry points of the state classes for `to_state`, from packages above this one.
 STATE_GROUP = "easydel.state"
@@ -51,7 +51,7 @@ class EasyDeLBaseModule(
     """
 
     config_class: ClassVar[type[EasyDeLBaseConfig]]
-    # Names and layouts of the parameters in Hugging Face checkpoints (ed_models.weights).
+    # Names and layouts of the parameters in Hugging Face checkpoints (ed_models.weights.rules).
     WEIGHTS: ClassVar[Sequence[Rule]]
 
     def __init__(

@@ -19,8 +19,8 @@ from ed_layers.lora_slots import LoRASlots, SlotParam
 from ed_layers.transform import Replace, transform
 from flax import nnx
 
-from ed_models.adapter_values import Adapter, M
-from ed_models.adapters import ALL_LINEAR, has_lora
+from ed_models.adapters.lora import ALL_LINEAR, has_lora
+from ed_models.adapters.values import Adapter, M
 
 _LISTED = 10
 

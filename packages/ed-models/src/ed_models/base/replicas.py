@@ -11,7 +11,7 @@ from ed_layers.embed import Embed
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ed_models.module import EasyDeLBaseModule
+from ed_models.base.module import EasyDeLBaseModule
 
 M = TypeVar("M", bound=nnx.Module)
 

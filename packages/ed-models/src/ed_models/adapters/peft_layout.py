@@ -29,11 +29,11 @@ from ed_layers.lora import ADAPTED
 from ed_layers.lora_slots import SlotParam
 from flax import nnx
 
-from ed_models.adapter_values import Adapter, LayerAdapter
+from ed_models.adapters.values import Adapter, LayerAdapter
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.pieces import Piece, Shape
-from ed_models.weights import renamer, split, transpose
+from ed_models.weights.blocks import Piece, Shape
+from ed_models.weights.rules import renamer, split, transpose
 
 Rename = Callable[[str], str]
 
@@ -46,7 +46,7 @@ class Modules:
     """What a family says of transformers' modules where they are not as its checkpoint is.
 
     Attributes:
-        names: parts of a name in the checkpoint -> of a module, as `ed_models.weights.renamed`.
+        names: parts of a name in the checkpoint -> of a module, as `ed_models.weights.rules.renamed`.
         swapped: PEFT takes the outputs of experts for their inputs (Llama 4, whose parameters are
             [e, i, o] and do not say so).
     """

@@ -16,8 +16,8 @@ from ed_infra.errors import ConfigError
 from ed_layers.attention.watched import Watched
 from jaxtyping import Array, Float
 
-from ed_models.decoder import Decoder
-from ed_models.inputs import layer_context
+from ed_models.body.context import layer_context
+from ed_models.body.decoder import Decoder
 
 
 def watched_attention(

@@ -1,7 +1,7 @@
 """Several adapters of one model, by name: one at a time is on its layers, or is merged into them.
 
 The adapter on the layers learns, is saved and computes. The others wait in host memory, as the same
-values that files and the engine's slots hold (`ed_models.adapter_values`), and cost a step nothing.
+values that files and the engine's slots hold (`ed_models.adapters.values`), and cost a step nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.specs import LoraSpec
 from flax import nnx
 
-from ed_models.adapter_values import Adapter, adapter_of, put_adapter
-from ed_models.adapters import apply_lora, has_lora, merge_lora, remove_lora
-from ed_models.peft import read_adapter
+from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lora
+from ed_models.adapters.peft import read_adapter
+from ed_models.adapters.values import Adapter, adapter_of, put_adapter
 
 ModelT = TypeVar("ModelT", bound="EasyAdapterMixin")
 
@@ -122,7 +122,7 @@ class EasyAdapterMixin(nnx.Module):
         """Put the adapter of a directory in PEFT's layout on the layers, under a name.
 
         Raises:
-            CheckpointError: see `ed_models.peft.read_adapter`.
+            CheckpointError: see `ed_models.adapters.peft.read_adapter`.
             ConfigError: the name is taken, or an adapter is merged.
         """
         base, waiting = self._set_aside(new=name)

@@ -51,7 +51,7 @@ from typing import NamedTuple, Protocol
 
 from ed_infra.errors import ConfigError
 
-from ed_models.pieces import Piece, Relation, Shape, lay_out, one_tensor, resized
+from ed_models.weights.blocks import Piece, Relation, Shape, lay_out, one_tensor, resized
 
 
 class Layout(Protocol):

@@ -12,9 +12,9 @@ from ed_layers.recurrence.delta import GatedDelta
 from ed_layers.self_attention import SelfAttention
 from flax import nnx
 
-from ed_models.decoder import Decoder
-from ed_models.layers import DecoderLayer, FeedForward
-from ed_models.weights import STANDARD, Rule, fused, ignore, permute, renamed, split
+from ed_models.body.decoder import Decoder
+from ed_models.body.layers import DecoderLayer, FeedForward
+from ed_models.weights.rules import STANDARD, Rule, fused, ignore, permute, renamed, split
 
 #: Qwen3-Next and Qwen3.5: one convolution for queries, keys and values of the delta rule; in the
 #: query projection of attention each head is followed by its gate.

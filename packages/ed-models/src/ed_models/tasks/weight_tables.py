@@ -9,8 +9,8 @@ from dataclasses import replace
 from ed_infra.errors import ConfigError
 
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.pieces import Relation, Shape
-from ed_models.weights import Layout, Rule, ignore, transpose
+from ed_models.weights.blocks import Relation, Shape
+from ed_models.weights.rules import Layout, Rule, ignore, transpose
 
 #: Our name of the body in a module with a head.
 BODY = "model"

@@ -1,6 +1,6 @@
 """Adapter files in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-Which matrix of transformers' model is which of ours, `ed_models.peft_layout` knows.
+Which matrix of transformers' model is which of ours, `ed_models.adapters.peft_layout` knows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ed_models.adapter_values import LayerAdapter, M, adapter_of, put_adapter
-from ed_models.checkpoints.checks import ADAPTER_NAME
-from ed_models.checkpoints.finite import is_finite
-from ed_models.peft_layout import (
+from ed_models.adapters.peft_layout import (
     EXPERT_PARAMETERS,
     Matrix,
     joined,
@@ -31,6 +28,9 @@ from ed_models.peft_layout import (
     parted,
     unpacked,
 )
+from ed_models.adapters.values import LayerAdapter, M, adapter_of, put_adapter
+from ed_models.checkpoints.checks import ADAPTER_NAME
+from ed_models.checkpoints.finite import is_finite
 
 CONFIG, TENSORS = ADAPTER_NAME, "adapter_model.safetensors"
 _PREFIX = "base_model.model."

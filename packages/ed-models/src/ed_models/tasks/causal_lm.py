@@ -23,7 +23,7 @@ from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
 from ed_models.tasks.derived import DERIVED
-from ed_models.tasks.headed import Headed
+from ed_models.tasks.head_model import Headed
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]

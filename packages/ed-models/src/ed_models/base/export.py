@@ -18,12 +18,12 @@ from ed_infra.errors import ConfigError
 from ed_layers.quantization.model import is_quantized
 from jax.typing import DTypeLike
 
-from ed_models.adapters import has_lora
+from ed_models.adapters.lora import has_lora
+from ed_models.adapters.peft import save_adapter
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.saving import Tokenizer, save
 from ed_models.generation import options as generation_options
-from ed_models.peft import save_adapter
-from ed_models.pieces import Shape
+from ed_models.weights.blocks import Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

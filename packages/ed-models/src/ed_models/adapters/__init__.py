@@ -1,0 +1,1 @@
+"""Low-rank adapters: layers, values, names, and PEFT's files."""

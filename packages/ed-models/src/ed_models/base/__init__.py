@@ -1,0 +1,1 @@
+"""The base class of models, and the implementation of its methods."""

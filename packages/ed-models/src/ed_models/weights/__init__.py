@@ -1,0 +1,1 @@
+"""Parameters of models in Hugging Face checkpoints: rules and blocks."""
